@@ -1,0 +1,61 @@
+"""Devices, their memory and peak rates, and the links between them."""
+
+from dataclasses import dataclass
+
+__all__ = ["Cluster", "Device", "Link"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        name: for display.
+        memory_bytes: memory that one rank may use; 0 means unknown (no limit is checked).
+        flops_per_s: peak rate of a large matrix product in the model's dtype.
+        memory_Bps: memory bandwidth, bytes per second.
+        overhead_s: time that one unit call takes however small it is.
+    """
+
+    name: str
+    memory_bytes: int = 0
+    flops_per_s: float = 5e10
+    memory_Bps: float = 1e10
+    overhead_s: float = 2e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection between two ranks: a message of n bytes takes ``latency_s + n / bandwidth_Bps``."""
+
+    latency_s: float
+    bandwidth_Bps: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one message of `num_bytes`."""
+        return self.latency_s + num_bytes / self.bandwidth_Bps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines that run a job.
+
+    Attributes:
+        device: what each rank has.
+        ranks_per_node: ranks that share a host.
+        cores_per_node: CPU cores that the ranks of one host share when the devices are CPUs; 0 when every rank has a
+            device of its own (GPUs). With more active ranks than cores, each runs slower in proportion.
+        intra_node: link between two ranks of one host.
+        inter_node: link between two hosts.
+    """
+
+    device: Device
+    ranks_per_node: int
+    cores_per_node: int = 0
+    intra_node: Link
+    inter_node: Link
+
+    def link(self, rank_a: int, rank_b: int) -> Link:
+        """The link between two world ranks, which are numbered host by host."""
+        same_host = rank_a // self.ranks_per_node == rank_b // self.ranks_per_node
+        return self.intra_node if same_host else self.inter_node

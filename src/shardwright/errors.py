@@ -1,0 +1,82 @@
+"""Every error that Shardwright raises on purpose.
+
+::
+
+    ShardwrightError
+    ├── ConfigError            (ValueError)    a setting is unknown, out of range or contradicts another
+    ├── PlanError              (ValueError)    a plan cannot be made, read or used
+    │   ├── InfeasiblePlanError                nothing that the constraints allow fits
+    │   └── StalePlanError                     the plan was made for another model, world or version
+    ├── ScheduleError          (ValueError)    a schedule is incomplete, out of order or would deadlock
+    ├── UsageError             (RuntimeError)  a call came at the wrong time or in the wrong place
+    ├── TraceError             (RuntimeError)  the step function cannot be traced
+    │   ├── DeferredReadError                  it reads a value that this rank does not hold
+    │   └── TraceMismatchError                 ranks, or microbatches, took different paths through the model
+    ├── PeerLostError          (RuntimeError)  another rank died, hung or closed its connection
+    └── LaunchError            (RuntimeError)  workers could not be started, or one of them failed
+
+Each message says what was asked, what is true (with numbers), and what to do.
+"""
+
+__all__ = [
+    "ConfigError",
+    "DeferredReadError",
+    "InfeasiblePlanError",
+    "LaunchError",
+    "PeerLostError",
+    "PlanError",
+    "ScheduleError",
+    "ShardwrightError",
+    "StalePlanError",
+    "TraceError",
+    "TraceMismatchError",
+    "UsageError",
+]
+
+
+class ShardwrightError(Exception):
+    """Base of every error in this tree."""
+
+
+class ConfigError(ShardwrightError, ValueError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class PlanError(ShardwrightError, ValueError):
+    """A plan cannot be made, read or used."""
+
+
+class InfeasiblePlanError(PlanError):
+    """Nothing that the constraints allow fits the machines."""
+
+
+class StalePlanError(PlanError):
+    """A plan was made for another model, another number of ranks or another format version."""
+
+
+class ScheduleError(ShardwrightError, ValueError):
+    """A schedule is incomplete, out of order or would deadlock."""
+
+
+class UsageError(ShardwrightError, RuntimeError):
+    """A call came at the wrong time or in the wrong place."""
+
+
+class TraceError(ShardwrightError, RuntimeError):
+    """The step function or the model cannot be traced."""
+
+
+class DeferredReadError(TraceError):
+    """Python code reads the value of a tensor that lives on another rank."""
+
+
+class TraceMismatchError(TraceError):
+    """Two ranks, or two microbatches, took different paths through the model."""
+
+
+class PeerLostError(ShardwrightError, RuntimeError):
+    """Another rank died, hung or closed its connection."""
+
+
+class LaunchError(ShardwrightError, RuntimeError):
+    """Workers could not be started, or one of them failed."""

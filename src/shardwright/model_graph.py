@@ -1,0 +1,198 @@
+"""What a model does, as plain data: its units, the tensors that flow between them, its parameters.
+
+A *unit* is the smallest module that is placed on a stage. A step function calls units, and between the calls it
+applies light operations (*glue*: residual additions, reshapes, the loss). Both are nodes of the graph, in execution
+order::
+
+    node 0  unit  transformer.wte        () -> v1
+    node 1  op    add                    (v1, v2) -> v3
+    node 2  unit  transformer.h.0        (v3) -> v4
+    ...
+    node 9  op    cross_entropy          (v11) -> v12        <- loss
+
+A node that depends on no unit and no parameter (a mask built from the batch) is *free*: every rank computes it, and it
+never crosses ranks.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+__all__ = ["ModelGraph", "Node", "ParameterSpec", "TensorSpec", "Unit", "Value"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of a tensor, without data.
+
+    Attributes:
+        shape: sizes, one for each dim.
+        dtype: name without prefix, for example ``"float32"``.
+        num_bytes: size of the data.
+        requires_grad: whether gradients flow through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One parameter, or buffer, under the first of its names.
+
+    Attributes:
+        name: the first name in the order of registration.
+        spec: its shape and type; ``requires_grad`` tells whether it is trained.
+        aliases: every other name of the same tensor (ties).
+        is_buffer: true for buffers (running statistics, tables).
+    """
+
+    name: str
+    spec: TensorSpec
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The smallest module that is placed on a stage.
+
+    Attributes:
+        name: path in the module tree.
+        class_name: name of its Python class, for display.
+        parameters: names of the parameters and buffers that it holds, under their first names.
+        num_calls: how often one forward calls it.
+        mutates_buffers: its forward changes buffers, so that its calls cannot be spread over stages.
+    """
+
+    name: str
+    class_name: str
+    parameters: tuple[str, ...]
+    num_calls: int
+    mutates_buffers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that some node produced.
+
+    Attributes:
+        producer: index of the node.
+        position: which of the node's output tensors, counted from 0.
+        spec: shape and type.
+        free: it depends on no unit and no parameter, so every rank has it.
+    """
+
+    producer: int
+    position: int
+    spec: TensorSpec
+    free: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of a unit, or one operation between units.
+
+    Attributes:
+        kind: ``"unit"`` or ``"op"``.
+        name: the unit's name, or the function's.
+        ordinal: for units: the how-manieth call of this unit in the forward, from 0.
+        inputs: indices of the values that it reads, each once.
+        outputs: indices of the values that it makes.
+        parameters: names of the parameters that it reads (for operations: used outside any unit).
+        cost_class: key of its cost in a `Profile`; calls with one key cost the same.
+        flops: floating-point operations of the forward; a multiply-add counts as two.
+        saved_bytes: bytes that autograd keeps for the backward, parameters not counted.
+        free: depends on no unit and no parameter.
+        random: draws random numbers.
+        line: where in the user's code, as ``file:line``.
+    """
+
+    kind: Literal["unit", "op"]
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ordinal: int = 0
+    parameters: tuple[str, ...] = ()
+    cost_class: str = ""
+    flops: int = 0
+    saved_bytes: int = 0
+    free: bool = False
+    random: bool = False
+    line: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, with the ordinal where a unit is called again: ``layer``, ``layer#1``, ..."""
+        return f"{self.name}#{self.ordinal}" if self.kind == "unit" and self.ordinal else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGraph:
+    """One forward of a step function over one microbatch.
+
+    Attributes:
+        nodes: unit calls and glue operations in execution order.
+        values: the tensors between them; nodes refer to them by index.
+        units: every unit, by name, in order of first call.
+        parameters: every parameter and buffer of the model, by first name, in order of registration.
+        loss: index of the value given to ``backward``; None for a step function that only evaluates.
+        outputs: indices of the values that the step function returns.
+        batch_size: samples in the microbatch (size of axis 0 of the first split tensor).
+    """
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    units: Mapping[str, Unit]
+    parameters: Mapping[str, ParameterSpec]
+    loss: int | None
+    outputs: tuple[int, ...]
+    batch_size: int = 1
+    _fingerprint: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Indices of the nodes that call units, in execution order: the chain that is cut into stages."""
+        return tuple(i for i, node in enumerate(self.nodes) if node.kind == "unit")
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the structure: equal on ranks that traced the same model the same way."""
+        if not self._fingerprint:
+            nodes = [(n.kind, n.label, n.inputs, n.outputs, n.parameters) for n in self.nodes]
+            values = [(v.spec.shape, v.spec.dtype, v.spec.requires_grad, v.free) for v in self.values]
+            document = json.dumps([nodes, values, self.loss, self.outputs])
+            self._fingerprint.append(hashlib.sha256(document.encode()).hexdigest()[:16])
+        return self._fingerprint[0]
+
+    @property
+    def model_fingerprint(self) -> str:
+        """A hash of names, shapes and types of all parameters: which model this is, whatever the batch."""
+        return model_fingerprint(self.parameters)
+
+    def consumers(self) -> list[list[int]]:
+        """For each value, the indices of the nodes that read it."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for index, node in enumerate(self.nodes):
+            for value in node.inputs:
+                readers[value].append(index)
+        return readers
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        document = asdict(self)
+        del document["_fingerprint"]
+        return document
+
+
+def model_fingerprint(parameters: Mapping[str, ParameterSpec]) -> str:
+    """A hash of names, shapes and types of all parameters and buffers."""
+    rows = [[p.name, list(p.spec.shape), p.spec.dtype, sorted(p.aliases)] for p in parameters.values()]
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]

@@ -1,0 +1,354 @@
+"""The decision, as a file that a person can read: which unit runs where, in what order, and why.
+
+A plan is the runtime's only input: "automatic", "manual" and "from a file" differ in who wrote it. The file is JSON,
+versioned, and carries a fingerprint of the model, so that a plan of another model is refused with the difference.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from shardwright import __version__
+from shardwright.errors import PlanError, StalePlanError
+from shardwright.model_graph import ModelGraph
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = [
+    "PLAN_VERSION",
+    "Alternative",
+    "MemoryPrediction",
+    "MeshPlan",
+    "ModelIdentity",
+    "Plan",
+    "Prediction",
+    "SchedulePlan",
+    "StagePlan",
+    "StagePrediction",
+]
+
+PLAN_VERSION = 1
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _Record(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelIdentity(_Record):
+    """Which model a plan was made for.
+
+    Attributes:
+        fingerprint: hash of the names, shapes and types of all parameters and buffers.
+        num_parameters: trained and frozen, ties counted once.
+        units: labels of the unit calls in execution order (``name``, or ``name#k`` for the k-th repeated call).
+    """
+
+    fingerprint: str
+    num_parameters: NonNegativeInt
+    units: tuple[str, ...]
+
+
+class MeshPlan(_Record):
+    """Degrees of parallelism, and the order in which ranks are laid out.
+
+    Attributes:
+        pipeline: ranks that share one replica of the model.
+        data: replicas.
+        placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost letter varies fastest over the ranks.
+    """
+
+    pipeline: PositiveInt = 1
+    data: PositiveInt = 1
+    placement_strategy: str = "DPT"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the plan needs."""
+        return self.pipeline * self.data
+
+
+class SchedulePlan(_Record):
+    """Which order of work.
+
+    Attributes:
+        kind: name of the schedule family.
+        microbatches: parts into which a batch is split.
+        active_microbatches: bound on microbatches in flight; None where the schedule itself bounds them.
+    """
+
+    kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
+    microbatches: PositiveInt
+    active_microbatches: PositiveInt | None = None
+
+
+class StagePlan(_Record):
+    """One stage: consecutive unit calls, and the pipeline rank that runs them.
+
+    Attributes:
+        rank: pipeline rank, from 0.
+        units: labels of unit calls in execution order; may be empty.
+        recompute: labels of those whose activations are recomputed in the backward.
+    """
+
+    rank: NonNegativeInt
+    units: tuple[str, ...]
+    recompute: tuple[str, ...] = ()
+
+
+class StagePrediction(_Record):
+    """Predicted cost of one stage for one microbatch."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    send_bytes: NonNegativeInt = 0
+    saved_bytes: NonNegativeInt = 0
+    parameter_bytes: NonNegativeInt = 0
+
+
+class MemoryPrediction(_Record):
+    """Predicted peak memory of one pipeline rank, in bytes."""
+
+    parameters: NonNegativeInt
+    gradients: NonNegativeInt
+    optimizer: NonNegativeInt
+    activations: NonNegativeInt
+    work: NonNegativeInt = 0
+
+    @property
+    def peak(self) -> int:
+        """Sum of all parts."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.work
+
+
+class Prediction(_Record):
+    """What the simulator expects.
+
+    Attributes:
+        step_s: seconds of forward and backward of one batch.
+        bubble: idle share of the ranks' time, 0 to 1.
+        stages: cost of each stage.
+        memory: peak memory of each pipeline rank.
+        provenance: whether the costs were measured or estimated.
+    """
+
+    step_s: float
+    bubble: Fraction
+    stages: tuple[StagePrediction, ...]
+    memory: tuple[MemoryPrediction, ...]
+    provenance: Literal["measured", "estimated"]
+
+
+class Alternative(_Record):
+    """A runner-up: what it was, and what it would have cost."""
+
+    schedule: str
+    microbatches: PositiveInt
+    stages: PositiveInt
+    step_s: float
+    peak_bytes: NonNegativeInt
+    verdict: str
+
+
+class Plan(_Record):
+    """The runtime's only input.
+
+    Attributes:
+        plan_version: version of this format.
+        created_by: library and version that wrote it.
+        model: which model it is for.
+        mesh: degrees and rank layout.
+        schedule: order of work.
+        stages: what runs where.
+        replicated: parameters that several stages hold, with those stages; their gradients are summed.
+        prediction: what the simulator expects; None for plans written by hand.
+        why: reasons, one sentence each.
+        alternatives: the runners-up.
+        pins: the settings that the user fixed.
+    """
+
+    plan_version: Literal[1] = PLAN_VERSION
+    created_by: str = f"shardwright {__version__}"
+    model: ModelIdentity
+    mesh: MeshPlan
+    schedule: SchedulePlan
+    stages: tuple[StagePlan, ...]
+    replicated: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    prediction: Prediction | None = None
+    why: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    pins: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.stages:
+            raise ValueError("stages is empty: a plan has at least one stage")
+        for index, stage in enumerate(self.stages):
+            if stage.rank >= self.mesh.pipeline:
+                raise ValueError(
+                    f"stages.{index}.rank is {stage.rank}, but mesh.pipeline is {self.mesh.pipeline}: "
+                    f"ranks run from 0 to {self.mesh.pipeline - 1}"
+                )
+            stray = set(stage.recompute) - set(stage.units)
+            if stray:
+                raise ValueError(f"stages.{index}.recompute names units that the stage does not have: {sorted(stray)}")
+        placed = [unit for stage in self.stages for unit in stage.units]
+        if placed != list(self.model.units):
+            raise ValueError(_placement_difference(self.model.units, placed))
+        return self
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(stage.rank for stage in self.stages)
+
+    def to_json(self) -> str:
+        """The text of the plan file."""
+        return self.model_dump_json(indent=2) + "\n"
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan file, whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        temporary.write_text(self.to_json())
+        temporary.replace(path)
+
+    @classmethod
+    def parse(cls, text: str | bytes, *, source: str = "plan") -> "Plan":
+        """Reads a plan from JSON.
+
+        Raises:
+            StalePlanError: it has another format version.
+            PlanError: it is cut off, has unknown or missing fields, or contradicts itself; the field is named.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{source} is not valid JSON ({error}). It may be cut off: make it anew.") from error
+        if not isinstance(document, dict):
+            raise PlanError(f"{source} holds a {type(document).__name__}, but a plan is a JSON object.")
+        version = document.get("plan_version")
+        if version != PLAN_VERSION:
+            raise StalePlanError(
+                f"{source} has plan_version {version!r}, but shardwright {__version__} reads {PLAN_VERSION}. "
+                "Make the plan anew with this version."
+            )
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            rows = [f"  {'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
+            raise PlanError("\n".join([f"{source} is not a usable plan:", *rows])) from error
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Reads a plan file; raises as `parse` does."""
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise PlanError(f"plan file {path} cannot be read: {error.strerror}.") from error
+        return cls.parse(text, source=f"plan file {path}")
+
+    def check(self, graph: ModelGraph, *, world_size: int) -> None:
+        """Refuses a model or a world that this plan was not made for.
+
+        Raises:
+            StalePlanError: the message shows the difference.
+        """
+        if world_size != self.mesh.world_size:
+            raise StalePlanError(
+                f"the plan is for pipeline({self.mesh.pipeline}) * data({self.mesh.data}) = "
+                f"{self.mesh.world_size} ranks, but {world_size} are running. "
+                f"Start {self.mesh.world_size}, or make the plan anew."
+            )
+        units = [graph.nodes[call].label for call in graph.calls]
+        if units != list(self.model.units):
+            raise StalePlanError(
+                "the plan was made for a model with other units: "
+                + _placement_difference(units, list(self.model.units))
+                + ". Make the plan anew."
+            )
+        if graph.model_fingerprint != self.model.fingerprint:
+            parameters = sum(_num_elements(p.spec.shape) for p in graph.parameters.values() if not p.is_buffer)
+            raise StalePlanError(
+                f"the plan was made for a model with fingerprint {self.model.fingerprint} and "
+                f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and {parameters}: "
+                "the units are the same, the shapes, types or ties of their parameters are not. Make the plan anew."
+            )
+
+    def table(self) -> str:
+        """The stages as a text table."""
+        header = ["stage", "rank", "units", "first .. last", "parameters", "forward", "backward", "sends"]
+        rows = [header]
+        for index, stage in enumerate(self.stages):
+            cost = self.prediction.stages[index] if self.prediction else None
+            first_last = " .. ".join(dict.fromkeys((stage.units[0], stage.units[-1]))) if stage.units else "-"
+            rows.append(
+                [str(index), str(stage.rank), str(len(stage.units)), first_last]
+                + (
+                    [
+                        format_bytes(cost.parameter_bytes),
+                        format_seconds(cost.forward_s),
+                        format_seconds(cost.backward_s),
+                        format_bytes(cost.send_bytes),
+                    ]
+                    if cost
+                    else ["-"] * 4
+                )
+            )
+        return align(rows)
+
+
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Lays out rows of text in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def identity(graph: ModelGraph) -> ModelIdentity:
+    """The identity of a traced model, as a plan records it."""
+    return ModelIdentity(
+        fingerprint=graph.model_fingerprint,
+        num_parameters=sum(_num_elements(p.spec.shape) for p in graph.parameters.values() if not p.is_buffer),
+        units=tuple(graph.nodes[call].label for call in graph.calls),
+    )
+
+
+def stage_of_label(plan: Plan) -> Mapping[str, int]:
+    """The stage of every unit call."""
+    return {label: index for index, stage in enumerate(plan.stages) for label in stage.units}
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _placement_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    missing = [unit for unit in expected if unit not in set(found)]
+    extra = [unit for unit in found if unit not in set(expected)]
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} of the model's units are not in the stages ({_sample(missing)})")
+        if extra:
+            parts.append(f"the stages name {len(extra)} that the model does not have ({_sample(extra)})")
+        return " and ".join(parts)
+    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return f"the order differs at position {position}: the model calls {a}, the stages have {b}"
+    return f"the model calls {len(expected)} units, the stages place {len(found)}: one is placed twice"
+
+
+def _sample(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
