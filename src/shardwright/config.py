@@ -1,0 +1,377 @@
+"""Every setting: its name, its default, its meaning and its limits.
+
+A planning setting that differs from its default is a *pin*: the planner keeps it. The rest it chooses.
+
+Dictionaries in the style of SageMaker's model parallel library are accepted: ``partitions``,
+``partition_file``, ``pipeline="simple"`` (all forwards first: gpipe), ``pipeline="interleaved"`` (backward
+first: 1f1b), and ``-`` for ``_``. Settings of that library that change nothing here end up in
+`Config.ignored`; settings for features that this version lacks are accepted at their defaults only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from shardwright.errors import ConfigError
+from shardwright.mesh import Mesh, canonical_placement
+from shardwright.problems import describe, join
+from shardwright.units import parse_bytes
+
+__all__ = ["Config", "PipelineKind"]
+
+PipelineKind = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
+
+_RENAMED = {"partitions": "pipeline_parallel_degree"}
+
+_PIPELINE_NAMES = {"simple": "gpipe", "interleaved": "1f1b"}
+
+# Accepted with any value, because they change nothing here.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "_fp32_grad_accumulation",
+        "_match_weights",
+        "activation_loading_horizon",
+        "checkpoint_attentions",
+        "contiguous",
+        "deterministic_server",
+        "fast_mode",
+        "fork",
+        "overlapping_allreduce",
+        "sdp_gradient_clipping",
+        "sdp_hierarchical_allgather",
+        "sdp_max_live_parameters",
+        "sdp_param_persistence_threshold",
+        "sdp_reduce_bucket_size",
+        "skip_tracing",
+        "static_mode",
+        "xla",
+    }
+)
+
+# Settings that the planner does not look at.
+_NO_PINS = frozenset("ignored log_interval run_dir run_name seed tensorboard timeout_s trace".split())
+
+# Features of later versions: the value that means "off", and what to use instead.
+_NOT_YET: dict[str, tuple[Any, str]] = {
+    "bf16": (False, "cast the model with model.to(torch.bfloat16), or use torch.autocast"),
+    "delayed_parameter_initialization": (False, "create the model on the CPU"),
+    "fp16": (False, "use torch.autocast"),
+    "fp16_params": (False, "cast the model with model.half()"),
+    "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
+    "offload_activations": (False, "use activation_checkpointing"),
+    "prescaled_batch": (False, "give each replica its own batch"),
+    "shard_optimizer_state": (False, "use a higher pipeline_parallel_degree"),
+    "sharded_data_parallel_degree": (1, "use a higher pipeline_parallel_degree"),
+    "tensor_parallel_degree": (1, "use a higher pipeline_parallel_degree"),
+}
+
+
+def _no_bool(value: Any) -> Any:
+    # Without this, pydantic reads True as 1, and a slip in a dictionary becomes "one microbatch".
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Index = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Weight = Annotated[float, BeforeValidator(_no_bool), Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0)]
+Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=65535)]
+
+
+class Config(BaseModel):
+    """All settings of a run; make one with `Config.parse` or `Config.merge`.
+
+    >>> config = Config.parse({"partitions": 2, "microbatches": 4, "pipeline": "interleaved"})
+    >>> config.pipeline_parallel_degree, config.microbatches, config.pipeline
+    (2, 4, '1f1b')
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pipeline_parallel_degree: Count | None = Field(
+        None,
+        description="Ranks that share one replica of the model; unset: all ranks / data_parallel_degree.",
+    )
+    data_parallel_degree: Count | None = Field(
+        None, description="Replicas of the model; unset: all ranks / pipeline_parallel_degree."
+    )
+    microbatches: Count | None = Field(
+        None, description="Parts into which each batch is split; unset: the planner chooses."
+    )
+    pipeline: PipelineKind = Field("auto", description="Schedule family; auto: the planner chooses.")
+    virtual_stages: Count | None = Field(
+        None, description="Stages on each pipeline rank; unset: the planner chooses."
+    )
+    active_microbatches: Count | None = Field(
+        None, description="Most microbatches in flight; unset: what the schedule needs."
+    )
+    optimize: Literal["speed", "memory"] = Field(
+        "speed", description="What the split balances: time under the memory limit, or mostly memory."
+    )
+    memory_weight: Weight | None = Field(
+        None, description="Share of memory against time when balancing, 0 to 1; unset: follows optimize."
+    )
+    auto_partition: bool = Field(True, description="The planner places the units; false: sw.partition does.")
+    default_partition: Index | None = Field(
+        None, description="Pipeline rank of units outside any sw.partition; needed without auto_partition."
+    )
+    placement_strategy: str = Field(
+        "DPT",
+        description="Rank layout: cluster, spread or a permutation of D, P, T; the rightmost is fastest.",
+    )
+    plan: str | None = Field(None, description="Plan file to follow instead of planning.")
+    ddp: bool | None = Field(None, description="Data parallelism; false: refuse more than one replica.")
+    ddp_port: Port | None = Field(None, description="TCP port of the rendezvous.")
+    ddp_dist_backend: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="torch.distributed backend; auto: nccl on GPUs, gloo on CPUs."
+    )
+    activation_checkpointing: Literal["auto", "none", "full"] = Field(
+        "auto", description="Recompute activations: only where memory requires it, never, or everywhere."
+    )
+    memory_limit: int | None = Field(
+        None, description="Memory of one rank, as bytes or text (6GiB); unset: the device's, or its share."
+    )
+    profile: Literal["measured", "estimated"] = Field(
+        "measured", description="Time the units, or estimate them from their FLOPs and bytes."
+    )
+    run_dir: str = Field("runs", description="Folder that holds the run folders.")
+    run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
+    timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
+    seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
+    trace: bool = Field(False, description="Write a timeline (trace.json).")
+    tensorboard: bool = Field(False, description="Write TensorBoard event files.")
+    log_interval: Count = Field(10, description="Steps between two lines on the console.")
+    ignored: tuple[str, ...] = Field((), description="Settings that were given and change nothing here.")
+
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _pipeline_name(cls, value: Any) -> Any:
+        return _PIPELINE_NAMES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _checkpointing_switch(cls, value: Any) -> Any:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+    @field_validator("placement_strategy")
+    @classmethod
+    def _placement(cls, value: str) -> str:
+        try:
+            return canonical_placement(value)
+        except ConfigError:
+            raise ValueError("it must be cluster, spread or a permutation of D, P, T such as DPT") from None
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            num_bytes = parse_bytes(_no_bool(value))
+        except ConfigError:
+            num_bytes = 0
+        if num_bytes < 1:
+            raise ValueError("it must be a size such as 6GiB or 500MB, or a number of bytes")
+        return num_bytes
+
+    @classmethod
+    def parse(cls, settings: "Mapping[str, Any] | Config | None" = None) -> "Config":
+        """Reads one dictionary of settings.
+
+        Raises:
+            ConfigError: a setting is unknown, out of range or contradicts another; all problems are listed,
+                one line each.
+        """
+        return cls.merge(settings)
+
+    @classmethod
+    def merge(cls, *layers: "Mapping[str, Any] | Config | None") -> "Config":
+        """Reads several dictionaries of settings, the last one strongest. A null means "the default".
+
+        Raises:
+            ConfigError: as `parse`.
+        """
+        problems: list[str] = []
+        values: dict[str, Any] = {}
+        ignored: list[str] = []
+        for layer in layers:
+            given = layer._given() if isinstance(layer, Config) else dict(layer or {})
+            ignored += given.pop("ignored", None) or ()
+            values |= _canonical(given, problems=problems, ignored=ignored)
+        given = {key: value for key, value in values.items() if value is not None}
+        if ignored:
+            given["ignored"] = tuple(dict.fromkeys(ignored))
+        try:
+            config = cls.model_validate(given)
+        except ValidationError as error:
+            problems += describe(error.errors(), root="the settings")
+        else:
+            problems += config._contradictions()
+        if problems:
+            raise ConfigError(join(problems, title=f"{len(problems)} settings cannot be used:"))
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write and `parse` reads."""
+        return self.model_dump(mode="json")
+
+    def to_json(self) -> str:
+        """The text of ``config.json`` in the run folder."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """The planning settings that differ from their defaults."""
+        given = self._given()
+        return {key: value for key, value in given.items() if key not in _NO_PINS}
+
+    @property
+    def balance_weight(self) -> float:
+        """Share of memory in what the split balances; the rest is time.
+
+        0 when speed is wanted and no weight is given: memory is then a limit, not a goal.
+        """
+        if self.memory_weight is not None:
+            return self.memory_weight
+        return 0.8 if self.optimize == "memory" else 0.0
+
+    def resolve_world(self, world_size: int) -> Mesh:
+        """The grid of ranks in a world of this size.
+
+        A degree that is not set follows from the other; with neither set, all ranks form one pipeline.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the number of ranks, or `default_partition` is no
+                pipeline rank.
+
+        >>> Config.parse({"partitions": 2}).resolve_world(8).data
+        4
+        """
+        pipeline, data = self.pipeline_parallel_degree, self.data_parallel_degree
+        if pipeline is None:
+            pipeline, rest = divmod(world_size, data or 1)
+        elif data is None:
+            data, rest = divmod(world_size, pipeline)
+        else:
+            rest = world_size - pipeline * data
+        data = data or 1
+        if rest or pipeline < 1 or pipeline * data != world_size:
+            raise ConfigError(_equation(self.pipeline_parallel_degree, self.data_parallel_degree, world_size))
+        if self.ddp is False and data > 1:
+            raise ConfigError(
+                f"ddp is false, but pipeline({pipeline}) on {world_size} ranks makes {data} replicas. "
+                f"Remove ddp, or start {pipeline} rank{'s' if pipeline > 1 else ''}."
+            )
+        if self.default_partition is not None and self.default_partition >= pipeline:
+            raise ConfigError(_default_partition_problem(self.default_partition, pipeline))
+        return Mesh(world_size=world_size, pipeline=pipeline, data=data, placement=self.placement_strategy)
+
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def _contradictions(self) -> Iterator[str]:
+        degree = self.pipeline_parallel_degree
+        if not self.auto_partition and self.default_partition is None and self.plan is None:
+            yield (
+                "auto_partition is false, but default_partition is not set: units outside any "
+                "sw.partition need a place. Set default_partition, for example 0."
+            )
+        if degree is not None and self.default_partition is not None and self.default_partition >= degree:
+            yield _default_partition_problem(self.default_partition, degree)
+        if self.ddp is False and (self.data_parallel_degree or 1) > 1:
+            yield (
+                f"ddp is false, but data_parallel_degree is {self.data_parallel_degree}. "
+                "Remove ddp, or set data_parallel_degree 1."
+            )
+        if self.ddp is False and (self.ddp_port is not None or self.ddp_dist_backend != "auto"):
+            given = "ddp_port" if self.ddp_port is not None else "ddp_dist_backend"
+            yield f"{given} is set, but ddp is false. Remove one of the two."
+        stages = self.virtual_stages
+        if stages is not None and stages > 1 and self.pipeline in ("gpipe", "1f1b", "zb_h1"):
+            yield (
+                f"virtual_stages is {stages}, but pipeline {self.pipeline} runs one stage on each rank. "
+                "Use interleaved_1f1b, or set virtual_stages 1."
+            )
+        if stages is not None and stages != 2 and self.pipeline == "zb_v":
+            yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
+
+
+def _canonical(given: Mapping[str, Any], *, problems: list[str], ignored: list[str]) -> dict[str, Any]:
+    """Our names for one layer of settings; adds to `problems` and `ignored`."""
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for raw_key, value in given.items():
+        key = str(raw_key).replace("-", "_")
+        if key in _WITHOUT_EFFECT:
+            ignored.append(key)
+        elif key in _NOT_YET:
+            if value is not None and not _same(value, _NOT_YET[key][0]):
+                problems.append(_not_yet(key, value))
+        elif (name := _RENAMED.get(key, key)) in found and not _same(found[name], value):
+            problems.append(
+                f"{origin[name]} is {found[name]!r}, but {raw_key} is {value!r}: they are two names of one "
+                "setting. Give one of them."
+            )
+        elif name in Config.model_fields or key in ("load_partition", "partition_file"):
+            found[name], origin[name] = value, str(raw_key)
+        else:
+            problems.append(_unknown(str(raw_key), key))
+    _plan_file(found, problems)
+    return found
+
+
+def _plan_file(found: dict[str, Any], problems: list[str]) -> None:
+    """Turns `load_partition` and `partition_file` into `plan`."""
+    load, file = found.pop("load_partition", None), found.pop("partition_file", None)
+    wanted = None if load is None else not _same(load, False)
+    plan = found.get("plan")
+    if file is not None and plan is not None and str(file) != str(plan):
+        problems.append(
+            f"partition_file is {file!r}, but plan is {plan!r}: they are two names of one setting."
+        )
+    elif wanted is True and file is None and plan is None:
+        problems.append("load_partition is true, but no file is given. Set plan to the path of a plan file.")
+    elif wanted is False and (file is not None or plan is not None):
+        key = "partition_file" if file is not None else "plan"
+        problems.append(f"load_partition is false, but {key} is {file or plan!r}. Remove one of the two.")
+    elif file is not None:
+        found["plan"] = file
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal, also where one came as text from a command line."""
+    return bool(a == b) or str(a).lower() == str(b).lower()
+
+
+def _unknown(raw_key: str, key: str) -> str:
+    known = [*Config.model_fields, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, "load_partition", "partition_file"]
+    close = get_close_matches(key, known, n=1, cutoff=0.6)
+    return f"{raw_key} is not a setting. " + (f"Did you mean {close[0]}?" if close else "Remove it.")
+
+
+def _not_yet(key: str, value: Any) -> str:
+    off, instead = _NOT_YET[key]
+    return (
+        f"{key} is {value!r}, but this version does not have it yet (only {off!r}). Remove it, or {instead}."
+    )
+
+
+def _default_partition_problem(default: int, degree: int) -> str:
+    return (
+        f"default_partition is {default}, but pipeline_parallel_degree is {degree}: "
+        f"pipeline ranks run from 0 to {degree - 1}."
+    )
+
+
+def _equation(pipeline: int | None, data: int | None, world_size: int) -> str:
+    left = f"pipeline({pipeline or '?'}) * data({data or '?'}) != WORLD_SIZE({world_size})"
+    product = (pipeline or 1) * (data or 1)
+    unknown = pipeline is None or data is None
+    start = f"a multiple of {product}" if unknown else f"{product}"
+    divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+    return f"{left}. Start {start} ranks, or choose degrees that divide {world_size}: {divisors}."
