@@ -1,0 +1,153 @@
+"""The caller's side of the fork server."""
+
+import atexit
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import shardwright
+from shardwright.errors import LaunchError
+from shardwright.testing.job import Job, RankStatus, receive, send
+
+__all__ = ["ForkServerClient", "preload", "this_process_client"]
+
+_SERVER_START_S = 180.0
+_SERVER_END_S = 10.0
+_MARGIN_S = 30.0
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+class ForkServerClient:
+    """Starts a fork server when the first job comes, and hands it one job at a time."""
+
+    def __init__(self) -> None:
+        self.preload: list[str] = []
+        self._lock = threading.Lock()
+        self._owner_pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._log: IO[bytes] | None = None
+        atexit.register(self.close)
+
+    @property
+    def server_pid(self) -> int | None:
+        """The server's process; None while it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def run(self, job: Job) -> list[RankStatus]:
+        """Runs a job and returns one status a rank.
+
+        Raises:
+            LaunchError: the server could not start, died, or could not import what was to be preloaded.
+        """
+        with self._lock, self._closing_on_failure():
+            if self.server_pid is None:
+                self.close()
+                self._start()
+            assert self._channel is not None
+            send(self._channel, job)
+            if not select.select([self._channel], [], [], _SERVER_START_S + job.timeout_s + _MARGIN_S)[0]:
+                raise LaunchError(f"The fork server (process {self.server_pid}) does not answer. {self._log_text()}")
+            answer = receive(self._channel)
+            if isinstance(answer, str):
+                raise LaunchError(f"The fork server could not run the job:\n{answer}")
+            statuses: list[RankStatus] = answer
+            return statuses
+
+    @contextlib.contextmanager
+    def _closing_on_failure(self) -> Iterator[None]:
+        """Whatever goes wrong, Ctrl-C included: the server and its ranks end, and the next job starts afresh."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            code = self._process.wait(_SERVER_END_S) if self._process is not None else None
+            log = self._log_text()
+            self.close()
+            raise LaunchError(f"The fork server ended (exit code {code}) before it answered. {log}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the server, the ranks and the store, and waits until they are gone."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None and os.getpid() == self._owner_pid:
+            try:
+                self._process.wait(_SERVER_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._channel = ours
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "shardwright.testing.fork_server"),
+                    *("--channel-fd", str(theirs.fileno())),
+                    *("--caller-pid", str(os.getpid())),
+                ],
+                env=_server_environ(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # a Ctrl-C in the terminal goes to the caller alone, who then closes
+            )
+
+    def _log_text(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        text = self._log.read().decode(errors="replace").strip()
+        return f"It wrote:\n{text}" if text else "It wrote nothing."
+
+
+def _server_environ() -> dict[str, str]:
+    """The caller's environment, with no thread pools, and with shardwright importable as the caller imports it."""
+    environ = {**os.environ, **_ONE_THREAD}
+    package_parent = Path(shardwright.__file__).parent.parent
+    if package_parent.name not in ("site-packages", "dist-packages"):
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package_parent), os.environ.get("PYTHONPATH"))))
+    return environ
+
+
+_CLIENTS: dict[int, ForkServerClient] = {}
+
+
+def this_process_client() -> ForkServerClient:
+    """The client of the calling process; a forked child gets its own, for it cannot share its parent's socket."""
+    pid = os.getpid()
+    if pid not in _CLIENTS:
+        inherited = list(_CLIENTS.values())
+        _CLIENTS.clear()
+        for client in inherited:
+            client.close()
+        _CLIENTS[pid] = ForkServerClient()
+    return _CLIENTS[pid]
+
+
+def preload(*modules: str) -> None:
+    """Names modules that the fork server imports once, so that the ranks need not.
+
+    For example in ``conftest.py``: ``shardwright.testing.preload("transformers")``. Nothing is imported before the
+    first call of `run_ranks`.
+    """
+    known = this_process_client().preload
+    known.extend(name for name in modules if name not in known)

@@ -1,0 +1,143 @@
+"""What travels between the caller, the fork server and a rank."""
+
+import pickle
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Job", "RankFiles", "RankReport", "RankStatus", "StopReason", "receive", "send"]
+
+StopReason = Literal["timeout", "grace"]
+
+_LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One function to run on some ranks.
+
+    Attributes:
+        payload: cloudpickle of the function, its arguments and the warning filters; only ranks open it.
+        environ: each rank's whole environment.
+        preload: modules that the server imports before it forks.
+        timeout_s: seconds from the first fork until every rank is killed.
+        grace_s: seconds that the others get after the first rank failed; None: until the timeout.
+        group_timeout_s: the timeout of the process group's operations.
+        folder: where the ranks leave what they have to say, see `RankFiles`.
+    """
+
+    payload: bytes
+    environ: tuple[dict[str, str], ...]
+    working_folder: str
+    search_path: tuple[str, ...]
+    preload: tuple[str, ...]
+    timeout_s: float
+    grace_s: float | None
+    group_timeout_s: float
+    init_process_group: bool
+    folder: str
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks run."""
+        return len(self.environ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """What the server saw of a rank.
+
+    Attributes:
+        exit_code: as `subprocess` counts: minus the signal's number for a rank that a signal ended.
+        started_at_s: when it was forked (`time.monotonic`, one clock for all processes of a machine).
+        ended_at_s: when the server saw it end.
+        stopped: why the server killed it, if it did.
+        was_held: it did not run at that moment, because of SIGSTOP, so that it could not write its stacks.
+    """
+
+    rank: int
+    exit_code: int
+    started_at_s: float
+    ended_at_s: float
+    stopped: StopReason | None
+    was_held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank says of itself.
+
+    Attributes:
+        at_s: when the function ended (`time.monotonic`).
+        value: cloudpickle of what the function returned, if it did.
+        error: the traceback as text, if the function raised.
+        error_type: the name of the exception's class.
+        exception: cloudpickle of the exception, where it has one.
+        exit_code: with which the rank means to end.
+    """
+
+    at_s: float
+    value: bytes | None = None
+    error: str | None = None
+    error_type: str | None = None
+    exception: bytes | None = None
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files that a rank leaves in its job's folder."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def stdout(self) -> Path:
+        """What the rank wrote to file descriptor 1."""
+        return self.folder / f"rank{self.rank}.stdout"
+
+    @property
+    def stderr(self) -> Path:
+        """What the rank wrote to file descriptor 2."""
+        return self.folder / f"rank{self.rank}.stderr"
+
+    @property
+    def stacks(self) -> Path:
+        """Python stacks, written when the server asks for them."""
+        return self.folder / f"rank{self.rank}.stacks"
+
+    @property
+    def report(self) -> Path:
+        """The pickled `RankReport`; missing if the rank died before its function ended."""
+        return self.folder / f"rank{self.rank}.report"
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Sends one message over a stream socket."""
+    data = pickle.dumps(message)
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Receives one message.
+
+    Raises:
+        EOFError: the other end is closed.
+    """
+    (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size))
+    return pickle.loads(_receive_exactly(channel, length))
+
+
+def _receive_exactly(channel: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        try:
+            chunk = channel.recv(min(num_bytes - len(data), 2**20))
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            raise EOFError("the other end of the channel is closed")
+        data += chunk
+    return bytes(data)

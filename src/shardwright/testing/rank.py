@@ -1,0 +1,165 @@
+"""What happens in a forked rank."""
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from shardwright.testing.job import Job, RankFiles, RankReport
+from shardwright.testing.processes import die_with_parent
+
+__all__ = ["STACKS_SIGNAL", "run_rank"]
+
+STACKS_SIGNAL = signal.SIGQUIT
+"""Makes a rank write its Python stacks, even while it waits in C++ or holds the interpreter lock."""
+
+
+def run_rank(job: Job, rank: int, *, server_pid: int, arrivals_fd: int, release_fd: int) -> NoReturn:
+    """Runs the job's function as one rank, and ends the process.
+
+    ::
+
+        rank                                   server
+        function ends
+        (1) write the report
+        (2) one byte into arrivals ----------> counts arrivals and deaths
+            wait for release       <---------- (3) closes its end when all have arrived or died
+        (4) destroy the process group, exit
+
+    Without the wait, a rank that is done closes its connections while others still use them.
+
+    Args:
+        arrivals_fd: the pipe of step (2), for writing.
+        release_fd: the pipe of step (3), for reading.
+    """
+    exit_code = 1
+    try:
+        files = RankFiles(Path(job.folder), rank)
+        _settle(job, rank, files=files, server_pid=server_pid)
+        report = _call(job, rank)
+        _write(files.report, report)
+        if report.error is None:
+            os.write(arrivals_fd, bytes([rank]))
+            os.read(release_fd, 1)
+            _leave_group()
+        exit_code = report.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        # Without interpreter shutdown: threads of gloo or of the user could hang it, and the answer is written.
+        os._exit(exit_code)
+
+
+def _settle(job: Job, rank: int, *, files: RankFiles, server_pid: int) -> None:
+    die_with_parent(server_pid)
+    for number in (signal.SIGCHLD, signal.SIGTERM, STACKS_SIGNAL):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for path, stream, descriptor in ((files.stdout, sys.stdout, 1), (files.stderr, sys.stderr, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    stacks = os.open(files.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    os.environ.clear()
+    os.environ.update(job.environ[rank])
+    os.chdir(job.working_folder)
+    sys.path[:] = job.search_path
+
+
+def _call(job: Job, rank: int) -> RankReport:
+    try:
+        value = _run(job, rank)
+        at_s = time.monotonic()
+        return RankReport(at_s=at_s, value=cloudpickle.dumps(value))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: whatever ends a rank early is a failure
+        at_s = time.monotonic()
+        return RankReport(
+            at_s=at_s,
+            error="".join(traceback.format_exception(_without_our_frames(error))).rstrip(),
+            error_type=type(error).__qualname__,
+            exception=_pickled_or_none(error),
+            exit_code=_exit_code(error),
+        )
+
+
+def _run(job: Job, rank: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    if job.init_process_group:
+        _join_group(job, rank)
+    function, args, kwargs, filters = pickle.loads(job.payload)
+    with warnings.catch_warnings():
+        warnings.filters[:] = filters  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+        return function(*args, **kwargs)
+
+
+def _join_group(job: Job, rank: int) -> None:
+    import torch.distributed as dist
+
+    environ = job.environ[rank]
+    timeout = timedelta(seconds=job.group_timeout_s)
+    server = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    store = dist.PrefixStore("run_ranks", server)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _without_our_frames(error: BaseException) -> BaseException:
+    """Drops the leading frames of this file from a traceback: they say nothing about the user's function."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return error.with_traceback(frame)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The code with which an interpreter would end on this exception."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return (error.code or 0) & 0xFF
+    return 1
+
+
+def _pickled_or_none(error: BaseException) -> bytes | None:
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception class with required arguments, say; its text still travels
+        return None
+    return pickled
+
+
+def _write(path: Path, report: RankReport) -> None:
+    """Writes at a stroke, so that a rank killed in between leaves no half report."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(pickle.dumps(report))
+    partial.replace(path)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the function closed it
+            continue

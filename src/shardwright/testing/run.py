@@ -1,0 +1,196 @@
+"""One job in the fork server: fork the ranks, watch them, end them."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
+from shardwright.testing.processes import children, is_stopped, kill_group
+from shardwright.testing.rank import STACKS_SIGNAL, run_rank
+from shardwright.testing.store import StoreProcess
+
+__all__ = ["CallerGoneError", "Run"]
+
+_STACKS_WAIT_S = 1.0
+_REAP_WAIT_S = 5.0
+
+
+class CallerGoneError(Exception):
+    """The process that asked for the job has ended."""
+
+
+class Run:
+    """The ranks of one job.
+
+    Args:
+        channel: the socket to the caller; if it becomes readable during a job, the caller has gone.
+        wakeup_fd: becomes readable when a child ends.
+    """
+
+    def __init__(self, job: Job, *, store: StoreProcess, channel: socket.socket, wakeup_fd: int) -> None:
+        self._job = job
+        self._store = store
+        self._channel = channel
+        self._wakeup_fd = wakeup_fd
+        self._rank_of: dict[int, int] = {}
+        self._started_at_s: dict[int, float] = {}
+        self._stopped: dict[int, StopReason] = {}
+        self._statuses: dict[int, RankStatus] = {}
+        self._arrived: set[int] = set()
+        self._held: set[int] = set()
+        self._first_failure_at_s: float | None = None
+        self._arrivals_fd, self._arrivals_write_fd = os.pipe()
+        self._release_read_fd, self._release_fd = os.pipe()
+        self._released = False
+
+    def statuses(self, *, caller_pid: int) -> list[RankStatus]:
+        """Runs the job to its end.
+
+        Raises:
+            CallerGoneError: the caller ended before the job did; nothing is left running.
+        """
+        try:
+            self._fork_all()
+            self._watch(caller_pid)
+        finally:
+            self._end_all()
+        return [self._statuses[rank] for rank in range(self._job.num_ranks)]
+
+    def _fork_all(self) -> None:
+        port = str(self._store.renew())
+        for environ in self._job.environ:
+            environ.setdefault("MASTER_PORT", port)
+        server_pid = os.getpid()
+        for rank in range(self._job.num_ranks):
+            self._started_at_s[rank] = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                self._become(rank, server_pid)
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child may have done it already
+                os.setpgid(pid, pid)
+            self._rank_of[pid] = rank
+        os.close(self._arrivals_write_fd)
+        os.close(self._release_read_fd)
+
+    def _become(self, rank: int, server_pid: int) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setpgid(0, 0)
+            self._channel.close()
+            self._store.forget()
+            for descriptor in (self._wakeup_fd, self._arrivals_fd, self._release_fd):
+                os.close(descriptor)
+            run_rank(
+                self._job,
+                rank,
+                server_pid=server_pid,
+                arrivals_fd=self._arrivals_write_fd,
+                release_fd=self._release_read_fd,
+            )
+        finally:
+            os._exit(1)  # else a failure above would leave a second server behind
+
+    def _watch(self, caller_pid: int) -> None:
+        deadline_s = time.monotonic() + self._job.timeout_s
+        while self._rank_of:
+            limit_s, reason = self._next_limit(deadline_s)
+            if time.monotonic() >= limit_s:
+                self._stop_all(reason)
+                return
+            self._wait(limit_s, caller_pid)
+            self._reap()
+            if not self._released and len(self._arrived | self._statuses.keys()) == self._job.num_ranks:
+                os.close(self._release_fd)
+                self._released = True
+
+    def _next_limit(self, deadline_s: float) -> tuple[float, StopReason]:
+        if self._first_failure_at_s is not None and self._job.grace_s is not None:
+            end_of_grace_s = self._first_failure_at_s + self._job.grace_s
+            if end_of_grace_s < deadline_s:
+                return end_of_grace_s, "grace"
+        return deadline_s, "timeout"
+
+    def _wait(self, limit_s: float, caller_pid: int) -> None:
+        watched = [self._channel, self._wakeup_fd, *([] if self._released else [self._arrivals_fd])]
+        wait_s = min(max(limit_s - time.monotonic(), 0.0), 1.0)
+        ready, _, _ = select.select(watched, [], [], wait_s)
+        if self._channel in ready or os.getppid() != caller_pid:
+            raise CallerGoneError
+        if self._wakeup_fd in ready:
+            os.read(self._wakeup_fd, 4096)
+        if self._arrivals_fd in ready:
+            self._arrived.update(os.read(self._arrivals_fd, 4096))
+
+    def _reap(self) -> None:
+        for pid in list(self._rank_of):
+            # Look first, reap later: while the dead leader is not reaped its group's number cannot be reused.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            ended_at_s = time.monotonic()
+            kill_group(pid)
+            _, status = os.waitpid(pid, 0)
+            self._record(self._rank_of.pop(pid), os.waitstatus_to_exitcode(status), ended_at_s)
+
+    def _record(self, rank: int, exit_code: int, ended_at_s: float) -> None:
+        self._statuses[rank] = RankStatus(
+            rank=rank,
+            exit_code=exit_code,
+            started_at_s=self._started_at_s[rank],
+            ended_at_s=ended_at_s,
+            stopped=self._stopped.get(rank),
+            was_held=rank in self._held,
+        )
+        failed = exit_code != 0 or rank not in self._arrived
+        if failed and self._first_failure_at_s is None:
+            self._first_failure_at_s = ended_at_s
+
+    def _stop_all(self, reason: StopReason) -> None:
+        """Has the remaining ranks write their stacks, then kills them."""
+        for pid, rank in self._rank_of.items():
+            self._stopped[rank] = reason
+            if is_stopped(pid):
+                self._held.add(rank)
+            os.kill(pid, STACKS_SIGNAL)
+        stacks = [RankFiles(Path(self._job.folder), rank).stacks for rank in self._rank_of.values()]
+        _wait_until_written(stacks)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for pid in self._rank_of:
+            kill_group(pid)
+        limit_s = time.monotonic() + _REAP_WAIT_S
+        while self._rank_of and time.monotonic() < limit_s:
+            self._reap()
+            time.sleep(0.001)
+
+    def _end_all(self) -> None:
+        """Leaves nothing behind: no rank, none of their descendants, no descriptor."""
+        self._kill_all()
+        limit_s = time.monotonic() + _REAP_WAIT_S
+        # Killing one orphan can hand us its children, so look again until there are none.
+        while (orphans := self._orphans()) and time.monotonic() < limit_s:
+            for pid in orphans:
+                kill_group(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        for descriptor in (self._arrivals_fd, *([] if self._released else [self._release_fd])):
+            os.close(descriptor)
+
+    def _orphans(self) -> list[int]:
+        return [pid for pid in children(os.getpid()) if pid != self._store.pid]
+
+
+def _wait_until_written(stacks: list[Path]) -> None:
+    """Waits until all files have something and have stopped growing; a stopped process writes nothing."""
+    limit_s = time.monotonic() + _STACKS_WAIT_S
+    sizes: list[int] = []
+    while time.monotonic() < limit_s:
+        before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in stacks]
+        if all(sizes) and sizes == before:
+            return
+        time.sleep(0.02)

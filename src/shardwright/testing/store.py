@@ -1,0 +1,68 @@
+"""The process that serves the key-value stores of the jobs.
+
+It is a process of its own so that a rank that dies takes no store with it, and so that the fork server stays without
+threads. Every job gets a new, empty store, hence never sees another job's keys.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+from typing import NoReturn
+
+from shardwright.testing.processes import die_with_parent
+
+__all__ = ["StoreProcess"]
+
+
+class StoreProcess:
+    """Forks the process and asks it for stores.
+
+    Args:
+        server_pid: the fork server, with which the process ends.
+    """
+
+    def __init__(self, server_pid: int) -> None:
+        self._channel, other_end = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._channel.close()
+            _serve(other_end, server_pid=server_pid)
+        other_end.close()
+
+    def renew(self) -> int:
+        """Drops the present store, opens an empty one and returns its port on 127.0.0.1."""
+        self._channel.sendall(b"n")
+        answer = self._channel.recv(16)
+        if not answer:
+            raise ConnectionError(f"the store process {self.pid} has ended")
+        return int(answer)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def forget(self) -> None:
+        """Closes the channel in a forked rank, which must not hold it."""
+        self._channel.close()
+
+
+def _serve(channel: socket.socket, *, server_pid: int) -> NoReturn:
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(server_pid)
+        from torch.distributed import TCPStore  # imported by the fork server already
+
+        while channel.recv(1):
+            store = None  # the old one must go first: it frees its port and its thread
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            channel.sendall(str(store.port).encode())
+        status = 0
+    finally:
+        os._exit(status)
