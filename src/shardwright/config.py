@@ -213,7 +213,8 @@ class Config(BaseModel):
         else:
             problems += config._contradictions()
         if problems:
-            raise ConfigError(join(problems, title=f"{len(problems)} settings cannot be used:"))
+            title = f"{len(problems)} settings cannot be used:"
+            raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
         return config
 
     def to_dict(self) -> dict[str, Any]:

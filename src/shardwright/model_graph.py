@@ -1,8 +1,8 @@
 """What a model does, as plain data: its units, the tensors that flow between them, its parameters.
 
-A *unit* is the smallest module that is placed on a stage. A step function calls units, and between the calls it
-applies light operations (*glue*: residual additions, reshapes, the loss). Both are nodes of the graph, in execution
-order::
+A *unit* is the smallest module that is placed on a stage. A step function calls units, and between the calls
+it applies light operations (*glue*: residual additions, reshapes, the loss). Both are nodes of the graph, in
+execution order::
 
     node 0  unit  transformer.wte        () -> v1
     node 1  op    add                    (v1, v2) -> v3
@@ -10,17 +10,18 @@ order::
     ...
     node 9  op    cross_entropy          (v11) -> v12        <- loss
 
-A node that depends on no unit and no parameter (a mask built from the batch) is *free*: every rank computes it, and it
-never crosses ranks.
+A node that depends on no unit and no parameter (a mask built from the batch) is *free*: every rank computes
+it, and it never crosses ranks.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["ModelGraph", "Node", "ParameterSpec", "TensorSpec", "Unit", "Value"]
+__all__ = ["ModelGraph", "Node", "ParameterSpec", "TensorSpec", "Unit", "Value", "model_fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +186,45 @@ class ModelGraph:
                 readers[value].append(index)
         return readers
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, trained and frozen, ties counted once, buffers not counted."""
+        return sum(math.prod(p.spec.shape) for p in self.parameters.values() if not p.is_buffer)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the unit calls in execution order."""
+        return tuple(self.nodes[call].label for call in self.calls)
+
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write."""
         document = asdict(self)
         del document["_fingerprint"]
         return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> "ModelGraph":
+        """Reads what `to_dict` wrote, also after a round trip through JSON."""
+        lists = ("inputs", "outputs", "parameters")
+        return cls(
+            nodes=tuple(Node(**{**n, **{key: tuple(n[key]) for key in lists}}) for n in document["nodes"]),
+            values=tuple(Value(**{**v, "spec": _spec(v["spec"])}) for v in document["values"]),
+            units={
+                name: Unit(**{**u, "parameters": tuple(u["parameters"])})
+                for name, u in document["units"].items()
+            },
+            parameters={
+                name: ParameterSpec(**{**p, "spec": _spec(p["spec"]), "aliases": tuple(p["aliases"])})
+                for name, p in document["parameters"].items()
+            },
+            loss=document["loss"],
+            outputs=tuple(document["outputs"]),
+            batch_size=document["batch_size"],
+        )
+
+
+def _spec(document: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(**{**document, "shape": tuple(document["shape"])})
 
 
 def model_fingerprint(parameters: Mapping[str, ParameterSpec]) -> str:

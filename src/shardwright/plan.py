@@ -1,20 +1,33 @@
 """The decision, as a file that a person can read: which unit runs where, in what order, and why.
 
-A plan is the runtime's only input: "automatic", "manual" and "from a file" differ in who wrote it. The file is JSON,
-versioned, and carries a fingerprint of the model, so that a plan of another model is refused with the difference.
+A plan is the runtime's only input: "automatic", "manual" and "from a file" differ in who wrote it. The file
+is JSON, versioned, and carries a fingerprint of the model, so that a plan of another model is refused with
+the difference.
 """
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shardwright import __version__
 from shardwright.errors import PlanError, StalePlanError
+from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
+from shardwright.problems import describe, join
 from shardwright.units import format_bytes, format_seconds
 
 __all__ = [
@@ -28,6 +41,9 @@ __all__ = [
     "SchedulePlan",
     "StagePlan",
     "StagePrediction",
+    "align",
+    "identity",
+    "stage_of_label",
 ]
 
 PLAN_VERSION = 1
@@ -47,7 +63,7 @@ class ModelIdentity(_Record):
     Attributes:
         fingerprint: hash of the names, shapes and types of all parameters and buffers.
         num_parameters: trained and frozen, ties counted once.
-        units: labels of the unit calls in execution order (``name``, or ``name#k`` for the k-th repeated call).
+        units: labels of the unit calls in execution order: ``name``, or ``name#k`` for a repeated call.
     """
 
     fingerprint: str
@@ -61,12 +77,17 @@ class MeshPlan(_Record):
     Attributes:
         pipeline: ranks that share one replica of the model.
         data: replicas.
-        placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost letter varies fastest over the ranks.
+        placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
     """
 
     pipeline: PositiveInt = 1
     data: PositiveInt = 1
     placement_strategy: str = "DPT"
+
+    @field_validator("placement_strategy")
+    @classmethod
+    def _permutation(cls, value: str) -> str:
+        return canonical_placement(value)
 
     @property
     def world_size(self) -> int:
@@ -174,7 +195,7 @@ class Plan(_Record):
         pins: the settings that the user fixed.
     """
 
-    plan_version: Literal[1] = PLAN_VERSION
+    plan_version: Literal[1] = 1
     created_by: str = f"shardwright {__version__}"
     model: ModelIdentity
     mesh: MeshPlan
@@ -198,7 +219,15 @@ class Plan(_Record):
                 )
             stray = set(stage.recompute) - set(stage.units)
             if stray:
-                raise ValueError(f"stages.{index}.recompute names units that the stage does not have: {sorted(stray)}")
+                raise ValueError(
+                    f"stages.{index}.recompute names units that the stage does not have: {sorted(stray)}"
+                )
+        for name, holders in self.replicated.items():
+            if not all(0 <= stage < len(self.stages) for stage in holders):
+                raise ValueError(
+                    f"replicated.{name} names stages {list(holders)}, "
+                    f"but stages run from 0 to {len(self.stages) - 1}"
+                )
         placed = [unit for stage in self.stages for unit in stage.units]
         if placed != list(self.model.units):
             raise ValueError(_placement_difference(self.model.units, placed))
@@ -227,12 +256,14 @@ class Plan(_Record):
 
         Raises:
             StalePlanError: it has another format version.
-            PlanError: it is cut off, has unknown or missing fields, or contradicts itself; the field is named.
+            PlanError: it is cut off, has unknown or missing fields, or contradicts itself; all are named.
         """
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise PlanError(f"{source} is not valid JSON ({error}). It may be cut off: make it anew.") from error
+            raise PlanError(
+                f"{source} is not valid JSON ({error}). It may be cut off: make it anew."
+            ) from error
         if not isinstance(document, dict):
             raise PlanError(f"{source} holds a {type(document).__name__}, but a plan is a JSON object.")
         version = document.get("plan_version")
@@ -244,8 +275,8 @@ class Plan(_Record):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            rows = [f"  {'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg']}" for e in error.errors()]
-            raise PlanError("\n".join([f"{source} is not a usable plan:", *rows])) from error
+            problems = describe(error.errors(), root="it contradicts itself")
+            raise PlanError(join(f"{source} cannot be used:", problems)) from error
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -268,19 +299,17 @@ class Plan(_Record):
                 f"{self.mesh.world_size} ranks, but {world_size} are running. "
                 f"Start {self.mesh.world_size}, or make the plan anew."
             )
-        units = [graph.nodes[call].label for call in graph.calls]
-        if units != list(self.model.units):
+        if graph.labels != self.model.units:
+            difference = _placement_difference(graph.labels, self.model.units)
             raise StalePlanError(
-                "the plan was made for a model with other units: "
-                + _placement_difference(units, list(self.model.units))
-                + ". Make the plan anew."
+                f"the plan was made for a model with other units: {difference}. Make the plan anew."
             )
         if graph.model_fingerprint != self.model.fingerprint:
-            parameters = sum(_num_elements(p.spec.shape) for p in graph.parameters.values() if not p.is_buffer)
             raise StalePlanError(
                 f"the plan was made for a model with fingerprint {self.model.fingerprint} and "
-                f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and {parameters}: "
-                "the units are the same, the shapes, types or ties of their parameters are not. Make the plan anew."
+                f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and "
+                f"{graph.num_parameters}: the units are the same, the shapes, types or ties of their "
+                "parameters are not. Make the plan anew."
             )
 
     def table(self) -> str:
@@ -317,8 +346,8 @@ def identity(graph: ModelGraph) -> ModelIdentity:
     """The identity of a traced model, as a plan records it."""
     return ModelIdentity(
         fingerprint=graph.model_fingerprint,
-        num_parameters=sum(_num_elements(p.spec.shape) for p in graph.parameters.values() if not p.is_buffer),
-        units=tuple(graph.nodes[call].label for call in graph.calls),
+        num_parameters=graph.num_parameters,
+        units=graph.labels,
     )
 
 
@@ -327,14 +356,10 @@ def stage_of_label(plan: Plan) -> Mapping[str, int]:
     return {label: index for index, stage in enumerate(plan.stages) for label in stage.units}
 
 
-def _num_elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _placement_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    twice = [unit for unit, count in Counter(found).items() if count > 1]
+    if twice:
+        return f"{len(twice)} of the model's units are placed more than once ({_sample(twice)})"
     missing = [unit for unit in expected if unit not in set(found)]
     extra = [unit for unit in found if unit not in set(expected)]
     if missing or extra:
@@ -347,7 +372,7 @@ def _placement_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     for position, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
             return f"the order differs at position {position}: the model calls {a}, the stages have {b}"
-    return f"the model calls {len(expected)} units, the stages place {len(found)}: one is placed twice"
+    raise AssertionError("the two are equal")
 
 
 def _sample(names: Sequence[str]) -> str:

@@ -34,10 +34,8 @@ def describe(findings: Iterable[Mapping[str, Any]], *, root: str) -> list[str]:
     return [_line(finding, root) for finding in findings]
 
 
-def join(problems: Sequence[str], *, title: str) -> str:
-    """The text of an error: a single problem stands alone, several go below the title."""
-    if len(problems) == 1:
-        return problems[0]
+def join(title: str, problems: Sequence[str]) -> str:
+    """A title, and below it one line for each problem."""
     return "\n".join([title, *(f"  {problem}" for problem in problems)])
 
 

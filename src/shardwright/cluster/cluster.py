@@ -43,8 +43,9 @@ class Cluster:
     Attributes:
         device: what each rank has.
         ranks_per_node: ranks that share a host.
-        cores_per_node: CPU cores that the ranks of one host share when the devices are CPUs; 0 when every rank has a
-            device of its own (GPUs). With more active ranks than cores, each runs slower in proportion.
+        cores_per_node: CPU cores that the ranks of one host share when the devices are CPUs; 0 when every
+            rank has a device of its own (GPUs). With more active ranks than cores, each runs slower in
+            proportion.
         intra_node: link between two ranks of one host.
         inter_node: link between two hosts.
     """

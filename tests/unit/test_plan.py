@@ -1,0 +1,205 @@
+"""The plan file: round trip, and every way to be unusable."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from graphs import chain_graph
+
+from shardwright.errors import PlanError, StalePlanError
+from shardwright.plan import (
+    Alternative,
+    MemoryPrediction,
+    MeshPlan,
+    Plan,
+    Prediction,
+    SchedulePlan,
+    StagePlan,
+    StagePrediction,
+    identity,
+    stage_of_label,
+)
+
+GRAPH = chain_graph(2)
+
+
+def make_plan(**changes: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "model": identity(GRAPH),
+        "mesh": MeshPlan(pipeline=2, data=2),
+        "schedule": SchedulePlan(kind="1f1b", microbatches=4),
+        "stages": (
+            StagePlan(rank=0, units=("embed", "h.0"), recompute=("h.0",)),
+            StagePlan(rank=1, units=("h.1", "head")),
+        ),
+    }
+    return Plan(**{**fields, **changes})
+
+
+def with_prediction() -> Plan:
+    stage = StagePrediction(forward_s=0.1, backward_s=0.2, parameter_bytes=800)
+    memory = MemoryPrediction(parameters=800, gradients=800, optimizer=1600, activations=100)
+    return make_plan(
+        prediction=Prediction(
+            step_s=1.5, bubble=0.2, stages=(stage, stage), memory=(memory, memory), provenance="measured"
+        ),
+        replicated={"embed.weight": (0, 1)},
+        why=("because",),
+        alternatives=(
+            Alternative(
+                schedule="gpipe",
+                microbatches=4,
+                stages=2,
+                step_s=1.6,
+                peak_bytes=4000,
+                verdict="slower by 7 %",
+            ),
+        ),
+        pins={"microbatches": 4},
+    )
+
+
+def edited(**changes: Any) -> str:
+    document = json.loads(make_plan().to_json())
+    document.update(changes)
+    return json.dumps(document)
+
+
+def refusal(text: str | bytes) -> str:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    return str(caught.value)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    plan = with_prediction()
+    plan.write(tmp_path / "deep" / "plan.json")
+    assert Plan.read(tmp_path / "deep" / "plan.json") == plan
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["plan.json"]
+
+
+def test_what_it_knows() -> None:
+    plan = with_prediction()
+    assert plan.stage_ranks == (0, 1)
+    assert plan.mesh.world_size == 4
+    assert stage_of_label(plan) == {"embed": 0, "h.0": 0, "h.1": 1, "head": 1}
+    assert plan.prediction is not None
+    assert plan.prediction.memory[0].peak == 3300
+
+
+def test_table() -> None:
+    assert with_prediction().table().splitlines() == [
+        "stage  rank  units  first .. last  parameters  forward  backward  sends",
+        "0      0     2      embed .. h.0   800 B       100 ms   200 ms    0 B",
+        "1      1     2      h.1 .. head    800 B       100 ms   200 ms    0 B",
+    ]
+    assert make_plan().table().splitlines()[1].split() == ["0", "0", "2", "embed", "..", "h.0", *"----"]
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
+def test_cut_off(fraction: float) -> None:
+    text = make_plan().to_json().strip()
+    assert "is not valid JSON" in refusal(text[: int(len(text) * fraction)])
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", b"\xff\xfe", "[" * 100_000])
+def test_not_json(text: str | bytes) -> None:
+    assert "It may be cut off: make it anew." in refusal(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null"])
+def test_not_an_object(text: str) -> None:
+    assert "but a plan is a JSON object" in refusal(text)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_other_version(version: Any) -> None:
+    with pytest.raises(StalePlanError, match=f"has plan_version {version!r}, but shardwright"):
+        Plan.parse(edited(plan_version=version))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read: No such file"):
+        Plan.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"colour": "red"}, "colour is not a field. Remove it."),
+        (
+            {"schedule": {"kind": "2f2b", "microbatches": 4}},
+            "schedule.kind is '2f2b', but it must be one of 'gpipe'",
+        ),
+        (
+            {"schedule": {"kind": "1f1b", "microbatches": 0}},
+            "schedule.microbatches is 0, but it must be more than 0",
+        ),
+        ({"schedule": {"kind": "1f1b"}}, "schedule.microbatches is missing."),
+        ({"mesh": {"pipeline": 2, "placement_strategy": "DPP"}}, "mesh.placement_strategy is 'DPP', but"),
+        ({"mesh": {"pipeline": 1}}, "stages.1.rank is 1, but mesh.pipeline is 1: ranks run from 0 to 0"),
+        ({"stages": []}, "stages is empty"),
+        ({"replicated": {"w": [0, 2]}}, "replicated.w names stages [0, 2], but stages run from 0 to 1"),
+        (
+            {
+                "stages": [
+                    {"rank": 0, "units": ["embed", "h.0", "h.0"]},
+                    {"rank": 1, "units": ["h.1", "head"]},
+                ]
+            },
+            "1 of the model's units are placed more than once (h.0)",
+        ),
+        (
+            {"stages": [{"rank": 0, "units": ["embed", "h.0"]}, {"rank": 1, "units": ["h.1"]}]},
+            "1 of the model's units are not in the stages (head)",
+        ),
+        (
+            {"stages": [{"rank": 0, "units": ["embed", "h.0"]}, {"rank": 1, "units": ["h.1", "tail"]}]},
+            "1 of the model's units are not in the stages (head) and the stages name 1 that the model",
+        ),
+        (
+            {"stages": [{"rank": 0, "units": ["h.0", "embed"]}, {"rank": 1, "units": ["h.1", "head"]}]},
+            "the order differs at position 0: the model calls embed, the stages have h.0",
+        ),
+        (
+            {"stages": [{"rank": 0, "units": ["embed", "h.0", "h.1", "head"], "recompute": ["h.9"]}]},
+            "stages.0.recompute names units that the stage does not have: ['h.9']",
+        ),
+    ],
+)
+def test_contradictions(changes: dict[str, Any], text: str) -> None:
+    assert text in refusal(edited(**changes))
+
+
+def test_all_problems_are_listed() -> None:
+    text = refusal(edited(colour="red", schedule={"kind": "1f1b"}))
+    assert len(text.splitlines()) == 3
+
+
+def test_check_accepts_its_own_model() -> None:
+    make_plan().check(GRAPH, world_size=4)
+
+
+def test_check_refuses_another_world() -> None:
+    with pytest.raises(
+        StalePlanError, match=r"pipeline\(2\) \* data\(2\) = 4 ranks, but 2 are running. Start 4"
+    ):
+        make_plan().check(GRAPH, world_size=2)
+
+
+def test_check_refuses_other_units() -> None:
+    with pytest.raises(StalePlanError, match=r"1 of the model's units are not in the stages \(h.2\)"):
+        make_plan().check(chain_graph(3), world_size=4)
+
+
+def test_check_refuses_other_shapes() -> None:
+    with pytest.raises(
+        StalePlanError, match=r"400 parameters, but this one has .* and 800: the units are the same"
+    ):
+        make_plan().check(chain_graph(2, parameter_bytes=800), world_size=4)
+
+
+def test_check_refuses_other_ties() -> None:
+    with pytest.raises(StalePlanError, match="the shapes, types or ties of their parameters are not"):
+        make_plan().check(chain_graph(2, tied=True), world_size=4)
