@@ -1,0 +1,34 @@
+"""Pipeline schedules: who does what in which order. Pure data and arithmetic; no framework, no processes.
+
+::
+
+    place_stages ─► build_schedule ─► lower ─► validate ─► the runtime
+                          │                        ▲
+                          └──────► simulate        └── read_torch_csv
+"""
+
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.build import build_schedule
+from shardwright.schedule.edges import Edge, chain_edges
+from shardwright.schedule.lower import lower
+from shardwright.schedule.placement import KINDS, place_stages
+from shardwright.schedule.schedule import Schedule
+from shardwright.schedule.simulate import Event, Simulation, simulate
+from shardwright.schedule.stage_cost import StageCost, unit_costs
+
+__all__ = [
+    "KINDS",
+    "Action",
+    "Edge",
+    "Event",
+    "Kind",
+    "Schedule",
+    "Simulation",
+    "StageCost",
+    "build_schedule",
+    "chain_edges",
+    "lower",
+    "place_stages",
+    "simulate",
+    "unit_costs",
+]

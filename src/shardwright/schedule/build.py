@@ -1,0 +1,76 @@
+"""Builds the schedule of a family for any placement of stages on ranks."""
+
+from collections.abc import Sequence
+
+from shardwright.schedule.forward_only import forward_only as forward_only_rows
+from shardwright.schedule.gpipe import gpipe
+from shardwright.schedule.interleaved import interleaved
+from shardwright.schedule.one_f_one_b import one_f_one_b
+from shardwright.schedule.placement import check_kind
+from shardwright.schedule.request import check_request
+from shardwright.schedule.schedule import Schedule
+from shardwright.schedule.stage_cost import StageCost
+from shardwright.schedule.zb_h1 import zb_h1
+from shardwright.schedule.zb_v import zb_v
+
+__all__ = ["build_schedule"]
+
+_FAMILIES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+}
+
+
+def build_schedule(
+    kind: str,
+    *,
+    stage_ranks: Sequence[int],
+    num_microbatches: int,
+    active_microbatches: int | None = None,
+    forward_only: bool = False,
+    costs: Sequence[StageCost] | None = None,
+) -> Schedule:
+    """Orders the work of a batch.
+
+    A microbatch passes the stages in order: the forward of a stage needs that of the stage before, its
+    backward needs its own forward and the (input) backward of the stage after. The result never deadlocks,
+    whatever the placement.
+
+    Args:
+        kind: one of `KINDS`.
+        stage_ranks: pipeline rank of each stage; any map, for example that of `place_stages`.
+        num_microbatches: parts into which the batch is split.
+        active_microbatches: on every rank, at most this many are begun and not wholly done; None for the
+            family's own bound.
+        forward_only: leave the backward out.
+        costs: seconds of each stage, by which the families that are played out choose their order; None for
+            forward, ``I`` and ``W`` of one unit each.
+
+    Returns:
+        The schedule without transfers, which `lower` adds.
+
+    Raises:
+        ScheduleError: the kind is unknown, or a number, the placement or the costs cannot be used.
+
+    >>> print(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2))
+    rank 0 | 0F0 0F1 0B0 0B1
+    rank 1 | 1F0 1B0 1F1 1B1
+    """
+    check_kind(kind)
+    request = check_request(
+        kind,
+        stage_ranks=stage_ranks,
+        num_microbatches=num_microbatches,
+        active_microbatches=active_microbatches,
+        costs=costs,
+    )
+    rows = (forward_only_rows if forward_only else _FAMILIES[kind])(request)
+    return Schedule(
+        kind=kind,
+        stage_ranks=request.stage_ranks,
+        num_microbatches=num_microbatches,
+        actions=tuple(map(tuple, rows)),
+    )

@@ -1,0 +1,229 @@
+"""Builds a schedule for any placement by playing it out.
+
+Every rank that falls idle takes the best action that is ready: a backward, else a forward, else a weight
+gradient put off earlier. What is best among several of one kind is the family's policy. Forwards are
+rationed, because each keeps memory until its backward has run. For stages on ranks (0, 1, 0), with room for 3
+activations on rank 0::
+
+    rank 0 | 0F0 0F1 .   2F0 2B0====             The second place of 3 is free for 0F1, but the third is kept
+    for rank 1 | .   1F0 1F1 .   .      1B0====      2F0: without it nothing on rank 0 could ever run again.
+
+Why it cannot deadlock. Microbatches pass each stage in order. Suppose that nothing runs and something is
+left. Every backward that is ready would run, so every activation kept waits for a forward further down that
+is ready but rationed. Take the deepest rationed forward, of stage s on rank r. No activation at or below s is
+kept anywhere, so neither is one by the stage itself, and `Ration.stage` is not the reason. All that r keeps
+belongs to stages above s; the last of them to start left a place for each deeper stage of r, so `Ration.rank`
+is not the reason. If s is the first stage of r then r keeps nothing; if not, then the microbatch has been let
+in on r already: `Ration.microbatches` is not the reason.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.placement import stages_by_rank
+from shardwright.schedule.request import Rows
+from shardwright.schedule.stage_cost import StageCost
+
+__all__ = ["Order", "Policy", "Ration", "list_schedule"]
+
+Order = Callable[[int, int], tuple[int, ...]]
+"""(stage, microbatch) -> key; the smallest goes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ration:
+    """How many forwards may be under way. None: any number.
+
+    Attributes:
+        stage: for each stage, microbatches whose forward has started and whose ``B`` or ``I`` has not ended.
+        rank: for each rank, activations of all its stages together, from the start of ``F`` to the end of
+            ``B`` or ``W``; at least the number of its stages.
+        microbatches: on each rank, microbatches begun and not wholly done.
+    """
+
+    stage: Sequence[int] | None = None
+    rank: Sequence[int] | None = None
+    microbatches: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a rank takes first.
+
+    Attributes:
+        ration: limits on forwards under way.
+        forward_order: among forwards.
+        backward_order: among backwards.
+        splits_backward: run ``I`` and ``W`` instead of ``B``.
+        weight_debt: for each rank, weight gradients that it may put off before they go ahead of forwards;
+            None: all that memory allows.
+    """
+
+    ration: Ration
+    forward_order: Order
+    backward_order: Order
+    splits_backward: bool = False
+    weight_debt: Sequence[int] | None = None
+
+
+def list_schedule(
+    policy: Policy,
+    *,
+    stage_ranks: Sequence[int],
+    num_microbatches: int,
+    costs: Sequence[StageCost],
+    forward_only: bool = False,
+) -> tuple[Rows, float]:
+    """Plays a policy out.
+
+    Args:
+        policy: what a rank takes first.
+        stage_ranks: pipeline rank of each stage.
+        num_microbatches: parts into which a batch is split.
+        costs: of each stage.
+        forward_only: leave the backward out.
+
+    Returns:
+        The compute actions of each rank in order, and the seconds that they take when transfers take none.
+    """
+    player = _Player(policy, stage_ranks, num_microbatches, forward_only)
+    seconds = [{kind: cost.seconds(kind) for kind in _KINDS} for cost in costs]
+    rows: Rows = [[] for _ in player.stages]
+    running: list[tuple[float, int, Kind, int]] = []
+    idle = set(range(len(rows)))
+    now = 0.0
+    while True:
+        for rank in sorted(idle):
+            action = player.choose(rank)
+            if action is not None:
+                player.start(action)
+                rows[rank].append(action)
+                idle.remove(rank)
+                ends = now + seconds[action.stage][action.kind]
+                heapq.heappush(running, (ends, rank, action.kind, action.stage))
+        if not running:
+            return rows, now
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, rank, kind, stage = heapq.heappop(running)
+            player.end(kind, stage)
+            idle.add(rank)
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class _Player:
+    """How far every stage is; microbatches pass each stage in order, so that counts say all."""
+
+    def __init__(
+        self, policy: Policy, stage_ranks: Sequence[int], num_microbatches: int, forward_only: bool
+    ) -> None:
+        n = len(stage_ranks)
+        self.policy = policy
+        self.ranks = stage_ranks
+        self.m = num_microbatches
+        self.stages = stages_by_rank(stage_ranks)
+        self.forward_only = forward_only
+        self.forwards_started = [0] * n
+        self.forwards_ended = [0] * n
+        self.backwards_started = [0] * n
+        self.backwards_ended = [0] * n
+        self.weights_started = [0] * n
+        self.done = [0] * n  # microbatches that the stage keeps nothing of any more
+        self.kept = [0] * len(self.stages)  # activations kept by each rank
+        self.num_deeper = {s: len(row) - 1 - i for row in self.stages for i, s in enumerate(row)}
+
+    def choose(self, rank: int) -> Action | None:
+        """The best action that is ready."""
+        if self.forward_only:
+            return self._forward(rank)
+        action = self._backward(rank)
+        if action is None and not self._owes_weights(rank):
+            action = self._forward(rank)
+        return action or (self._weight(rank) if self.policy.splits_backward else None)
+
+    def start(self, action: Action) -> None:
+        """Books the start of an action."""
+        if action.kind is Kind.FORWARD:
+            self.forwards_started[action.stage] += 1
+            self.kept[self.ranks[action.stage]] += 1
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            self.weights_started[action.stage] += 1
+        else:
+            self.backwards_started[action.stage] += 1
+
+    def end(self, kind: Kind, stage: int) -> None:
+        """Books the end of an action."""
+        if kind is Kind.FORWARD:
+            self.forwards_ended[stage] += 1
+        elif kind is not Kind.BACKWARD_WEIGHT:
+            self.backwards_ended[stage] += 1
+        frees = Kind.FORWARD if self.forward_only else self._last_kind()
+        if kind is frees:
+            self.done[stage] += 1
+            self.kept[self.ranks[stage]] -= 1
+
+    def _last_kind(self) -> Kind:
+        return Kind.BACKWARD_WEIGHT if self.policy.splits_backward else Kind.BACKWARD
+
+    def _backward(self, rank: int) -> Action | None:
+        best, key = None, None
+        for stage in self.stages[rank]:
+            microbatch = self.backwards_started[stage]
+            if microbatch >= self.forwards_ended[stage]:
+                continue
+            if stage + 1 < len(self.ranks) and microbatch >= self.backwards_ended[stage + 1]:
+                continue
+            rival = self.policy.backward_order(stage, microbatch)
+            if key is None or rival < key:
+                best, key = (stage, microbatch), rival
+        kind = Kind.BACKWARD_INPUT if self.policy.splits_backward else Kind.BACKWARD
+        return Action(kind, *best) if best else None
+
+    def _forward(self, rank: int) -> Action | None:
+        best, key = None, None
+        for stage in self.stages[rank]:
+            microbatch = self.forwards_started[stage]
+            if microbatch >= (self.forwards_ended[stage - 1] if stage else self.m):
+                continue
+            if not self._is_admitted(rank, stage, microbatch):
+                continue
+            rival = self.policy.forward_order(stage, microbatch)
+            if key is None or rival < key:
+                best, key = (stage, microbatch), rival
+        return Action(Kind.FORWARD, *best) if best else None
+
+    def _is_admitted(self, rank: int, stage: int, microbatch: int) -> bool:
+        ration = self.policy.ration
+        stages = self.stages[rank]
+        if ration.microbatches is not None and stage == stages[0]:
+            begun = microbatch - min(self.done[other] for other in stages)
+            if begun >= ration.microbatches:
+                return False
+        if self.forward_only:
+            return True
+        if ration.stage is not None and microbatch - self.backwards_ended[stage] >= ration.stage[stage]:
+            return False
+        # Places for the deeper stages of this rank stay free, or it could fill itself up with early work.
+        return ration.rank is None or self.kept[rank] + 1 + self.num_deeper[stage] <= ration.rank[rank]
+
+    def _owes_weights(self, rank: int) -> bool:
+        debt = self.policy.weight_debt
+        if debt is None or not self.policy.splits_backward:
+            return False
+        owed = sum(self.backwards_ended[stage] - self.weights_started[stage] for stage in self.stages[rank])
+        return owed > debt[rank]
+
+    def _weight(self, rank: int) -> Action | None:
+        owed = [
+            (self.weights_started[stage], -stage)
+            for stage in self.stages[rank]
+            if self.weights_started[stage] < self.backwards_ended[stage]
+        ]
+        if not owed:
+            return None
+        microbatch, negative_stage = min(owed)
+        return Action(Kind.BACKWARD_WEIGHT, -negative_stage, microbatch)

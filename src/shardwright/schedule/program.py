@@ -1,0 +1,216 @@
+"""A schedule compiled for replay: who waits for whom, by number.
+
+The compute actions of all rows are numbered through. What crosses ranks is a message from one of them to
+another. What stays on a rank needs no message, only the right order in the row, which is checked here::
+
+    row of rank 0     0F0 -----------------> 0B0         numbers 0, 1
+                       |  message 0->1        ^
+                       v                      |  message 1->0
+    row of rank 1     1F0 -> 1B0 -------------'          numbers 2, 3
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.edges import Edge
+
+__all__ = ["Message", "Program", "compile_program"]
+
+Message = tuple[int, int, int]
+"""The action that waits for it, the channel it takes, its price (2 * edge, + 1 for a gradient)."""
+
+
+@dataclass(slots=True)
+class Program:
+    """Numbered compute actions and the messages between them.
+
+    Attributes:
+        actions: the compute actions, row by row.
+        rows: the numbers of each row.
+        sends: the messages that leave when an action ends, in order.
+        num_inputs: the messages that an action waits for.
+        channels: sending and receiving rank of each channel.
+    """
+
+    actions: list[Action] = field(default_factory=list)
+    rows: list[range] = field(default_factory=list)
+    sends: list[list[Message]] = field(default_factory=list)
+    num_inputs: list[int] = field(default_factory=list)
+    channels: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Compiler:
+    """Holds the tables while a program is compiled."""
+
+    def __init__(self, stage_ranks: Sequence[int], num_microbatches: int, edges: Sequence[Edge]) -> None:
+        self.ranks = stage_ranks
+        self.m = num_microbatches
+        size = len(stage_ranks) * num_microbatches
+        self.forward = [-1] * size  # number of F(stage, microbatch) at stage * m + microbatch
+        self.backward = [-1] * size  # of B, or of I where it is split
+        self.weight = [-1] * size  # of W
+        self.edges = edges
+        self.program = Program()
+        self.channel_of: dict[tuple[int, int], int] = {}
+
+    def number(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Numbers the compute actions."""
+        actions, m = self.program.actions, self.m
+        for rank, row in enumerate(rows):
+            first = len(actions)
+            for action in row:
+                kind = action.kind
+                if kind is Kind.FORWARD:
+                    table = self.forward
+                elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+                    table = self.backward
+                elif kind is Kind.BACKWARD_WEIGHT:
+                    table = self.weight
+                else:
+                    continue
+                self._check_owner(action, rank)
+                key = action.stage * m + action.microbatch
+                if table[key] >= 0:
+                    raise ScheduleError(f"rank {rank} runs {action} twice. Remove one of the two.")
+                table[key] = len(actions)
+                actions.append(action)
+            self.program.rows.append(range(first, len(actions)))
+        self.program.sends = [[] for _ in actions]
+        self.program.num_inputs = [0] * len(actions)
+
+    def _check_owner(self, action: Action, rank: int) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if not (0 <= stage < len(self.ranks) and 0 <= microbatch < self.m and self.ranks[stage] == rank):
+            raise ScheduleError(
+                f"row {rank} holds {action}, but with stage_ranks {tuple(self.ranks)} and {self.m} "
+                "microbatches it has no such work. Move the action to the rank of its stage, or remove it."
+            )
+
+    def check_rows(self) -> None:
+        """Refuses rows in which an action stands before another of the same rank that it needs."""
+        for table, earlier in ((self.backward, self.forward), (self.weight, self.backward)):
+            for number, need in zip(table, earlier, strict=True):
+                if 0 <= number <= need or (number >= 0 and need < 0):
+                    self._refuse(number, need)
+        m = self.m
+        for edge in self.edges:
+            if self.ranks[edge.source] != self.ranks[edge.target]:
+                continue
+            for microbatch in range(m):
+                source, target = edge.source * m + microbatch, edge.target * m + microbatch
+                self._check_pair(self.forward[source], self.forward[target])
+                if edge.has_gradient:
+                    self._check_pair(self.backward[target], self.backward[source])
+
+    def _check_pair(self, first: int, second: int) -> None:
+        if second >= 0 and not 0 <= first < second:
+            self._refuse(second, first)
+
+    def _refuse(self, number: int, need: int) -> None:
+        actions = self.program.actions
+        missing = f"{actions[need]}, which comes after it" if need >= 0 else "an action that is not there"
+        raise ScheduleError(
+            f"{actions[number]} needs {missing}. Put it later in its row, or add what it needs."
+        )
+
+    def derive_messages(self) -> None:
+        """Adds the messages that the edges ask for, each right after the action that makes it."""
+        outputs, gradients = self._routes()
+        program, m = self.program, self.m
+        for number, action in enumerate(program.actions):
+            if action.kind is Kind.FORWARD:
+                routes, table = outputs[action.stage], self.forward
+            elif action.kind is not Kind.BACKWARD_WEIGHT:
+                routes, table = gradients[action.stage], self.backward
+            else:
+                continue
+            for peer, channel, price in routes:
+                consumer = table[peer * m + action.microbatch]
+                if consumer < 0:
+                    verb = "forward" if table is self.forward else "backward"
+                    raise ScheduleError(
+                        f"{action} feeds the {verb} of stage {peer}, microbatch {action.microbatch}, "
+                        "which is not in the schedule. Add it."
+                    )
+                program.sends[number].append((consumer, channel, price))
+                program.num_inputs[consumer] += 1
+
+    def read_messages(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Takes the messages from the sends in the rows."""
+        program, m = self.program, self.m
+        index = {(edge.source, edge.target): i for i, edge in enumerate(self.edges)}
+        for rank, row in enumerate(rows):
+            latest = program.rows[rank].start - 1
+            for action in row:
+                if action.is_compute:
+                    latest += 1
+                if action.kind is not Kind.SEND_F and action.kind is not Kind.SEND_B:
+                    continue
+                is_gradient = action.kind is Kind.SEND_B
+                peer = action.peer if action.peer is not None else -1
+                pair = (peer, action.stage) if is_gradient else (action.stage, peer)
+                table = self.backward if is_gradient else self.forward
+                producer = table[action.stage * m + action.microbatch]
+                consumer = table[peer * m + action.microbatch] if 0 <= peer < len(self.ranks) else -1
+                too_early = not program.rows[rank].start <= producer <= latest
+                if pair not in index or too_early or consumer < 0:
+                    raise ScheduleError(
+                        f"rank {rank}: {action} to stage {action.peer} comes too early, or goes where no edge "
+                        "leads. Call validate(schedule, edges) for the reason."
+                    )
+                channel = self._channel(rank, self.ranks[peer])
+                program.sends[latest].append((consumer, channel, 2 * index[pair] + is_gradient))
+                program.num_inputs[consumer] += 1
+
+    def _routes(self) -> tuple[list[list[Message]], list[list[Message]]]:
+        """For each stage: where its outputs go, and where the gradients of its inputs go, by peer stage."""
+        outputs: list[list[Message]] = [[] for _ in self.ranks]
+        gradients: list[list[Message]] = [[] for _ in self.ranks]
+        for index, edge in enumerate(self.edges):
+            source, target = self.ranks[edge.source], self.ranks[edge.target]
+            if source == target:
+                continue
+            outputs[edge.source].append((edge.target, self._channel(source, target), 2 * index))
+            if edge.has_gradient:
+                gradients[edge.target].append((edge.source, self._channel(target, source), 2 * index + 1))
+        return outputs, gradients
+
+    def _channel(self, sender: int, receiver: int) -> int:
+        channel = self.channel_of.setdefault((sender, receiver), len(self.channel_of))
+        if channel == len(self.program.channels):
+            self.program.channels.append((sender, receiver))
+        return channel
+
+
+def compile_program(
+    rows: Sequence[Sequence[Action]],
+    *,
+    stage_ranks: Sequence[int],
+    num_microbatches: int,
+    edges: Sequence[Edge],
+) -> Program:
+    """Numbers the compute actions of all rows and finds their messages.
+
+    Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
+    sent.
+
+    Args:
+        rows: one a rank.
+        stage_ranks: pipeline rank of each stage.
+        num_microbatches: parts into which a batch is split.
+        edges: sorted by source and target (see `check_edges`).
+
+    Raises:
+        ScheduleError: an action is on the wrong rank, twice there, or before one that it needs on its own
+            rank.
+    """
+    compiler = _Compiler(stage_ranks, num_microbatches, edges)
+    compiler.number(rows)
+    compiler.check_rows()
+    if any(not action.is_compute for row in rows for action in row):
+        compiler.read_messages(rows)
+    else:
+        compiler.derive_messages()
+    return compiler.program

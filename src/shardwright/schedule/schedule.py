@@ -1,0 +1,107 @@
+"""The order of work of all pipeline ranks.
+
+A *schedule* is, for every pipeline rank, the ordered list of its actions. Nothing else decides the order: the
+runtime executes the rows, the simulator adds up their costs, and this is the whole of what they share::
+
+    1f1b, stage_ranks (0, 1), 3 microbatches; a backward takes two units of time
+
+    rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===
+    rank 1 | .  F0 B0=== F1 B1=== F2 B2===
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import TRANSFERS, Action, Kind
+from shardwright.schedule.drawing import draw_rows
+from shardwright.schedule.edges import chain_edges
+from shardwright.schedule.program import compile_program
+from shardwright.schedule.replay import action_seconds, replay
+from shardwright.schedule.stage_cost import unit_costs
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order of work of all pipeline ranks.
+
+    A schedule without transfers says only who computes what when; `lower` adds the transfers.
+
+    Attributes:
+        kind: the family it was built by, or where it was read from.
+        stage_ranks: pipeline rank of each stage.
+        num_microbatches: parts into which a batch is split.
+        actions: one row a rank, each in order of execution.
+    """
+
+    kind: str
+    stage_ranks: tuple[int, ...]
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or not self.stage_ranks:
+            raise ScheduleError(
+                f"schedule {self.kind!r} has {self.num_stages} stages and {self.num_microbatches} "
+                "microbatches. Give at least one of each."
+            )
+        if not 0 <= min(self.stage_ranks) <= max(self.stage_ranks) < len(self.actions):
+            raise ScheduleError(
+                f"schedule {self.kind!r} has {len(self.actions)} rows, but stage_ranks {self.stage_ranks}. "
+                "Give one row for each rank."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return len(self.stage_ranks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split in ``I`` and ``W``."""
+        return self._has((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+
+    @property
+    def has_backward(self) -> bool:
+        """False for a schedule that only runs forward."""
+        return self._has((Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether sends and receives are in the rows (see `lower`)."""
+        return self._has(TRANSFERS)
+
+    def draw(self) -> str:
+        """A picture in units of time: ``F``, ``I`` and ``W`` take one, a whole ``B`` two, transfers none.
+
+        >>> from shardwright.schedule import build_schedule
+        >>> print(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3).draw())
+        rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===
+        rank 1 | .  F0 B0=== F1 B1=== F2 B2===
+        """
+        program = compile_program(
+            [[action for action in row if action.is_compute] for row in self.actions],
+            stage_ranks=self.stage_ranks,
+            num_microbatches=self.num_microbatches,
+            edges=chain_edges(self.num_stages),
+        )
+        seconds = action_seconds(program, unit_costs(self.num_stages))
+        starts = replay(program, seconds).starts
+        rows = [
+            [(program.actions[i], round(starts[i]), round(seconds[i])) for i in row] for row in program.rows
+        ]
+        return draw_rows(rows, name_stages=self.num_stages > self.num_ranks)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))
+
+    def _has(self, kinds: Iterable[Kind]) -> bool:
+        wanted = tuple(kinds)
+        return any(action.kind in wanted for row in self.actions for action in row)

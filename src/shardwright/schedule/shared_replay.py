@@ -1,0 +1,138 @@
+"""When everything happens if ranks share CPU cores: processor sharing, from event to event.
+
+All actions that run on one node progress at one rate, min(1, cores / running). So each node keeps a *virtual
+clock* that advances at that rate: an action of w seconds ends when the clock has advanced by w. The order in
+which actions end is fixed when they start, which makes the replay exact and cheap::
+
+    time            0    1    2    3    4         2 ranks, 1 core
+    running         1    2    2    1              rank 0 starts 2 s of work at 0, rank 1 starts 1 s at 1
+    virtual clock   0    1   1.5   2    3         rank 0 ends at clock 2, rank 1 at clock 2
+"""
+
+import heapq
+from collections.abc import Sequence
+
+from shardwright.schedule.program import Program
+from shardwright.schedule.replay import Departure, Timeline, refuse_stuck
+
+__all__ = ["replay_on_shared_cores"]
+
+
+def replay_on_shared_cores(
+    program: Program,
+    seconds: Sequence[float],
+    prices: Sequence[tuple[float, float]] = (),
+    *,
+    nodes: Sequence[int],
+    cores: int,
+) -> Timeline:
+    """Times of all actions; the arguments and errors of `replay`, and:
+
+    Args:
+        program: what to run.
+        seconds: of each action on a core of its own.
+        prices: seconds on the channel and latency for each price of a message.
+        nodes: the node of each rank.
+        cores: cores of each node.
+    """
+    return _SharedReplay(program, seconds, prices, nodes, cores).run()
+
+
+class _Node:
+    """The cores of one node and what runs on them."""
+
+    __slots__ = ("clock", "cores", "running", "time")
+
+    def __init__(self, cores: int) -> None:
+        self.cores = cores
+        self.clock = 0.0  # virtual seconds
+        self.time = 0.0  # when the clock was read last
+        self.running: list[tuple[float, int]] = []  # (clock at its end, rank)
+
+    @property
+    def rate(self) -> float:
+        return min(1.0, self.cores / len(self.running))
+
+    def advance(self, time: float) -> None:
+        if self.running:
+            self.clock += (time - self.time) * self.rate
+        self.time = time
+
+    def next_end(self) -> float:
+        return self.time + (self.running[0][0] - self.clock) / self.rate
+
+
+class _SharedReplay:
+    def __init__(
+        self,
+        program: Program,
+        seconds: Sequence[float],
+        prices: Sequence[tuple[float, float]],
+        nodes: Sequence[int],
+        cores: int,
+    ) -> None:
+        self.program = program
+        self.seconds = seconds
+        self.prices = prices
+        self.node_of = nodes
+        self.nodes = [_Node(cores) for _ in range(max(nodes) + 1)]
+        self.position = [row.start for row in program.rows]
+        self.is_running = [False] * len(program.rows)
+        self.missing = list(program.num_inputs)
+        self.free = [0.0] * len(program.channels)
+        self.arrivals: list[tuple[float, int, int]] = []  # (time, action that waits, rank it runs on)
+        self.timeline = Timeline([-1.0] * len(seconds), [0.0] * len(seconds))
+
+    def run(self) -> Timeline:
+        for rank in range(len(self.position)):
+            self._try_start(rank, 0.0)
+        while True:
+            ends = [(node.next_end(), i) for i, node in enumerate(self.nodes) if node.running]
+            end, which = min(ends, default=(float("inf"), -1))
+            if self.arrivals and self.arrivals[0][0] <= end:
+                time, number, rank = heapq.heappop(self.arrivals)
+                self.missing[number] -= 1
+                self._try_start(rank, time)
+            elif which >= 0:
+                self._finish(self.nodes[which], end)
+            else:
+                break
+        stuck = {
+            number: rank for rank, number in enumerate(self.position) if number < self.program.rows[rank].stop
+        }
+        if stuck:
+            refuse_stuck(self.program, stuck)
+        return self.timeline
+
+    def _try_start(self, rank: int, time: float) -> None:
+        number = self.position[rank]
+        if self.is_running[rank] or number == self.program.rows[rank].stop or self.missing[number]:
+            return
+        node = self.nodes[self.node_of[rank]]
+        node.advance(time)
+        heapq.heappush(node.running, (node.clock + self.seconds[number], rank))
+        self.is_running[rank] = True
+        self.timeline.starts[number] = time
+
+    def _finish(self, node: _Node, time: float) -> None:
+        node.advance(time)
+        clock, rank = heapq.heappop(node.running)
+        node.clock = clock  # exactly, lest rounding errors add up
+        number = self.position[rank]
+        self.timeline.ends[number] = time
+        self.is_running[rank] = False
+        self.position[rank] += 1
+        self._send(number, time)
+        self._try_start(rank, time)
+
+    def _send(self, number: int, time: float) -> None:
+        for consumer, channel, price in self.program.sends[number]:
+            leaves = arrives = time
+            if self.prices:
+                occupied_s, latency_s = self.prices[price]
+                leaves = max(time, self.free[channel])
+                self.free[channel] = leaves + occupied_s
+                arrives = self.free[channel] + latency_s
+            departure: Departure = (consumer, price, leaves, arrives)
+            self.timeline.departures.append(departure)
+            heapq.heappush(self.arrivals, (arrives, consumer, self.program.channels[channel][1]))

@@ -1,0 +1,206 @@
+"""What a schedule costs: seconds, idle time and memory.
+
+The same rows that the runtime executes are played out with the seconds of each stage and the links between
+the ranks. Transfers overlap compute. Messages on one channel (a directed pair of ranks) wait for one
+another's bytes.
+
+Ranks on CPUs share the cores of their node. When more of them compute at once than there are cores, each runs
+at the rate cores / computing, from event to event::
+
+    2 ranks, 1 core     rank 0 [ alone, rate 1 ][ both, rate 1/2          ]
+                        rank 1                  [ both, rate 1/2          ][ alone, rate 1 ]
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwright.cluster import Link
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.edges import Edge, check_edges
+from shardwright.schedule.program import Program, compile_program
+from shardwright.schedule.replay import Timeline, action_seconds, replay
+from shardwright.schedule.schedule import Schedule
+from shardwright.schedule.shared_replay import replay_on_shared_cores
+from shardwright.schedule.stage_cost import StageCost, check_costs
+
+__all__ = ["Event", "Simulation", "simulate"]
+
+
+class Event(NamedTuple):
+    """One action on the predicted timeline."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a schedule costs.
+
+    Attributes:
+        step_s: seconds from the first start to the last end.
+        busy_s: for each rank, the seconds in which an action runs, alone or sharing a core.
+        bubble: idle share of the ranks' time, 0 to 1.
+        events: the compute actions with start and end, row by row.
+        transfers: the sends, from leaving to arriving, on the rank that sends.
+        peak_microbatches: for each stage, the most microbatches between the start of ``F`` and the end of
+            ``B`` or ``I``.
+        peak_bytes: for each rank, the most bytes kept for backwards: `saved_bytes` from the start of ``F`` to
+            the end of ``B`` or ``I``, then `weight_bytes` to the end of ``W``.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    bubble: float
+    events: tuple[Event, ...]
+    transfers: tuple[Event, ...]
+    peak_microbatches: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    *,
+    edges: Sequence[Edge] | None = None,
+    link: Callable[[int, int], Link] | None = None,
+    cores: int = 0,
+    ranks_per_node: int = 0,
+    action_overhead_s: float = 0.0,
+) -> Simulation:
+    """Plays a schedule out.
+
+    A message leaves when its send is reached, that is, when the action that makes it has ended; that its
+    receive is posted in time is taken for granted (`lower` sees to it).
+
+    Args:
+        schedule: with or without transfers.
+        costs: of each stage.
+        edges: which stages feed which, with bytes; None where each feeds the next with a message of no bytes.
+        link: the link from one pipeline rank to another; None where messages take no time.
+        cores: CPU cores that the ranks of a node share; 0 where every rank has a device of its own.
+        ranks_per_node: ranks of a node, numbered node by node; 0 where all are on one.
+        action_overhead_s: seconds that every compute action takes on top.
+
+    Raises:
+        ScheduleError: the schedule is not complete or deadlocks, or a number cannot be used.
+
+    >>> from shardwright.schedule import build_schedule, unit_costs
+    >>> schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3)
+    >>> simulation = simulate(schedule, unit_costs(2))
+    >>> simulation.step_s, simulation.bubble, simulation.peak_microbatches
+    (12.0, 0.25, (2, 1))
+    """
+    if cores < 0 or ranks_per_node < 0 or action_overhead_s < 0:
+        raise ScheduleError(
+            f"cores {cores}, ranks_per_node {ranks_per_node}, action_overhead_s {action_overhead_s}: "
+            "give 0 or more."
+        )
+    checked_costs = check_costs(costs, num_stages=schedule.num_stages)
+    checked_edges = check_edges(edges, num_stages=schedule.num_stages)
+    program = compile_program(
+        schedule.actions,
+        stage_ranks=schedule.stage_ranks,
+        num_microbatches=schedule.num_microbatches,
+        edges=checked_edges,
+    )
+    seconds = action_seconds(program, checked_costs, overhead_s=action_overhead_s)
+    prices = _prices(schedule.stage_ranks, checked_edges, link) if link is not None else ()
+    if cores:
+        node = ranks_per_node or schedule.num_ranks
+        nodes = [rank // node for rank in range(schedule.num_ranks)]
+        timeline = replay_on_shared_cores(program, seconds, prices, nodes=nodes, cores=cores)
+    else:
+        timeline = replay(program, seconds, prices)
+    return _summary(schedule, program, timeline, checked_edges, checked_costs)
+
+
+def _prices(
+    stage_ranks: Sequence[int], edges: Sequence[Edge], link: Callable[[int, int], Link]
+) -> list[tuple[float, float]]:
+    """For each edge, forward and backward: seconds on the channel, and latency."""
+    prices = []
+    for edge in edges:
+        source, target = stage_ranks[edge.source], stage_ranks[edge.target]
+        for sender, receiver, num_bytes in (
+            (source, target, edge.num_bytes),
+            (target, source, edge.backward_bytes),
+        ):
+            if source == target:
+                prices.append((0.0, 0.0))
+                continue
+            way = link(sender, receiver)
+            prices.append((num_bytes / way.bandwidth_Bps, way.latency_s))
+    return prices
+
+
+def _summary(
+    schedule: Schedule,
+    program: Program,
+    timeline: Timeline,
+    edges: Sequence[Edge],
+    costs: Sequence[StageCost],
+) -> Simulation:
+    starts, ends, actions = timeline.starts, timeline.ends, program.actions
+    events: list[Event] = []
+    busy = []
+    for rank, row in enumerate(program.rows):
+        row_events = [Event(rank, actions[i], starts[i], ends[i]) for i in row]
+        busy.append(sum(event.end_s - event.start_s for event in row_events))
+        events += row_events
+    step_s = timeline.makespan
+    peak_microbatches, peak_bytes = _peaks(program, costs)
+    return Simulation(
+        step_s=step_s,
+        busy_s=tuple(busy),
+        bubble=1.0 - sum(busy) / (len(busy) * step_s) if step_s else 0.0,
+        events=tuple(events),
+        transfers=_transfers(schedule.stage_ranks, program, timeline, edges),
+        peak_microbatches=peak_microbatches,
+        peak_bytes=peak_bytes,
+    )
+
+
+def _transfers(
+    stage_ranks: Sequence[int], program: Program, timeline: Timeline, edges: Sequence[Edge]
+) -> tuple[Event, ...]:
+    transfers = []
+    for consumer, price, leaves, arrives in timeline.departures:
+        edge = edges[price // 2]
+        if price % 2:
+            kind, stage, peer = Kind.SEND_B, edge.target, edge.source
+        else:
+            kind, stage, peer = Kind.SEND_F, edge.source, edge.target
+        send = Action(kind, stage, program.actions[consumer].microbatch, peer)
+        transfers.append(Event(stage_ranks[stage], send, leaves, arrives))
+    return tuple(transfers)
+
+
+def _peaks(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Most microbatches of each stage, most bytes of each rank; a rank runs one action at a time."""
+    kept, most = [0] * len(costs), [0] * len(costs)
+    later = [cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes for cost in costs]
+    peak_bytes = []
+    for row in program.rows:
+        held = peak = 0
+        for number in row:
+            action = program.actions[number]
+            kind, stage = action.kind, action.stage
+            if kind is Kind.FORWARD:
+                kept[stage] += 1
+                held += costs[stage].saved_bytes
+                most[stage] = max(most[stage], kept[stage])
+            elif kind is Kind.BACKWARD_WEIGHT:
+                held -= later[stage]
+            else:
+                kept[stage] -= 1
+                held -= costs[stage].saved_bytes
+                if kind is Kind.BACKWARD_INPUT:
+                    held += later[stage]
+            peak = max(peak, held)
+        peak_bytes.append(peak)
+    return tuple(most), tuple(peak_bytes)

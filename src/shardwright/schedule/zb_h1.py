@@ -1,0 +1,70 @@
+"""ZB-H1: 1F1B with the backward split, the weight gradients put off to fill the bubble.
+
+::
+
+    5 microbatches, F = I = W = 1
+    rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+Stage s of p keeps p - s microbatches between F and I, as in 1F1B, and puts off s weight gradients, so that
+every rank keeps p: what the first rank of 1F1B keeps. The bubble is (p - 1)(tF + tI - tW).
+
+Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 2.3.
+"""
+
+from collections.abc import Iterator
+
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.halves import fastest
+from shardwright.schedule.list_scheduler import Policy, Ration, list_schedule
+from shardwright.schedule.placement import hops_to_end, is_chain, stages_by_rank
+from shardwright.schedule.request import Request, Rows
+
+__all__ = ["zb_h1"]
+
+
+def zb_h1(request: Request) -> Rows:
+    """The paper's rows or, where another order of the same work under the same bounds is faster, that one."""
+    return fastest(_candidates(request), request)
+
+
+def _candidates(request: Request) -> Iterator[Rows]:
+    if is_chain(request.stage_ranks):
+        yield [_classic_row(request, stage) for stage in range(request.num_stages)]
+    stages = stages_by_rank(request.stage_ranks)
+    hops = hops_to_end(request.stage_ranks)
+    ahead = [sum(hops[stage] + 1 for stage in row) for row in stages]
+    for weight_debt in ([max(ahead) - own for own in ahead], None):
+        policy = Policy(
+            ration=Ration(
+                stage=[hop + 1 for hop in hops],
+                rank=[max(ahead)] * len(stages),
+                microbatches=request.active_microbatches,
+            ),
+            forward_order=lambda stage, microbatch: (-stage, microbatch),
+            backward_order=lambda stage, microbatch: (-stage, microbatch),
+            splits_backward=True,
+            weight_debt=weight_debt,
+        )
+        yield list_schedule(
+            policy,
+            stage_ranks=request.stage_ranks,
+            num_microbatches=request.num_microbatches,
+            costs=request.costs,
+        )[0]
+
+
+def _classic_row(request: Request, stage: int) -> list[Action]:
+    m = request.num_microbatches
+    most = min(request.num_stages, request.active_microbatches or m)
+    ahead = min(most, request.num_stages - stage)
+    debt = most - ahead
+    row = [Action(Kind.FORWARD, stage, k) for k in range(min(m, ahead))]
+    for k in range(m):
+        row.append(Action(Kind.BACKWARD_INPUT, stage, k))
+        if k >= debt:
+            row.append(Action(Kind.BACKWARD_WEIGHT, stage, k - debt))
+        if k + ahead < m:
+            row.append(Action(Kind.FORWARD, stage, k + ahead))
+    return row + [Action(Kind.BACKWARD_WEIGHT, stage, k) for k in range(max(m - debt, 0), m)]

@@ -1,0 +1,103 @@
+"""ZB-V: two stages a rank, laid out as a V, with no bubble while the pipeline is full.
+
+::
+
+    2 ranks, 4 microbatches, F = I = W = 1; rank 0 runs stages 0 and 3, rank 1 runs 1 and 2
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 ...
+    rank 1 | .   1F0 2F0 1F1 2F1 2I0 ...
+
+The first gradient is made on the rank that runs the first stage, p units earlier than at the end of a chain.
+Each rank keeps at most 2p activations of (half-sized) stages, as much as the first rank of 1F1B, and, with F
+= I = W and 2p - 1 microbatches or more, is busy from its first action to its last.
+
+Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 6.
+"""
+
+from collections.abc import Iterator
+
+from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.halves import fastest
+from shardwright.schedule.list_scheduler import Order, Policy, Ration, list_schedule
+from shardwright.schedule.placement import is_v, stages_by_rank
+from shardwright.schedule.request import Request, Rows
+
+__all__ = ["zb_v"]
+
+
+def zb_v(request: Request) -> Rows:
+    """The paper's rows or, where another order of the same work under the same bounds is faster, that one."""
+    return fastest(_candidates(request), request)
+
+
+def _candidates(request: Request) -> Iterator[Rows]:
+    p = request.num_ranks
+    if is_v(request.stage_ranks) and (request.active_microbatches or 2 * p) >= 2 * p:
+        yield [_classic_row(request, rank) for rank in range(p)]
+    stages = stages_by_rank(request.stage_ranks)
+    orders: tuple[Order, ...] = (
+        lambda stage, microbatch: (microbatch, stage),
+        lambda stage, microbatch: (-stage, microbatch),
+    )
+    for backward_order in orders:
+        policy = Policy(
+            ration=Ration(rank=[len(row) * p for row in stages], microbatches=request.active_microbatches),
+            forward_order=lambda stage, microbatch: (-stage, microbatch),
+            backward_order=backward_order,
+            splits_backward=True,
+        )
+        yield list_schedule(
+            policy,
+            stage_ranks=request.stage_ranks,
+            num_microbatches=request.num_microbatches,
+            costs=request.costs,
+        )[0]
+
+
+def _classic_row(request: Request, rank: int) -> list[Action]:
+    """Five phases; each takes what is left of its kind (see `_Row.take`).
+
+    1. Fill: forwards down, until the first of them is back up.
+    2. Turn: forwards up and down by turns.
+    3. First gradients: forward, ``I`` and ``W`` of the upper stage.
+    4. Steady: the same, and forward, ``I`` and ``W`` of the lower stage, by turns.
+    5. Drain: ``I`` by turns with the weights put off, then all weights.
+    """
+    p, m = request.num_ranks, request.num_microbatches
+    row = _Row(m)
+    down, up = rank, 2 * p - 1 - rank
+    row.take("F" * (2 * (p - rank) - 1), down)
+    for _ in range(rank):
+        row.take("F", up)
+        row.take("F", down)
+    for _ in range(p - rank):
+        row.take("FIW", up)
+    while row.count("F", down) < m or row.count("F", up) < m:
+        row.take("FIW", down)
+        row.take("FIW", up)
+    for _ in range(rank):
+        row.take("I", down)
+        row.take("I", up)
+    for stage, kinds in ((down, "IW"), (up, "IW")):
+        row.take(kinds * m, stage)
+    return row.actions
+
+
+class _Row:
+    """A row under construction."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._m = num_microbatches
+        self._next: dict[tuple[str, int], int] = {}
+
+    def count(self, kind: str, stage: int) -> int:
+        """How many of a kind are in the row."""
+        return self._next.get((kind, stage), 0)
+
+    def take(self, kinds: str, stage: int) -> None:
+        """Appends the next microbatch of each kind, none where all are in the row."""
+        for kind in kinds:
+            microbatch = self.count(kind, stage)
+            if microbatch < self._m:
+                self._next[kind, stage] = microbatch + 1
+                self.actions.append(Action(Kind(kind), stage, microbatch))
