@@ -55,7 +55,9 @@ class ForkServerClient:
             assert self._channel is not None
             send(self._channel, job)
             if not select.select([self._channel], [], [], _SERVER_START_S + job.timeout_s + _MARGIN_S)[0]:
-                raise LaunchError(f"The fork server (process {self.server_pid}) does not answer. {self._log_text()}")
+                raise LaunchError(
+                    f"The fork server (process {self.server_pid}) does not answer. {self._log_text()}"
+                )
             answer = receive(self._channel)
             if isinstance(answer, str):
                 raise LaunchError(f"The fork server could not run the job:\n{answer}")
@@ -64,14 +66,14 @@ class ForkServerClient:
 
     @contextlib.contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
-        """Whatever goes wrong, Ctrl-C included: the server and its ranks end, and the next job starts afresh."""
+        """Ends the server and its ranks whatever goes wrong, Ctrl-C included; the next job starts afresh."""
         try:
             yield
         except (EOFError, OSError) as error:
-            code = self._process.wait(_SERVER_END_S) if self._process is not None else None
+            code = self._wait_for_end()
             log = self._log_text()
             self.close()
-            raise LaunchError(f"The fork server ended (exit code {code}) before it answered. {log}") from error
+            raise LaunchError(f"The fork server ended before it answered, with {code}. {log}") from error
         except BaseException:
             self.close()
             raise
@@ -81,16 +83,21 @@ class ForkServerClient:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        if self._process is not None and os.getpid() == self._owner_pid:
-            try:
-                self._process.wait(_SERVER_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if os.getpid() == self._owner_pid:
+            self._wait_for_end()
         self._process = None
         if self._log is not None:
             self._log.close()
             self._log = None
+
+    def _wait_for_end(self) -> int | None:
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(_SERVER_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -120,11 +127,13 @@ class ForkServerClient:
 
 
 def _server_environ() -> dict[str, str]:
-    """The caller's environment, with no thread pools, and with shardwright importable as the caller imports it."""
-    environ = {**os.environ, **_ONE_THREAD}
+    """The caller's environment, without thread pools, and with shardwright as the caller found it."""
+    environ = {"RES_OPTIONS": "timeout:1 attempts:1", **os.environ, **_ONE_THREAD}
     package_parent = Path(shardwright.__file__).parent.parent
     if package_parent.name not in ("site-packages", "dist-packages"):
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(package_parent), os.environ.get("PYTHONPATH"))))
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(package_parent), os.environ.get("PYTHONPATH")))
+        )
     return environ
 
 
@@ -132,7 +141,7 @@ _CLIENTS: dict[int, ForkServerClient] = {}
 
 
 def this_process_client() -> ForkServerClient:
-    """The client of the calling process; a forked child gets its own, for it cannot share its parent's socket."""
+    """The client of the calling process; a forked child gets its own: two cannot share a socket."""
     pid = os.getpid()
     if pid not in _CLIENTS:
         inherited = list(_CLIENTS.values())
@@ -146,8 +155,8 @@ def this_process_client() -> ForkServerClient:
 def preload(*modules: str) -> None:
     """Names modules that the fork server imports once, so that the ranks need not.
 
-    For example in ``conftest.py``: ``shardwright.testing.preload("transformers")``. Nothing is imported before the
-    first call of `run_ranks`.
+    For example in ``conftest.py``: ``shardwright.testing.preload("transformers")``. Nothing is imported
+    before the first call of `run_ranks`.
     """
     known = this_process_client().preload
     known.extend(name for name in modules if name not in known)

@@ -36,8 +36,9 @@ class RanksFailedError(ShardwrightError, RuntimeError):
 def first_cause_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Sorts the failed ranks: causes before consequences, then by the time of failure.
 
-    A rank that only lost its connection comes after the rank that closed it, even where it noticed before the server
-    saw the other one die; and a rank that was stopped comes last, unless the timeout is all that happened.
+    A rank that only lost its connection comes after the rank that closed it, even where it noticed
+    before the server saw the other one die; and a rank that was stopped comes last, unless the timeout
+    is all that happened.
     """
     failed = [outcome for outcome in outcomes if not outcome.ok]
     return sorted(failed, key=lambda outcome: (_distance_from_cause(outcome), outcome.seconds))
@@ -63,7 +64,9 @@ def _last_part(error: str) -> str:
 
 
 def _message(ordered: Sequence[Outcome], *, num_ranks: int, timeout_s: float) -> str:
-    return "\n\n".join([_headline(ordered, num_ranks=num_ranks, timeout_s=timeout_s), *map(_section, ordered)])
+    return "\n\n".join(
+        [_headline(ordered, num_ranks=num_ranks, timeout_s=timeout_s), *map(_section, ordered)]
+    )
 
 
 def _headline(ordered: Sequence[Outcome], *, num_ranks: int, timeout_s: float) -> str:
@@ -97,4 +100,6 @@ def _tail(text: str) -> str:
     lines = text.rstrip().splitlines()
     if len(lines) <= _MAX_OUTPUT_LINES:
         return "\n".join(lines)
-    return "\n".join([f"[{len(lines) - _MAX_OUTPUT_LINES} earlier lines left out]", *lines[-_MAX_OUTPUT_LINES:]])
+    return "\n".join(
+        [f"[{len(lines) - _MAX_OUTPUT_LINES} earlier lines left out]", *lines[-_MAX_OUTPUT_LINES:]]
+    )

@@ -5,11 +5,13 @@
     caller ──socket──> fork server ──fork──> rank 0, rank 1, ...     each leads a process group
                             └──fork──> store process                 TCPStore for one job after another
 
-It must never start a thread: a fork copies only the thread that calls it, and a lock held by another thread stays
-locked in the child for ever. So the server imports, but computes nothing, and the store has its own process.
+It must never start a thread: a fork copies only the thread that calls it, and a lock held by another
+thread stays locked in the child for ever. So the server imports, but computes nothing, and the store
+has its own process.
 
-It ends when the caller's end of the socket closes or the caller is gone, and takes the ranks, their children and the
-store with it. If the server itself is killed, the kernel kills store and ranks (``PR_SET_PDEATHSIG``).
+It ends when the caller's end of the socket closes or the caller is gone, and takes the ranks, their
+children and the store with it. If the server itself is killed, the kernel kills store and ranks
+(``PR_SET_PDEATHSIG``).
 """
 
 import argparse
@@ -33,7 +35,8 @@ from shardwright.testing.store import StoreProcess
 
 __all__ = ["main"]
 
-# What a rank would otherwise import by itself, at 0.1 to 1 s each: creating an optimizer imports torch._dynamo.
+# What a rank would otherwise import by itself, at 0.1 to 1 s each: creating an optimizer imports
+# torch._dynamo.
 _ALWAYS_PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -112,14 +115,16 @@ def _import(modules: Sequence[str]) -> None:
 def _require_one_thread(preload: Sequence[str]) -> None:
     if num_threads() > 1:
         raise RuntimeError(
-            f"importing {', '.join(preload) or 'torch'} started threads ({num_threads()} run now), and a process with "
-            "threads cannot be forked safely. Import the module inside the function instead of preloading it."
+            f"importing {', '.join(preload) or 'torch'} started threads ({num_threads()} run now), and a "
+            "process with threads cannot be forked safely. Import the module inside the function instead of "
+            "preloading it."
         )
 
 
 def _import_own_modules() -> None:
     for name in _PRELOADED_IF_THEY_IMPORT:
-        # Only a head start: what cannot be imported here raises in the rank that needs it, with its traceback.
+        # Only a head start: what cannot be imported here raises in the rank that needs it, with its
+        # traceback.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 

@@ -19,10 +19,11 @@ class Outcome:
         error: the traceback, if the function raised.
         error_type: the name of the exception's class, for example ``"ValueError"``.
         exception: the exception itself, if it can be pickled.
-        exit_code: 0, what the rank passed to ``sys.exit`` or ``os._exit``, or minus the number of the signal that
-            ended it (-9 for SIGKILL).
+        exit_code: 0, what the rank passed to ``sys.exit`` or ``os._exit``, or minus the number of the
+            signal that ended it (-9 for SIGKILL).
         seconds: from the rank's start until its function ended or the rank died.
-        stopped: ``"timeout"`` or ``"grace"`` if `run_ranks` killed it, because the time was up or another had failed.
+        stopped: ``"timeout"`` or ``"grace"`` if `run_ranks` killed it, because the time was up or
+            another had failed.
         was_held: SIGSTOP held it when it was stopped.
         stdout: what it wrote there, its subprocesses included.
         stderr: likewise.

@@ -26,7 +26,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent ends, so that it can find them (Linux only)."""
+    """Makes this process the parent of descendants whose own parent ends, to find them (Linux only)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -4,7 +4,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport
 from shardwright.testing.processes import die_with_parent
 
@@ -24,40 +24,31 @@ STACKS_SIGNAL = signal.SIGQUIT
 """Makes a rank write its Python stacks, even while it waits in C++ or holds the interpreter lock."""
 
 
-def run_rank(job: Job, rank: int, *, server_pid: int, arrivals_fd: int, release_fd: int) -> NoReturn:
+def run_rank(job: Job, rank: int, *, server_pid: int, start: Gate, finish: Gate) -> NoReturn:
     """Runs the job's function as one rank, and ends the process.
 
-    ::
-
-        rank                                   server
-        function ends
-        (1) write the report
-        (2) one byte into arrivals ----------> counts arrivals and deaths
-            wait for release       <---------- (3) closes its end when all have arrived or died
-        (4) destroy the process group, exit
-
-    Without the wait, a rank that is done closes its connections while others still use them.
-
     Args:
-        arrivals_fd: the pipe of step (2), for writing.
-        release_fd: the pipe of step (3), for reading.
+        start: crossed between making the process group and calling the function. Without it a function
+            could kill its rank while others still connect to it.
+        finish: crossed between the function's end and destroying the process group. Without it a rank
+            that is done would close its connections while others still use them.
     """
     exit_code = 1
     try:
         files = RankFiles(Path(job.folder), rank)
         _settle(job, rank, files=files, server_pid=server_pid)
-        report = _call(job, rank)
+        report = _call(job, rank, start=start)
         _write(files.report, report)
         if report.error is None:
-            os.write(arrivals_fd, bytes([rank]))
-            os.read(release_fd, 1)
+            finish.cross(rank)
             _leave_group()
         exit_code = report.exit_code
     except BaseException:
         traceback.print_exc()
     finally:
         _flush()
-        # Without interpreter shutdown: threads of gloo or of the user could hang it, and the answer is written.
+        # Without interpreter shutdown: threads of gloo or of the user could hang it, and the answer is
+        # written.
         os._exit(exit_code)
 
 
@@ -80,12 +71,14 @@ def _settle(job: Job, rank: int, *, files: RankFiles, server_pid: int) -> None:
     sys.path[:] = job.search_path
 
 
-def _call(job: Job, rank: int) -> RankReport:
+def _call(job: Job, rank: int, *, start: Gate) -> RankReport:
     try:
-        value = _run(job, rank)
+        value = _run(job, rank, start=start)
         at_s = time.monotonic()
         return RankReport(at_s=at_s, value=cloudpickle.dumps(value))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: whatever ends a rank early is a failure
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt too: whatever ends a rank early is a failure
         at_s = time.monotonic()
         return RankReport(
             at_s=at_s,
@@ -96,13 +89,14 @@ def _call(job: Job, rank: int) -> RankReport:
         )
 
 
-def _run(job: Job, rank: int) -> Any:
+def _run(job: Job, rank: int, *, start: Gate) -> Any:
     import torch
 
     torch.set_num_threads(1)
     if job.init_process_group:
         _join_group(job, rank)
     function, args, kwargs, filters = pickle.loads(job.payload)
+    start.cross(rank)
     with warnings.catch_warnings():
         warnings.filters[:] = filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -112,10 +106,11 @@ def _run(job: Job, rank: int) -> Any:
 def _join_group(job: Job, rank: int) -> None:
     import torch.distributed as dist
 
-    environ = job.environ[rank]
+    # A file, and not the TCP store: each TCP connection asks the name server for the peer's name, and
+    # where that one drops packets a call takes 5 s longer.
+    path = os.path.join(job.folder, "store")
+    store = dist.FileStore(path, job.num_ranks)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=job.group_timeout_s)
-    server = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    store = dist.PrefixStore("run_ranks", server)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
 
 

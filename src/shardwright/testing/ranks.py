@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from shardwright.errors import UsageError
@@ -18,6 +17,7 @@ from shardwright.testing.client import this_process_client
 from shardwright.testing.failure import RanksFailedError
 from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus
 from shardwright.testing.outcome import Outcome
+from shardwright.testing.payload import payload
 
 __all__ = ["run_ranks", "run_ranks_outcomes"]
 
@@ -26,7 +26,14 @@ Environ = Mapping[str, str | None] | Callable[[int], Mapping[str, str | None]]
 
 _MAX_RANKS = 64
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_")
-_LAUNCHER_NAMES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_PORT")
+_LAUNCHER_NAMES = (
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_PORT",
+)
 
 
 def run_ranks(
@@ -43,10 +50,11 @@ def run_ranks(
 ) -> list[T]:
     """Runs ``function(*args, **kwargs)`` on every rank and returns the results in the order of the ranks.
 
-    The ranks are processes of this machine, in one gloo process group, with one thread each for computation, and with
-    the variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). The function may
-    be local to a test; it, its arguments and its result travel by cloudpickle. Warnings are filtered as they are for
-    the caller. What the ranks print appears on the caller's stdout and stderr when they are done.
+    The ranks are processes of this machine, in one gloo process group, with one thread each for
+    computation, and with the variables that torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``MASTER_ADDR``, ...). The function may be local to a test; it, its arguments and its result travel
+    by cloudpickle. Warnings are filtered as they are for the caller. What the ranks print appears on
+    the caller's stdout and stderr when they are done.
 
     Example, a test of your own model::
 
@@ -61,19 +69,22 @@ def run_ranks(
     Args:
         function: what each rank runs; it asks ``torch.distributed.get_rank()`` who it is.
         num_ranks: how many ranks, 1 to 64.
-        timeout_s: seconds for the whole call. Then every rank's Python stacks are collected and all are killed.
+        timeout_s: seconds for the whole call. Then every rank's Python stacks are collected and all are
+            killed.
         grace_s: seconds that the others get after the first rank failed, to fail by themselves.
-        env: environment variables to set, or to remove where the value is None: one mapping for all, or a function
-            from the rank to its mapping.
-        preload: modules that the fork server imports before it forks, to save each rank the time. They must start no
-            threads.
-        init_process_group: False leaves it to the function, where ``dist.init_process_group("gloo")`` will do. As under
-            torchrun the store outlives the group: to make a second default group, prefix the store.
-        group_timeout_s: the timeout of the process group; by default longer than `timeout_s`, so that a hang ends with
-            stacks rather than with gloo's error.
+        env: environment variables to set, or to remove where the value is None: one mapping for all, or
+            a function from the rank to its mapping.
+        preload: modules that the fork server imports before it forks, to save each rank the time. They
+            must start no threads.
+        init_process_group: False leaves it to the function, where ``dist.init_process_group("gloo")``
+            will do. As under torchrun the store outlives the group: to make a second default group,
+            prefix the store.
+        group_timeout_s: the timeout of the process group; by default longer than `timeout_s`, so that a
+            hang ends with stacks rather than with gloo's error.
 
     Raises:
-        RanksFailedError: a rank raised, died or did not end. Its text has every traceback, the first cause first.
+        RanksFailedError: a rank raised, died or did not end. Its text has every traceback, the first
+            cause first.
         UsageError: the call itself is wrong.
         LaunchError: the fork server cannot run.
     """
@@ -133,7 +144,7 @@ def run_ranks_outcomes(
     folder = Path(tempfile.mkdtemp(prefix="shardwright-ranks-"))
     try:
         job = Job(
-            payload=_pickled((function, args, kwargs, list(warnings.filters)), function=function),
+            payload=payload((function, args, kwargs, list(warnings.filters)), function=function),
             environ=tuple(_environ(rank, num_ranks, env) for rank in range(num_ranks)),
             working_folder=os.getcwd(),
             search_path=tuple(sys.path),
@@ -151,9 +162,9 @@ def run_ranks_outcomes(
 
 def _check(num_ranks: int, *, timeout_s: float) -> None:
     if not hasattr(os, "fork"):
-        raise UsageError(f"run_ranks forks processes, which {sys.platform} cannot. Run these tests on Linux or macOS.")
+        raise UsageError(f"run_ranks forks processes, which {sys.platform} cannot. Use Linux or macOS.")
     if not 1 <= num_ranks <= _MAX_RANKS:
-        raise UsageError(f"num_ranks is {num_ranks}. Ask for 1 to {_MAX_RANKS}: all ranks share this machine.")
+        raise UsageError(f"num_ranks is {num_ranks}. Ask for 1 to {_MAX_RANKS}: they share this machine.")
     if timeout_s <= 0:
         raise UsageError(f"timeout_s is {timeout_s}. Give the ranks a positive number of seconds.")
 
@@ -173,6 +184,8 @@ def _environ(rank: int, num_ranks: int, env: Environ | None) -> dict[str, str]:
     if loopback := _loopback_interface():
         # Else gloo looks up the machine's name, which need not resolve.
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # The TCP store looks up the names of its peers: a name server that drops packets should cost 1 s, not 5.
+    environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     wanted = env(rank) if callable(env) else env or {}
     environ |= {name: value for name, value in wanted.items() if value is not None}
     return {name: value for name, value in environ.items() if wanted.get(name, "") is not None}
@@ -188,72 +201,20 @@ def _pytest_modules() -> tuple[str, ...]:
     return ("_pytest.assertion.rewrite",) if "_pytest.assertion.rewrite" in sys.modules else ()
 
 
-def _pickled(thing: object, *, function: Callable[..., Any]) -> bytes:
-    cloudpickle = _cloudpickle()
-    module = _module_of(function)
-    # A rank need not, and often could not, import a test module: it is not on the path, and imports much.
-    by_value = module is not None and _is_a_script(module)
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        pickled: bytes = cloudpickle.dumps(thing)
-    except Exception as error:
-        raise UsageError(
-            f"{_name(function)} cannot travel to the ranks: {type(error).__name__}: {error}. The function, its "
-            "arguments and the variables that it uses must be picklable; create the others inside the function."
-        ) from error
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    return pickled
-
-
-def _cloudpickle() -> Any:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        raise UsageError("run_ranks needs cloudpickle: pip install 'shardwright[testing]'.") from error
-    return cloudpickle
-
-
-def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(_innermost(function), "__qualname__", repr(function))
-
-
-def _module_of(function: Callable[..., Any]) -> ModuleType | None:
-    function = _innermost(function)
-    name = getattr(function, "__module__", None) or type(function).__module__
-    return sys.modules.get(name)
-
-
-def _is_a_script(module: ModuleType) -> bool:
-    """Whether a module is neither installed nor part of the interpreter."""
-    top = module.__name__.partition(".")[0]
-    path = Path(getattr(module, "__file__", None) or "<built in>")
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return not (installed or top in sys.stdlib_module_names or top in ("shardwright", "__main__"))
-
-
 def _outcome(folder: Path, status: RankStatus) -> Outcome:
     files = RankFiles(folder, status.rank)
-    report = pickle.loads(files.report.read_bytes()) if files.report.exists() else None
-    assert report is None or isinstance(report, RankReport)
-    ended_at_s = status.ended_at_s if report is None else report.at_s
+    report = RankReport(at_s=status.ended_at_s)  # of a rank that died without a word
+    if files.report.exists():
+        report = pickle.loads(files.report.read_bytes())
     return Outcome(
         rank=status.rank,
-        returned=report is not None and report.value is not None,
-        value=pickle.loads(report.value) if report is not None and report.value is not None else None,
-        error=None if report is None else report.error,
-        error_type=None if report is None else report.error_type,
-        exception=pickle.loads(report.exception) if report is not None and report.exception is not None else None,
+        returned=report.value is not None,
+        value=None if report.value is None else pickle.loads(report.value),
+        error=report.error,
+        error_type=report.error_type,
+        exception=None if report.exception is None else pickle.loads(report.exception),
         exit_code=status.exit_code,
-        seconds=ended_at_s - status.started_at_s,
+        seconds=report.at_s - status.started_at_s,
         stopped=status.stopped,
         was_held=status.was_held,
         stdout=_text(files.stdout),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
 from shardwright.testing.processes import children, is_stopped, kill_group
 from shardwright.testing.rank import STACKS_SIGNAL, run_rank
@@ -41,12 +42,9 @@ class Run:
         self._started_at_s: dict[int, float] = {}
         self._stopped: dict[int, StopReason] = {}
         self._statuses: dict[int, RankStatus] = {}
-        self._arrived: set[int] = set()
         self._held: set[int] = set()
         self._first_failure_at_s: float | None = None
-        self._arrivals_fd, self._arrivals_write_fd = os.pipe()
-        self._release_read_fd, self._release_fd = os.pipe()
-        self._released = False
+        self._start, self._finish = Gate(), Gate()
 
     def statuses(self, *, caller_pid: int) -> list[RankStatus]:
         """Runs the job to its end.
@@ -71,11 +69,13 @@ class Run:
             pid = os.fork()
             if pid == 0:
                 self._become(rank, server_pid)
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # the child may have done it already
+            with contextlib.suppress(
+                PermissionError, ProcessLookupError
+            ):  # the child may have done it already
                 os.setpgid(pid, pid)
             self._rank_of[pid] = rank
-        os.close(self._arrivals_write_fd)
-        os.close(self._release_read_fd)
+        for gate in (self._start, self._finish):
+            gate.keep_server_ends()
 
     def _become(self, rank: int, server_pid: int) -> NoReturn:
         try:
@@ -83,15 +83,10 @@ class Run:
             os.setpgid(0, 0)
             self._channel.close()
             self._store.forget()
-            for descriptor in (self._wakeup_fd, self._arrivals_fd, self._release_fd):
-                os.close(descriptor)
-            run_rank(
-                self._job,
-                rank,
-                server_pid=server_pid,
-                arrivals_fd=self._arrivals_write_fd,
-                release_fd=self._release_read_fd,
-            )
+            os.close(self._wakeup_fd)
+            for gate in (self._start, self._finish):
+                gate.keep_rank_ends()
+            run_rank(self._job, rank, server_pid=server_pid, start=self._start, finish=self._finish)
         finally:
             os._exit(1)  # else a failure above would leave a second server behind
 
@@ -104,9 +99,8 @@ class Run:
                 return
             self._wait(limit_s, caller_pid)
             self._reap()
-            if not self._released and len(self._arrived | self._statuses.keys()) == self._job.num_ranks:
-                os.close(self._release_fd)
-                self._released = True
+            for gate in (self._start, self._finish):
+                gate.open_if_complete(num_ranks=self._job.num_ranks, ended=self._statuses)
 
     def _next_limit(self, deadline_s: float) -> tuple[float, StopReason]:
         if self._first_failure_at_s is not None and self._job.grace_s is not None:
@@ -116,15 +110,16 @@ class Run:
         return deadline_s, "timeout"
 
     def _wait(self, limit_s: float, caller_pid: int) -> None:
-        watched = [self._channel, self._wakeup_fd, *([] if self._released else [self._arrivals_fd])]
+        gates = {gate.arrivals_fd: gate for gate in (self._start, self._finish) if not gate.is_open}
+        channel_fd = self._channel.fileno()
         wait_s = min(max(limit_s - time.monotonic(), 0.0), 1.0)
-        ready, _, _ = select.select(watched, [], [], wait_s)
-        if self._channel in ready or os.getppid() != caller_pid:
+        ready, _, _ = select.select([channel_fd, self._wakeup_fd, *gates], [], [], wait_s)
+        if channel_fd in ready or os.getppid() != caller_pid:
             raise CallerGoneError
         if self._wakeup_fd in ready:
             os.read(self._wakeup_fd, 4096)
-        if self._arrivals_fd in ready:
-            self._arrived.update(os.read(self._arrivals_fd, 4096))
+        for descriptor in gates.keys() & set(ready):
+            gates[descriptor].collect()
 
     def _reap(self) -> None:
         for pid in list(self._rank_of):
@@ -145,7 +140,7 @@ class Run:
             stopped=self._stopped.get(rank),
             was_held=rank in self._held,
         )
-        failed = exit_code != 0 or rank not in self._arrived
+        failed = exit_code != 0 or rank not in self._finish.arrived
         if failed and self._first_failure_at_s is None:
             self._first_failure_at_s = ended_at_s
 
@@ -178,8 +173,8 @@ class Run:
                 kill_group(pid)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-        for descriptor in (self._arrivals_fd, *([] if self._released else [self._release_fd])):
-            os.close(descriptor)
+        for gate in (self._start, self._finish):
+            gate.close()
 
     def _orphans(self) -> list[int]:
         return [pid for pid in children(os.getpid()) if pid != self._store.pid]

@@ -1,7 +1,8 @@
 """The process that serves the key-value stores of the jobs.
 
-It is a process of its own so that a rank that dies takes no store with it, and so that the fork server stays without
-threads. Every job gets a new, empty store, hence never sees another job's keys.
+It is a process of its own so that a rank that dies takes no store with it, and so that the fork server
+stays without threads. Every job gets an empty store, hence never sees another job's keys. Ranks use it
+only if their function makes its process group by itself.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class StoreProcess:
         other_end.close()
 
     def renew(self) -> int:
-        """Drops the present store, opens an empty one and returns its port on 127.0.0.1."""
+        """Returns the port, on 127.0.0.1, of a store without keys, after dropping one that was used."""
         self._channel.sendall(b"n")
         answer = self._channel.recv(16)
         if not answer:
@@ -57,11 +58,16 @@ def _serve(channel: socket.socket, *, server_pid: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(server_pid)
-        from torch.distributed import TCPStore  # imported by the fork server already
+        import torch.distributed as dist  # the fork server has imported it already
 
+        store, num_own_keys = None, 0
         while channel.recv(1):
-            store = None  # the old one must go first: it frees its port and its thread
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            if store is None or store.num_keys() != num_own_keys:
+                store = None  # the old one goes first: that frees its port and its thread
+                store = dist.TCPStore(  # type: ignore[attr-defined]
+                    "127.0.0.1", 0, is_master=True, wait_for_workers=False
+                )
+                num_own_keys = store.num_keys()
             channel.sendall(str(store.port).encode())
         status = 0
     finally:
