@@ -15,6 +15,13 @@ from shardwright.schedule.placement import KINDS, place_stages
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.simulate import Event, Simulation, simulate
 from shardwright.schedule.stage_cost import StageCost, unit_costs
+from shardwright.schedule.torch_csv import (
+    format_torch_csv,
+    parse_torch_csv,
+    read_torch_csv,
+    write_torch_csv,
+)
+from shardwright.schedule.validate import validate
 
 __all__ = [
     "KINDS",
@@ -27,8 +34,13 @@ __all__ = [
     "StageCost",
     "build_schedule",
     "chain_edges",
+    "format_torch_csv",
     "lower",
+    "parse_torch_csv",
     "place_stages",
+    "read_torch_csv",
     "simulate",
     "unit_costs",
+    "validate",
+    "write_torch_csv",
 ]

@@ -157,15 +157,15 @@ class _Compiler:
                 too_early = not program.rows[rank].start <= producer <= latest
                 if pair not in index or too_early or consumer < 0:
                     raise ScheduleError(
-                        f"rank {rank}: {action} to stage {action.peer} comes too early, or goes where no edge "
-                        "leads. Call validate(schedule, edges) for the reason."
+                        f"rank {rank}: {action} to stage {action.peer} comes too early, or no edge leads "
+                        "there. Call validate(schedule, edges) for the reason."
                     )
                 channel = self._channel(rank, self.ranks[peer])
                 program.sends[latest].append((consumer, channel, 2 * index[pair] + is_gradient))
                 program.num_inputs[consumer] += 1
 
     def _routes(self) -> tuple[list[list[Message]], list[list[Message]]]:
-        """For each stage: where its outputs go, and where the gradients of its inputs go, by peer stage."""
+        """For each stage, by peer: where its outputs go, and where the gradients of its inputs go."""
         outputs: list[list[Message]] = [[] for _ in self.ranks]
         gradients: list[list[Message]] = [[] for _ in self.ranks]
         for index, edge in enumerate(self.edges):

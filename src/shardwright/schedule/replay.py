@@ -108,6 +108,6 @@ def refuse_stuck(program: Program, waiting: dict[int, int]) -> None:
         f"rank {r} at {program.actions[n]}" for n, r in sorted(waiting.items(), key=lambda i: i[1])
     )
     raise ScheduleError(
-        f"the schedule deadlocks: {program.actions[number]} on rank {rank} waits for ever. Where the ranks stand: "
-        f"{held}. Reorder the rows so that each action comes after those it needs."
+        f"the schedule deadlocks: {program.actions[number]} on rank {rank} waits for ever. "
+        f"Where the ranks stand: {held}. Reorder the rows so that each action comes after those it needs."
     )

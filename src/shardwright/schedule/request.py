@@ -59,8 +59,8 @@ def check_request(
         raise ScheduleError(f"{kind} was asked for with {num_microbatches} microbatches. Give 1 or more.")
     if active_microbatches is not None and active_microbatches < 1:
         raise ScheduleError(
-            f"{kind} was asked for with active_microbatches {active_microbatches}: nothing could start. The  minimum "
-            "is 1; leave it out for the family's own bound."
+            f"{kind} was asked for with active_microbatches {active_microbatches}: nothing could start. "
+            "The minimum is 1; leave it out for the family's own bound."
         )
     return Request(
         stage_ranks=ranks,
