@@ -1,0 +1,55 @@
+"""Shardwright for PyTorch: ``import shardwright.torch as sw``."""
+
+from shardwright.torch.context import is_initialized
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer, clip_grad_norm_
+from shardwright.torch.ranks import (
+    barrier,
+    dp_rank,
+    dp_size,
+    get_dp_group,
+    get_mp_group,
+    local_rank,
+    local_size,
+    mp_rank,
+    mp_size,
+    pp_rank,
+    pp_size,
+    rank,
+    rdp_rank,
+    rdp_size,
+    size,
+    tp_rank,
+    tp_size,
+)
+from shardwright.torch.startup import init, shutdown
+from shardwright.torch.step import step
+from shardwright.torch.step_output import StepOutput
+
+__all__ = [
+    "DistributedModel",
+    "DistributedOptimizer",
+    "StepOutput",
+    "barrier",
+    "clip_grad_norm_",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_mp_group",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "shutdown",
+    "size",
+    "step",
+    "tp_rank",
+    "tp_size",
+]

@@ -1,0 +1,111 @@
+"""Point-to-point messages between the ranks of a pipeline.
+
+Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end gets the n-th
+tensor sent at the other. Receives are posted ahead of need, sends return at once, so transfers overlap compute.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import PeerLostError
+
+__all__ = ["Receipt", "Transport"]
+
+_TAG_LIMIT = 2**30
+
+
+class Receipt:
+    """A receive that was posted: `wait` gives the tensor."""
+
+    __slots__ = ("_source", "_tensor", "_work")
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None, source: int):
+        self._tensor = tensor
+        self._work = work
+        self._source = source
+
+    def wait(self) -> Tensor:
+        """Blocks until the tensor has arrived.
+
+        Raises:
+            PeerLostError: the sender died or did not answer in time.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(f"receiving from rank {self._source} failed: {error}") from error
+            self._work = None
+        return self._tensor
+
+
+class Transport:
+    """Sends and receives tensors between the ranks of one pipeline.
+
+    Args:
+        ranks: world rank of each pipeline rank.
+        group: process group that contains them; None for the default one.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, group: dist.ProcessGroup | None = None):
+        self._ranks = tuple(ranks)
+        self._group = group
+        self._sent = [0] * len(ranks)
+        self._expected = [0] * len(ranks)
+        self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
+
+    def send(self, tensor: Tensor, target: int) -> None:
+        """Starts sending a tensor to a pipeline rank; its memory is held until it has left."""
+        if tensor.numel() == 0:
+            return
+        payload = tensor.detach().contiguous()
+        tag = self._sent[target] % _TAG_LIMIT
+        self._sent[target] += 1
+        while self._pending and self._pending[0][0].is_completed():
+            self._finish(*self._pending.popleft())
+        try:
+            work = dist.isend(_bytes_of(payload), self._ranks[target], group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise PeerLostError(f"sending to rank {self._ranks[target]} failed: {error}") from error
+        assert work is not None
+        self._pending.append((work, payload, target))
+
+    def post_receive(
+        self, shape: Sequence[int], source: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> Receipt:
+        """Announces that the next tensor from a pipeline rank can be taken."""
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if buffer.numel() == 0:
+            return Receipt(buffer, None, self._ranks[source])
+        tag = self._expected[source] % _TAG_LIMIT
+        self._expected[source] += 1
+        try:
+            work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise PeerLostError(f"receiving from rank {self._ranks[source]} failed: {error}") from error
+        return Receipt(buffer, work, self._ranks[source])
+
+    def flush(self) -> None:
+        """Waits until every tensor has left."""
+        while self._pending:
+            self._finish(*self._pending.popleft())
+
+    def _finish(self, work: dist.Work, payload: Tensor, target: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"sending to rank {self._ranks[target]} failed: {error}") from error
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor as bytes where the transport does not know its type."""
+    if tensor.dtype in _KNOWN:
+        return tensor
+    return tensor.view(-1).view(torch.uint8) if tensor.dim() == 0 else tensor.flatten().view(torch.uint8)
+
+
+_KNOWN = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8})

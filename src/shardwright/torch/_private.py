@@ -1,0 +1,74 @@
+"""Every use of PyTorch that is not in its documented interface, with the reason.
+
+Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
+"""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "FAKE_FAILURES",
+    "FakeTensor",
+    "FakeTensorMode",
+    "disabled_torch_function",
+    "function_mode_depth",
+    "make_wrapper",
+    "new_fake_mode",
+    "pop_function_mode",
+    "push_function_mode",
+    "storage_key",
+]
+
+# Raised when an operation's result cannot be known without data.
+FAKE_FAILURES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+# A subclass with this as __torch_function__ answers metadata without a detour through Python.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def make_wrapper(cls: type, like: torch.Tensor) -> Any:
+    """Makes a tensor subclass without storage, with the metadata of `like`."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        like.shape,
+        strides=like.stride() if like.layout == torch.strided else None,
+        dtype=like.dtype,
+        layout=like.layout,
+        device=like.device,
+        requires_grad=like.requires_grad,
+    )
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data; real tensors that turn up are converted."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, also for fake ones."""
+    return tensor.untyped_storage()._cdata
+
+
+def function_mode_depth() -> int:
+    """How many torch function modes are active in this thread."""
+    return torch._C._len_torch_function_stack()
+
+
+def push_function_mode(mode: TorchFunctionMode) -> None:
+    """Activates a mode without its context manager: coroutines leave and enter in any order."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def pop_function_mode() -> TorchFunctionMode:
+    """Deactivates the topmost mode and returns it."""
+    mode: TorchFunctionMode = torch._C._pop_torch_function_stack()
+    return mode

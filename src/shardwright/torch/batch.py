@@ -1,0 +1,199 @@
+"""The batch: from the first rank of a replica to the others, then cut into microbatches."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.tree import Structure, flatten
+
+__all__ = ["BatchBroadcast", "Splitter"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One leaf of the arguments, as the first rank describes it to the others."""
+
+    kind: str  # "tensor", "value" or "local"
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    value: Any = None
+
+
+class BatchBroadcast:
+    """Gives all ranks of a replica the arguments of its first rank.
+
+    Tensors and plain values (numbers, text, None) come from the first rank; anything else (the model, an optimizer, a
+    namespace of options) is each rank's own object at the same place.
+
+    Args:
+        group: the ranks of the replica.
+        source: world rank of the first.
+        device: where tensors go.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, source: int, device: torch.device):
+        self._group = group
+        self._source = source
+        self._device = device
+        self._header = b""
+        self._described: tuple[list[_Leaf], Structure] | None = None
+
+    def __call__(self, arguments: Arguments) -> Arguments:
+        """Collective over the replica."""
+        items, structure = flatten(arguments)
+        if dist.get_rank() == self._source:
+            described = [_describe(item) for item in items]
+            self._send_header(pickle.dumps((described, structure.without_template())))
+            for item in items:
+                if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
+                    self._broadcast(item.detach().to(self._device).contiguous())
+            return arguments
+        described, common = self._receive_header()
+        taken: list[Any] = []
+        for position, leaf in enumerate(described):
+            if leaf.kind == "tensor":
+                buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+                self._broadcast(buffer)
+                taken.append(buffer.requires_grad_() if leaf.requires_grad else buffer)
+            elif leaf.kind == "value":
+                taken.append(leaf.value)
+            elif len(items) == len(described) and structure.key == common.key:
+                taken.append(items[position])
+            else:
+                raise UsageError(
+                    f"the first rank of the replica passes a {leaf.value} to the step function, which cannot be sent, "
+                    "and this rank passes other arguments. Pass the same objects on every rank; tensors may differ."
+                )
+        args, kwargs = common.rebuild(taken)
+        return args, kwargs
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            payload = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+            dist.broadcast(payload, self._source, group=self._group)
+
+    def _send_header(self, header: bytes) -> None:
+        changed = header != self._header
+        self._header = header
+        length = torch.tensor([len(header) if changed else 0], dtype=torch.int64, device=self._device)
+        dist.broadcast(length, self._source, group=self._group)
+        if changed:
+            payload = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)
+            dist.broadcast(payload, self._source, group=self._group)
+
+    def _receive_header(self) -> tuple[list[_Leaf], Structure]:
+        length = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.broadcast(length, self._source, group=self._group)
+        num_bytes = int(length.item())
+        if num_bytes:
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            dist.broadcast(payload, self._source, group=self._group)
+            self._described = pickle.loads(payload.cpu().numpy().tobytes())
+        assert self._described is not None
+        return self._described
+
+
+def _describe(item: Any) -> _Leaf:
+    if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
+        return _Leaf("tensor", tuple(item.shape), item.dtype, item.requires_grad)
+    if item is None or type(item) in (bool, int, float, str, bytes, complex, slice, torch.dtype, torch.device):
+        return _Leaf("value", value=item)
+    return _Leaf("local", value=type(item).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Cuts the arguments of a step function into microbatches.
+
+    Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. Objects with
+    ``smp_slice(num_microbatches, microbatch, axis)`` cut themselves; anything else goes to every microbatch whole.
+
+    Attributes:
+        names: names of the positional parameters of the step function.
+        non_split: names of arguments that every microbatch gets whole.
+        axes: name -> axis along which it is cut.
+    """
+
+    names: Sequence[str] = ()
+    non_split: frozenset[str] = frozenset()
+    axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
+
+    def batch_size(self, arguments: Arguments) -> int | None:
+        """Samples in the batch: the size of the first tensor along its axis; None if no tensor is cut."""
+        for _, _, size in self._cut_tensors(arguments):
+            return size
+        return None
+
+    def split(self, arguments: Arguments, num_microbatches: int) -> list[Arguments]:
+        """The arguments of each microbatch; the first ones are one sample larger where the sizes do not divide.
+
+        Raises:
+            UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
+        """
+        self._check(arguments, num_microbatches)
+        args, kwargs = arguments
+        split_args = [self._split_one(self._name(i), arg, num_microbatches) for i, arg in enumerate(args)]
+        split_kwargs = {name: self._split_one(name, arg, num_microbatches) for name, arg in kwargs.items()}
+        return [
+            (tuple(parts[index] for parts in split_args), {name: parts[index] for name, parts in split_kwargs.items()})
+            for index in range(num_microbatches)
+        ]
+
+    def _name(self, position: int) -> str:
+        return self.names[position] if position < len(self.names) else f"argument {position}"
+
+    def _axis(self, name: str) -> int:
+        return self.axes.get(name, 0) if isinstance(self.axes, Mapping) else 0
+
+    def _cut_tensors(self, arguments: Arguments) -> list[tuple[str, Tensor, int]]:
+        args, kwargs = arguments
+        named = [*((self._name(i), arg) for i, arg in enumerate(args)), *kwargs.items()]
+        return [
+            (name, item, item.shape[self._axis(name)])
+            for name, tree in named
+            if name not in self.non_split
+            for item in flatten(tree)[0]
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.dim() > self._axis(name)
+        ]
+
+    def _check(self, arguments: Arguments, num_microbatches: int) -> None:
+        cut = self._cut_tensors(arguments)
+        if not cut:
+            return
+        first_name, _, batch = cut[0]
+        for name, tensor, size in cut:
+            if size != batch:
+                raise UsageError(
+                    f"{name} has {size} rows along axis {self._axis(name)} (shape {tuple(tensor.shape)}), but "
+                    f"{first_name} has {batch}, so the batch cannot be cut into microbatches. Name what must not be "
+                    f'cut: @sw.step(non_split_inputs=["{name}"]), or another axis: input_split_axes={{"{name}": 1}}.'
+                )
+        if batch < num_microbatches:
+            raise UsageError(
+                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs at least one. "
+                f"Use a batch of {num_microbatches} or more, or set microbatches to {batch} or less."
+            )
+
+    def _split_one(self, name: str, tree: Any, num_microbatches: int) -> list[Any]:
+        if name in self.non_split:
+            return [tree] * num_microbatches
+        axis = self._axis(name)
+        items, structure = flatten(tree)
+        columns = []
+        for item in items:
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.dim() > axis:
+                columns.append(torch.tensor_split(item, num_microbatches, dim=axis))
+            elif hasattr(item, "smp_slice"):
+                columns.append([item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)])
+            else:
+                columns.append([item] * num_microbatches)
+        return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]

@@ -1,0 +1,175 @@
+"""The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.comm.transport import Transport
+from shardwright.config import Config
+from shardwright.errors import UsageError
+from shardwright.mesh import Mesh
+from shardwright.plan import Plan
+
+if TYPE_CHECKING:
+    from shardwright.torch.model import DistributedModel
+    from shardwright.torch.optimizer import DistributedOptimizer
+
+__all__ = ["Context", "context", "is_initialized", "set_context"]
+
+
+@dataclass(slots=True)
+class Context:
+    """Everything that belongs to one run.
+
+    Attributes:
+        config: the settings.
+        mesh: the grid of ranks.
+        rank: this world rank.
+        local_rank: rank on this host.
+        local_size: ranks on this host.
+        device: where this rank computes.
+        pipeline_group: ranks that share this replica; None for a single rank.
+        data_group: ranks that hold the same stage; None for a single rank.
+        transport: messages inside the replica.
+        plan: the plan in force; None until the first step, unless one was given.
+        model: the wrapped model.
+        optimizers: the wrapped optimizers.
+        pinned: id of a module -> pipeline rank that the user gave it.
+    """
+
+    config: Config
+    mesh: Mesh
+    rank: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    pipeline_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    transport: Transport | None = None
+    plan: Plan | None = None
+    model: "DistributedModel | None" = None
+    optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
+    pinned: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Position in the pipeline, from 0."""
+        return self.mesh.coordinates(self.rank).pipeline
+
+    @property
+    def data_rank(self) -> int:
+        """Which replica, from 0."""
+        return self.mesh.coordinates(self.rank).data
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """World ranks of this replica, by pipeline rank."""
+        data = self.data_rank
+        return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
+
+
+class _Current:
+    context: Context | None = None
+
+
+def context() -> Context:
+    """The current run.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    if _Current.context is None:
+        raise UsageError("shardwright is not initialised. Call shardwright.torch.init() first, once on every rank.")
+    return _Current.context
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called."""
+    return _Current.context is not None
+
+
+def set_context(value: Context | None) -> None:
+    """Installs a run, or removes it."""
+    _Current.context = value
+
+
+def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """Settings that the launcher passes by environment variables, weakest first.
+
+    ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object, ``SHARDWRIGHT_PLAN`` names
+    a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
+    """
+    import json
+    from pathlib import Path
+
+    import yaml
+
+    layers: list[Mapping[str, Any]] = []
+    if path := environ.get("SHARDWRIGHT_CONFIG"):
+        layers.append(yaml.safe_load(Path(path).read_text()) or {})
+    if text := environ.get("SHARDWRIGHT_SET"):
+        layers.append(json.loads(text))
+    named = {"plan": "SHARDWRIGHT_PLAN", "run_dir": "SHARDWRIGHT_RUN_DIR"}
+    layers.append({key: environ[name] for key, name in named.items() if environ.get(name)})
+    return layers
+
+
+def make_context(config: Config, plan: Plan | None) -> Context:
+    """Finds the ranks, joins them, and lays them out."""
+    from shardwright.comm.environment import detect
+    from shardwright.comm.process_group import init_process_group
+
+    environment = detect(os.environ)
+    device = _device(environment.local_rank)
+    if not dist.is_initialized() and environment.world_size > 1:
+        backend = config.ddp_dist_backend
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        init_process_group(environment, backend=backend, timeout_s=config.timeout_s, device=device)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if plan is not None:
+        config = Config.merge(
+            config,
+            {"pipeline_parallel_degree": plan.mesh.pipeline, "data_parallel_degree": plan.mesh.data},
+            {"microbatches": plan.schedule.microbatches, "placement_strategy": plan.mesh.placement_strategy},
+        )
+    mesh = config.resolve_world(world_size)
+    made = Context(
+        config=config,
+        mesh=mesh,
+        rank=rank,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+        device=device,
+        plan=plan,
+    )
+    if mesh.pipeline > 1:
+        made.pipeline_group = _own_group(mesh.groups("pp"), rank)
+        made.transport = Transport(made.pipeline_ranks)
+    if mesh.data > 1:
+        made.data_group = _own_group(mesh.groups("dp"), rank)
+    return made
+
+
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
+    """Makes all groups, on all ranks in the same order, and returns the one with this rank."""
+    own = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    assert own is not None
+    return own
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

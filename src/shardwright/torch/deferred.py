@@ -1,0 +1,66 @@
+"""Tensors whose data lives on another rank: right shape, type and device, no data."""
+
+from typing import Any, NoReturn
+
+import torch
+
+from shardwright.errors import DeferredReadError
+from shardwright.model_graph import TensorSpec
+from shardwright.torch._private import disabled_torch_function, make_wrapper
+
+__all__ = ["DeferredTensor", "spec_of"]
+
+REMEDY = (
+    "Return the tensor from the step function and read it from the StepOutput, "
+    "or compute it inside a module that is placed as a whole."
+)
+
+
+class DeferredTensor(torch.Tensor):
+    """Stands for a value that some stage computes.
+
+    Inside a step function every operation on it is looked up in the program of this rank (see `glue.py`): it is done
+    here on real data, or it is another rank's business and gives another deferred tensor. Outside, it can be asked
+    for its shape, dtype and device, and nothing else.
+
+    Attributes:
+        value: index of the value in the traced graph.
+    """
+
+    value: int
+
+    # Metadata is answered by C++ directly; operations that are not intercepted end in __torch_dispatch__.
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, value: int) -> "DeferredTensor":
+        """Makes a stand-in with the metadata of `like`."""
+        deferred = make_wrapper(cls, like)
+        deferred.value = value
+        return deferred
+
+    def __init__(self, like: torch.Tensor, value: int) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise DeferredReadError(
+            f"{func} was applied to a tensor whose data is on another rank, outside of the step function or in "
+            f"a place that cannot be deferred. {REMEDY}"
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self)
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Shape and type of a tensor as plain data."""
+    return TensorSpec(
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        num_bytes=tensor.numel() * tensor.element_size(),
+        requires_grad=tensor.requires_grad,
+    )

@@ -1,0 +1,383 @@
+"""Runs step functions: over a pipeline, or on a single rank."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.schedule import Edge, Schedule, build_schedule, lower
+from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter
+from shardwright.torch.context import Context
+from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.executor import Executor
+from shardwright.torch.glue import intercept_calls, set_active_handler
+from shardwright.torch.placement import (
+    CallPlacement,
+    SharingGroups,
+    call_placement,
+    reduced_parameters,
+    synchronise,
+)
+from shardwright.torch.program import Program, build_program, home_stages
+from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.residency import Residency, release_remote
+from shardwright.torch.split_backward import split_linear_modules
+from shardwright.torch.trace import Trace, UnitMap, trace_step
+from shardwright.torch.tree import flatten
+
+if TYPE_CHECKING:
+    from shardwright.torch.model import DistributedModel
+
+__all__ = ["Engine", "PipelineEngine", "SingleEngine"]
+
+
+class Engine(Protocol):
+    """Runs a step function on the microbatches of a batch."""
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+        """Returns what the step function returned, by microbatch; collective over the replica."""
+        ...
+
+
+class SingleEngine:
+    """Runs every microbatch on this rank, as a plain loop would."""
+
+    def __init__(self, context: Context, model: "DistributedModel"):
+        self._context = context
+        self._model = model
+        self._reducer: GradientReducer | None = None
+        if context.data_group is not None:
+            self._reducer = self._prepare_replicas(context.data_group)
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+        """Runs the microbatches one after the other."""
+        arguments = to_device(arguments, self._context.device)
+        num_microbatches = self._context.config.microbatches or 1
+        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
+        parts = splitter.split(arguments, num_microbatches)
+        results, any_backward = [], False
+        for index, (args, kwargs) in enumerate(parts):
+            handler = _Plain(scale, self._reducer if index == num_microbatches - 1 else None)
+            before = set_active_handler(handler)
+            try:
+                with _tensor_backward(handler):
+                    results.append(function(*args, **kwargs))
+            finally:
+                set_active_handler(before)
+            any_backward = any_backward or handler.ran_backward
+        if any_backward and self._reducer is not None:
+            self._reducer.finish()
+        return [_detached(result) for result in results]
+
+    def _prepare_replicas(self, group: dist.ProcessGroup) -> GradientReducer:
+        module = self._model.module
+        first = self._context.mesh.group("dp", self._context.rank)[0]
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.numel():
+                dist.broadcast(tensor.detach(), first, group=group)
+        members = [Reduced(p, frozenset({0}), group) for p in module.parameters() if p.requires_grad]
+        return self._model.make_reducer(members)
+
+
+class _Plain:
+    """The handler of a step function that is run as it is."""
+
+    def __init__(self, scale: float, reducer: GradientReducer | None):
+        self._scale = scale
+        self._reducer = reducer
+        self.ran_backward = False
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        return func(*args, **kwargs)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        before = set_active_handler(None)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            set_active_handler(before)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Runs autograd, with the loss scaled so that microbatches are averaged."""
+        if self.ran_backward:
+            raise UsageError(
+                "backward is called a second time in one step function. Add the losses and call backward once."
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss does not depend on any trained parameter of the model, so there is nothing to train."
+            )
+        self.ran_backward = True
+        start = torch.ones_like(loss) if gradient is None else gradient
+        if self._reducer is not None:
+            self._reducer.last_backward(0, True)
+        torch.autograd.backward(loss, start * self._scale)
+        if self._reducer is not None:
+            self._reducer.last_backward(0, False)
+
+
+class _tensor_backward:  # noqa: N801  (a context manager)
+    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
+
+    def __init__(self, handler: _Plain):
+        self._handler = handler
+        self._original = Tensor.backward
+
+    def __enter__(self) -> None:
+        handler = self._handler
+
+        def backward(loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+            handler.backward(loss, gradient)
+
+        Tensor.backward = backward  # type: ignore[method-assign]
+
+    def __exit__(self, *exc_info: object) -> None:
+        Tensor.backward = self._original  # type: ignore[method-assign]
+
+
+class PipelineEngine:
+    """Runs step functions over the stages of a replica.
+
+    Args:
+        context: the run; its plan is set by the first call of `run` if none was given.
+        model: the wrapped model.
+        planner: makes the plan from the first batch.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        model: "DistributedModel",
+        planner: Callable[[Callable[..., Any], Arguments, Splitter], Any],
+    ):
+        self._context = context
+        self._model = model
+        self._planner = planner
+        self._broadcast = BatchBroadcast(
+            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device  # type: ignore[arg-type]
+        )
+        self._programs: dict[Any, tuple[Program, bool]] = {}
+        self._schedules: dict[Any, Schedule] = {}
+        self._unit_map: UnitMap | None = None
+        self._residency: Residency | None = None
+        self._groups = SharingGroups(context)
+        self.reducer: GradientReducer | None = None
+        self.executor: Executor | None = None
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+        """Runs one batch; collective over all ranks."""
+        context = self._context
+        arguments = to_device(self._broadcast(arguments), context.device)
+        if self._residency is None:
+            self._place(function, arguments, splitter)
+        assert context.plan is not None
+        assert self.executor is not None
+        microbatches = context.plan.schedule.microbatches
+        parts = splitter.split(arguments, microbatches)
+        programs = [self._program(function, part) for part in parts]
+        train = programs[0].backward_at is not None
+        schedule = self._schedule(programs, train=train)
+        results = self.executor.run(
+            schedule,
+            context.pipeline_rank,
+            programs,
+            function,
+            parts,
+            loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
+        )
+        if train and self.reducer is not None:
+            self.reducer.finish()
+        return self._exchange(results, programs)
+
+    # ---- the first step -----------------------------------------------------------------------------------------
+
+    def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
+        context, module = self._context, self._model.module
+        if context.plan is None:
+            context.plan = self._planner(function, arguments, splitter)
+        plan = context.plan
+        names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
+        self._set_units(names)
+        assert self._unit_map is not None
+        part = splitter.split(arguments, plan.schedule.microbatches)[0]
+        trace = trace_step(self._unit_map, function, part, device=self._context.device)
+        plan.check(trace.graph, world_size=context.mesh.world_size)
+        self._agree(trace)
+        placed = call_placement(trace.graph, plan, None)
+        residency = Residency.of(trace.graph, home_stages(trace.graph, placed.stage_of_call), placed.stage_ranks)
+        self._hold(residency, plan.stage_ranks)
+        self.executor = Executor(
+            context.transport,  # type: ignore[arg-type]
+            device=context.device,
+            on_last_backward=self.reducer.last_backward if self.reducer else None,
+        )
+        self._residency = residency
+        self._model.placed(residency)
+
+    def _set_units(self, names: list[str]) -> None:
+        self._unit_map = UnitMap.of(self._model.module, names)
+        for unit in self._unit_map.modules.values():
+            intercept_calls(unit)
+
+    def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> None:
+        """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree."""
+        context, module = self._context, self._model.module
+        assert self._unit_map is not None
+        rank = context.pipeline_rank
+        self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
+        tensors = _first_named(module)
+        synchronise(residency, tensors, self._groups, rank=rank)
+        release_remote(module, set(residency.held_by(rank)), self._unit_map.parameters)
+        self._set_units(list(self._unit_map.modules))
+        parameters = {n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta}
+        aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
+        members = reduced_parameters(
+            residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
+        )
+        self.reducer = self._model.make_reducer(members) if members else None
+        for unit in self._unit_map.modules.values():
+            split_linear_modules(unit)
+
+    def _agree(self, trace: Trace) -> None:
+        """Refuses a model that the ranks of a replica trace differently."""
+        described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
+        mine = (trace.graph.fingerprint, described)
+        gathered: list[Any] = [None] * self._context.mesh.pipeline
+        dist.all_gather_object(gathered, mine, group=self._context.pipeline_group)
+        for rank, (fingerprint, nodes) in enumerate(gathered):
+            if fingerprint == gathered[0][0]:
+                continue
+            pairs = zip(gathered[0][1], nodes, strict=False)
+            where = next((f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None)
+            raise TraceMismatchError(
+                f"pipeline ranks 0 and {rank} trace different models: "
+                + (where or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes")
+                + ". Build the same model with the same settings on every rank."
+            )
+
+    # ---- every step ---------------------------------------------------------------------------------------------
+
+    def _program(self, function: Callable[..., Any], part: Arguments) -> Program:
+        key = self._signature(function, part)
+        found = self._programs.get(key)
+        if found is not None and not found[1]:
+            return found[0]
+        assert self._unit_map is not None
+        assert self._context.plan is not None
+        trace = trace_step(self._unit_map, function, part, device=self._context.device)
+        if found is not None and trace.graph.fingerprint == found[0].fingerprint:
+            return found[0]
+        placed = call_placement(trace.graph, self._context.plan, self._residency)
+        program = build_program(
+            trace,
+            stage_of_call=placed.stage_of_call,
+            stage_ranks=placed.stage_ranks,
+            rank=self._context.pipeline_rank,
+        )
+        self._programs[key] = (program, trace.reads_data)
+        return program
+
+    def _signature(self, function: Callable[..., Any], part: Arguments) -> Any:
+        """Equal for microbatches that take the same path through the model."""
+        items, structure = flatten(part)
+        module = self._model.module
+        return (
+            function,
+            structure.key,
+            tuple(_signature_of(item) for item in items),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(self._context.device.type),
+            tuple(sub.training for sub in module.modules()),
+            tuple(p.requires_grad for p in module.parameters()),
+        )
+
+    def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
+        assert self._context.plan is not None
+        chosen = self._context.plan.schedule
+        pairs = tuple(sorted({pair for program in programs for pair in program.crossings}))
+        one_way = {
+            pair
+            for pair in pairs
+            if not any(c.has_gradient for program in programs for c in program.crossings.get(pair, ()))
+        }
+        stage_ranks = programs[0].stage_ranks
+        key = (stage_ranks, len(programs), train, pairs, frozenset(one_way))
+        if key not in self._schedules:
+            schedule = build_schedule(
+                chosen.kind,
+                stage_ranks=stage_ranks,
+                num_microbatches=len(programs),
+                active_microbatches=chosen.active_microbatches if train else None,
+                forward_only=not train,
+            )
+            edges = [Edge(source=a, target=b, has_gradient=(a, b) not in one_way) for a, b in pairs]
+            self._schedules[key] = lower(schedule, edges)
+        return self._schedules[key]
+
+    def _exchange(self, results: list[Any], programs: list[Program]) -> list[Any]:
+        """Gives every rank of the replica the tensors that the step function returned."""
+        context = self._context
+        flat = [flatten(result) for result in results]
+        for owner in range(context.mesh.pipeline):
+            places = [
+                (microbatch, position, value)
+                for microbatch, program in enumerate(programs)
+                for position, value in program.result_values
+                if program.stage_ranks[program.home_of[value]] == owner
+            ]
+            if not places:
+                continue
+            source = context.pipeline_ranks[owner]
+            specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
+            if owner == context.pipeline_rank:
+                tensors = [flat[m][0][position].detach().contiguous() for m, position, _ in places]
+                payload = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
+            else:
+                payload = torch.empty(sum(s.num_bytes for s in specs), dtype=torch.uint8, device=context.device)
+            dist.broadcast(payload, source, group=context.pipeline_group)
+            offset = 0
+            for (microbatch, position, _), spec in zip(places, specs, strict=True):
+                piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
+                flat[microbatch][0][position] = piece.view(spec.shape)
+                offset += spec.num_bytes
+        return [structure.rebuild([_detach(item) for item in items]) for items, structure in flat]
+
+
+def to_device(arguments: Arguments, device: torch.device) -> Arguments:
+    """Moves the tensors of a batch, where they are elsewhere."""
+    if device.type == "cpu":
+        return arguments
+    items, structure = flatten(arguments)
+    moved = [
+        item.to(device, non_blocking=True) if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) else item
+        for item in items
+    ]
+    args, kwargs = structure.rebuild(moved)
+    return args, kwargs
+
+
+def _signature_of(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return (tuple(item.shape), item.dtype, item.requires_grad)
+    if item is None or type(item) in (bool, int, float, str, bytes):
+        return item
+    return id(item)
+
+
+def _first_named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by their first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _detach(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
+
+
+def _detached(result: Any) -> Any:
+    items, structure = flatten(result)
+    return structure.rebuild([_detach(item) for item in items])

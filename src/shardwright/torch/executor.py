@@ -1,0 +1,241 @@
+"""Walks the action list of a rank: computes, sends, receives.
+
+::
+
+    RECV_F 1,0    post a buffer                     1RECV_F0  1RECV_F1  1F0  1SEND_F0 ...
+    F 1,0         run the step function on          ───────────────────────────────────▶ time
+                  microbatch 0 through stage 1
+    B 1,0         autograd from what stage 1 sent, with the gradients that came back
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.transport import Receipt, Transport
+from shardwright.schedule import Action, Kind, Schedule
+from shardwright.torch.microbatch import Microbatch
+from shardwright.torch.program import Crossing, Program
+from shardwright.torch.split_backward import count_uses, put_off_weights
+
+__all__ = ["Executor", "Timeline"]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When each action ran.
+
+    Attributes:
+        events: (action, start, end, time spent waiting for messages), seconds on `time.perf_counter`.
+    """
+
+    events: list[tuple[Action, float, float, float]] = field(default_factory=list)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of computing, waiting left out."""
+        return sum(end - start - waited for _, start, end, waited in self.events)
+
+
+class Executor:
+    """Runs one batch on one pipeline rank.
+
+    Args:
+        transport: messages to the other ranks of the pipeline.
+        device: where received tensors are put.
+        on_gradient_ready: called with a stage when its last backward of the batch begins (`True`) and ended (`False`).
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        device: torch.device,
+        on_last_backward: Callable[[int, bool], None] | None = None,
+    ):
+        self._transport = transport
+        self._device = device
+        self._on_last_backward = on_last_backward
+        self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
+        self._waited_s = 0.0
+        self.timeline = Timeline()
+
+    def run(
+        self,
+        schedule: Schedule,
+        rank: int,
+        programs: Sequence[Program],
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        *,
+        loss_scale: float = 1.0,
+    ) -> list[Any]:
+        """Runs all microbatches.
+
+        Args:
+            schedule: lowered actions of all ranks.
+            rank: this pipeline rank.
+            programs: the program of each microbatch.
+            function: the step function.
+            arguments: (args, kwargs) of each microbatch.
+            loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
+
+        Returns:
+            What the step function returned for each microbatch; deferred tensors where another rank has the value.
+        """
+        self._inbox.clear()
+        self.timeline = Timeline()
+        self._loss_scale = loss_scale
+        self._microbatches = [
+            Microbatch(index, program, function, args, self._receive_value)
+            for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
+        ]
+        self._backwards_left = {
+            stage: schedule.num_microbatches for stage in range(schedule.num_stages)
+        }
+        self._weights_left = dict(self._backwards_left)
+        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._results: list[Any] = [None] * len(self._microbatches)
+        try:
+            for action in schedule.actions[rank]:
+                self._act(action)
+            for microbatch in self._microbatches:
+                self._finish(microbatch)
+            self._transport.flush()
+        finally:
+            for microbatch in self._microbatches:
+                microbatch.close()
+        return self._results
+
+    def _act(self, action: Action) -> None:
+        kind = action.kind
+        microbatch = self._microbatches[action.microbatch]
+        if kind is Kind.RECV_F or kind is Kind.RECV_B:
+            self._post(action, microbatch)
+            return
+        if kind is Kind.SEND_F or kind is Kind.SEND_B:
+            self._send(action, microbatch)
+            return
+        start = time.perf_counter()
+        self._waited_s = 0.0
+        if kind is Kind.FORWARD:
+            count_uses(microbatch.uses)
+            microbatch.forward(action.stage)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            self._backward_weight(action.stage, microbatch)
+        else:
+            self._backward(action.stage, microbatch, split=kind is Kind.BACKWARD_INPUT)
+        self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
+
+    # ---- transfers ----------------------------------------------------------------------------------------------
+
+    def _post(self, action: Action, microbatch: Microbatch) -> None:
+        """Posts the receives of all values of one edge; `action.stage` is the stage that receives."""
+        assert action.peer is not None
+        backward = action.kind is Kind.RECV_B
+        edge = (action.stage, action.peer) if backward else (action.peer, action.stage)
+        source = microbatch.program.stage_ranks[action.peer]
+        for crossing in microbatch.program.crossings.get(edge, ()):
+            if backward and not crossing.has_gradient:
+                continue
+            self._inbox[microbatch.index, crossing.value, crossing.target, backward] = self._transport.post_receive(
+                crossing.spec.shape, source, dtype=getattr(torch, crossing.spec.dtype), device=self._device
+            )
+
+    def _send(self, action: Action, microbatch: Microbatch) -> None:
+        """Sends all values of one edge, or their gradients; `action.stage` is the stage that sends."""
+        assert action.peer is not None
+        backward = action.kind is Kind.SEND_B
+        edge = (action.peer, action.stage) if backward else (action.stage, action.peer)
+        target = microbatch.program.stage_ranks[action.peer]
+        for crossing in microbatch.program.crossings.get(edge, ()):
+            if not backward:
+                self._transport.send(microbatch.values[crossing.value], target)
+            elif crossing.has_gradient:
+                self._transport.send(microbatch.gradients.pop((crossing.value, crossing.target)), target)
+
+    def _receive(self, microbatch: Microbatch, crossing: Crossing, *, backward: bool) -> Tensor:
+        receipt = self._inbox.pop((microbatch.index, crossing.value, crossing.target, backward))
+        start = time.perf_counter()
+        tensor = receipt.wait()
+        self._waited_s += time.perf_counter() - start
+        return tensor
+
+    def _receive_value(self, microbatch: Microbatch, crossing: Crossing) -> Tensor:
+        return self._receive(microbatch, crossing, backward=False)
+
+    # ---- backward -----------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
+        program = microbatch.program
+        roots, gradients = self._roots(stage, microbatch)
+        last = not split and self._backwards_left[stage] == 1
+        self._backwards_left[stage] -= 1
+        if last and self._on_last_backward:
+            self._on_last_backward(stage, True)
+        if roots:
+            if split:
+                with put_off_weights() as work:
+                    torch.autograd.backward(roots, gradients)
+                self._put_off[stage, microbatch.index] = work
+            else:
+                torch.autograd.backward(roots, gradients)
+        if last and self._on_last_backward:
+            self._on_last_backward(stage, False)
+        for crossing in program.receives[stage]:
+            leaf = microbatch.leaves.pop((crossing.value, stage), None)
+            if crossing.has_gradient:
+                microbatch.gradients[crossing.value, stage] = _gradient_of(leaf, crossing, self._device)
+        self._free(stage, microbatch)
+
+    def _backward_weight(self, stage: int, microbatch: Microbatch) -> None:
+        last = self._weights_left[stage] == 1
+        self._weights_left[stage] -= 1
+        if last and self._on_last_backward:
+            self._on_last_backward(stage, True)
+        for work in self._put_off.pop((stage, microbatch.index), ()):
+            work()
+        if last and self._on_last_backward:
+            self._on_last_backward(stage, False)
+
+    def _roots(self, stage: int, microbatch: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
+        """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss."""
+        program = microbatch.program
+        gradients: dict[int, Tensor] = {}
+        for crossing in program.sends[stage]:
+            if not crossing.has_gradient:
+                continue
+            if program.stage_ranks[crossing.target] == program.stage_ranks[stage]:
+                gradient = microbatch.gradients.pop((crossing.value, crossing.target))
+            else:
+                gradient = self._receive(microbatch, crossing, backward=True)
+            known = gradients.get(crossing.value)
+            gradients[crossing.value] = gradient if known is None else known + gradient
+        pairs = [(microbatch.values[value], gradient) for value, gradient in gradients.items()]
+        if stage == program.loss_stage:
+            loss = microbatch.loss
+            assert loss is not None
+            given = microbatch.loss_gradient
+            scale = torch.ones_like(loss) if given is None else given
+            pairs.append((loss, scale * self._loss_scale))
+        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _free(self, stage: int, microbatch: Microbatch) -> None:
+        """Drops what the stage kept for this microbatch, but for what the step function returns."""
+        program = microbatch.program
+        for value in [v for v in microbatch.values if program.home_of[v] == stage and v not in program.outputs]:
+            del microbatch.values[value]
+
+    def _finish(self, microbatch: Microbatch) -> None:
+        self._results[microbatch.index] = microbatch.finish()
+
+
+def _gradient_of(leaf: Tensor | None, crossing: Crossing, device: torch.device) -> Tensor:
+    if leaf is not None and leaf.grad is not None:
+        return leaf.grad
+    return torch.zeros(crossing.spec.shape, dtype=getattr(torch, crossing.spec.dtype), device=device)

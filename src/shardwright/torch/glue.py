@@ -1,0 +1,137 @@
+"""Where a step function meets the library: every torch function between units, and every unit call, comes by here.
+
+::
+
+    user's step function                      handler (a Tracer, or the microbatch that is running)
+    --------------------                      -----------------------------------------------------
+    x = model.wte(ids)         unit call  ->  unit_call(module, args, kwargs)
+    x = x + pos                operation  ->  operation(torch.add, (x, pos), {})
+    x = model.h[0](x)          unit call  ->  unit_call(...)            inside the unit nothing is intercepted
+    model.backward(loss)                  ->  backward(loss)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shardwright.torch._private import (
+    TorchFunctionMode,
+    function_mode_depth,
+    pop_function_mode,
+    push_function_mode,
+)
+from shardwright.torch.functions import is_metadata
+
+__all__ = ["GlueMode", "Handler", "active_handler", "intercept_calls", "plain_torch", "restore_calls", "set_active_handler"]
+
+
+class Handler(Protocol):
+    """What is done with operations and unit calls of a step function."""
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called with interception suspended: what it calls runs as if the library were not there."""
+        ...
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None: ...
+
+
+class _Active:
+    """The handler of the step function that is running in this thread of control; None inside units."""
+
+    handler: Handler | None = None
+
+
+def active_handler() -> Handler | None:
+    """The handler in force; None outside of step functions and inside units."""
+    return _Active.handler
+
+
+def set_active_handler(handler: Handler | None) -> Handler | None:
+    """Installs a handler and returns the one before."""
+    before, _Active.handler = _Active.handler, handler
+    return before
+
+
+class GlueMode(TorchFunctionMode):
+    """Hands every torch function to a handler, except questions about shape, type and place."""
+
+    def __init__(self, handler: Handler):
+        super().__init__()
+        self.handler = handler
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_metadata(func) or _Active.handler is not self.handler:
+            return func(*args, **(kwargs or {}))
+        return self.handler.operation(func, args, kwargs or {})
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Suspends interception: for the inside of a unit, which runs as if the library were not there."""
+    handler = set_active_handler(None)
+    modes = []
+    while function_mode_depth():
+        mode = pop_function_mode()
+        modes.append(mode)
+        if isinstance(mode, GlueMode):
+            break
+    # Modes that the user entered above ours (a default device) stay in force inside the unit.
+    for mode in reversed(modes):
+        if not isinstance(mode, GlueMode):
+            push_function_mode(mode)
+    kept = len(modes) - bool(modes and isinstance(modes[-1], GlueMode))
+    try:
+        yield
+    finally:
+        for _ in range(kept):
+            pop_function_mode()
+        for mode in reversed(modes):
+            push_function_mode(mode)
+        set_active_handler(handler)
+
+
+class _UnitCall:
+    """Mixed into the class of every unit: the call goes to the active handler, hooks included."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        handler = _Active.handler
+        if handler is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with plain_torch():
+            return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.
+        reduced = super().__reduce_ex__(protocol)
+        user_class = type(self).__mro__[2]
+        swap = {type(self): user_class}
+        arguments = tuple(swap.get(item, item) if isinstance(item, type) else item for item in reduced[1])
+        return (reduced[0], arguments, *reduced[2:])
+
+
+_INTERCEPTED: dict[type, type] = {}
+
+
+def intercept_calls(module: nn.Module) -> None:
+    """Makes calls of this module go through the active handler.
+
+    The instance gets a subclass of its own class, with the same name: `isinstance` holds, hooks and attributes stay.
+    """
+    user_class = type(module)
+    if issubclass(user_class, _UnitCall):
+        return
+    if user_class not in _INTERCEPTED:
+        namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+        _INTERCEPTED[user_class] = type(user_class.__name__, (_UnitCall, user_class), namespace)
+    module.__class__ = _INTERCEPTED[user_class]
+
+
+def restore_calls(module: nn.Module) -> None:
+    """Takes back `intercept_calls`."""
+    if isinstance(module, _UnitCall):
+        module.__class__ = type(module).__mro__[2]
+

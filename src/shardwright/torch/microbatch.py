@@ -1,0 +1,225 @@
+"""One microbatch on one rank: the user's step function, run stage by stage."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.coroutine import Coroutine
+from shardwright.torch.functions import name_of
+from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.program import Crossing, Instruction, Place, Program
+from shardwright.torch.trace import user_line
+from shardwright.torch.tree import flatten
+
+__all__ = ["Microbatch"]
+
+
+class Microbatch:
+    """The handler of a step function while it runs.
+
+    Attributes:
+        index: which microbatch.
+        program: what this rank does.
+        stage: the stage being run.
+        waiting_for: the next stage of this rank that has work; None before the start.
+        loss: the loss, on the rank that computes it.
+        loss_gradient: gradient that the user gave to ``backward``.
+        values: tensors made here that another stage, the loss or the result needs.
+        leaves: tensors that came in from another stage, by (value, stage): leaves of autograd.
+        gradients: gradients of values for which both stages are on this rank, by (value, target stage).
+        uses: id of a weight -> contributions to its gradient that are still to come.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        function: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        receive: Callable[["Microbatch", Crossing], Tensor],
+    ):
+        self.index = index
+        self.program = program
+        self.stage = -1
+        self.waiting_for: int | None = None
+        self.loss: Tensor | None = None
+        self.loss_gradient: Tensor | None = None
+        self.reached_backward = False
+        self.values: dict[int, Tensor] = {}
+        self.leaves: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.uses: dict[int, int] = {}
+        self._instructions = program.instructions
+        self._position = 0
+        self._receive = receive
+        self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
+        self._function = function
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
+        self._coroutine = Coroutine(self._run)
+
+    # ---- driven by the executor ---------------------------------------------------------------------------------
+
+    def forward(self, stage: int) -> None:
+        """Runs the step function until work of another stage of this rank comes up, or backward, or the end."""
+        if self._coroutine.finished or self.reached_backward:
+            return
+        if self.waiting_for is not None and self.waiting_for != stage:
+            return  # the stage has nothing to compute
+        self.stage = stage
+        self._coroutine.resume()
+
+    def finish(self) -> Any:
+        """Runs what follows ``backward`` and gives back what the step function returned."""
+        if not self._coroutine.finished:
+            self._coroutine.resume()
+        return self._coroutine.result
+
+    def close(self) -> None:
+        """Gives up a microbatch that failed."""
+        self._coroutine.close()
+
+    # ---- called by the step function ----------------------------------------------------------------------------
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes a torch function between units, or gives stand-ins for its result."""
+        if func is Tensor.backward:
+            return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+        instruction = self._next(func)
+        if instruction.place is Place.FREE:
+            return func(*args, **kwargs)
+        if instruction.place is Place.ELSEWHERE:
+            return _stand_in(instruction, args, kwargs)
+        if instruction.stage != self.stage:
+            self._enter(instruction.stage)
+        if instruction.cuts:
+            args, kwargs = self._cut(instruction, args, kwargs)
+        return self._keep(instruction, func(*args, **kwargs), args, kwargs)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a unit of this rank, or gives stand-ins for its result."""
+        instruction = self._next(module)
+        if instruction.place is Place.ELSEWHERE:
+            return _stand_in(instruction, args, kwargs)
+        if instruction.stage != self.stage:
+            self._enter(instruction.stage)
+        if instruction.cuts:
+            args, kwargs = self._cut(instruction, args, kwargs)
+        return self._keep(instruction, module(*args, **kwargs), args, kwargs)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Hands the loss to the executor; comes back when every backward of this microbatch here has ended."""
+        if self._position != self.program.backward_at:
+            self._mismatch("backward()")
+        if self.program.loss_stage in self.program.stages:
+            assert self.program.loss is not None
+            self.loss = self.values[self.program.loss]
+        self.loss_gradient = gradient
+        self.reached_backward = True
+        self._coroutine.pause()
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Any:
+        assert self._arguments is not None
+        args, kwargs = self._arguments
+        self._arguments = None
+        set_active_handler(self)
+        with GlueMode(self):
+            return self._function(*args, **kwargs)
+
+    def _next(self, func: Any) -> Instruction:
+        try:
+            instruction = self._instructions[self._position]
+        except IndexError:
+            self._mismatch(_name(func))
+        if instruction.func is not func and instruction.func != func:
+            self._mismatch(_name(func))
+        self._position += 1
+        return instruction
+
+    def _mismatch(self, found: str) -> NoReturn:
+        position = self._position
+        expected = "the end of the step function"
+        if position == self.program.backward_at:
+            expected = "backward()"
+        elif position < len(self._instructions):
+            expected = _name(self._instructions[position].func)
+        raise TraceMismatchError(
+            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. The model takes "
+            "another path than when it was traced, for a reason that the batch does not show: a random choice, a "
+            "counter, a global. Make the path the same in every microbatch, or put the choice inside one module."
+        )
+
+    def _enter(self, stage: int) -> None:
+        """Pauses until the executor runs this stage."""
+        self.waiting_for = stage
+        while self.stage != stage:
+            self._coroutine.pause()
+
+    def leaf(self, value: int, stage: int) -> Tensor:
+        """A value of another stage, as a leaf of autograd."""
+        leaf = self.leaves.get((value, stage))
+        if leaf is None:
+            crossing = self._crossings[value, stage]
+            if crossing.source in self.program.stages:
+                leaf = self.values[value].detach()
+            else:
+                leaf = self._receive(self, crossing)
+            if crossing.has_gradient and torch.is_grad_enabled():
+                leaf.requires_grad_()
+            self.leaves[value, stage] = leaf
+        return leaf
+
+    def _cut(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        items, structure = flatten((args, kwargs))
+        for position, value, clone in instruction.cuts:
+            leaf = self.leaf(value, instruction.stage)
+            items[position] = leaf.clone() if clone else leaf
+        args, kwargs = structure.rebuild(items)
+        return args, kwargs
+
+    def _keep(self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if instruction.keeps:
+            items = [result] if isinstance(result, Tensor) else flatten(result)[0]
+            for position, value in instruction.keeps:
+                item = items[position]
+                expected = self.program.specs[value]
+                if tuple(item.shape) != expected.shape:
+                    raise TraceMismatchError(
+                        f"{instruction.line}: {_name(instruction.func)} gave a tensor of shape {tuple(item.shape)} "
+                        f"in microbatch {self.index}, but {expected.shape} in the trace. A tensor that another "
+                        "stage needs must have a shape that follows from the shapes of the batch alone."
+                    )
+                self.values[value] = item
+        if instruction.keeps_mutated:
+            items = flatten((args, kwargs))[0]
+            for position, before, after in instruction.keeps_mutated:
+                if position is not None:
+                    self.values[after] = items[position]
+                else:
+                    assert before is not None
+                    self.values[after] = self.values[before]
+        return result
+
+
+def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a step that another rank executes."""
+    structure, result = instruction.structure, instruction.result
+    assert structure is not None
+    if instruction.passed:
+        items = flatten((args, kwargs))[0]
+        filled = list(result)
+        for position, source in instruction.passed:
+            filled[position] = items[source]
+        return structure.rebuild(filled)
+    return structure.rebuild(result)
+
+
+def _name(func: Any) -> str:
+    return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"
+

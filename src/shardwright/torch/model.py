@@ -1,0 +1,218 @@
+"""The model as the script sees it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.context import context
+from shardwright.torch.engine import Engine, PipelineEngine, SingleEngine
+from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.residency import Residency
+
+__all__ = ["DistributedModel"]
+
+
+class DistributedModel(nn.Module):
+    """Wraps any `nn.Module`; inside a step function it is called as the module itself.
+
+    With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once the first
+    step has shown what the model does.
+
+    Args:
+        module: the model, the same on every rank. One per script.
+        average_grads_across_microbatches: gradients are the mean over the microbatches of a batch; else their sum.
+        overlapping_allreduce: reduce gradients over replicas during the last backward; else after it.
+        bucket_cap_mb: most megabytes (2**20 bytes) reduced in one message.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> sw.init()
+        >>> model = sw.DistributedModel(torch.nn.Linear(2, 1))
+        >>> @sw.step
+        ... def train_step(model, x):
+        ...     loss = model(x).mean()
+        ...     model.backward(loss)
+        ...     return loss
+        >>> train_step(model, torch.ones(4, 2)).reduce_mean().shape
+        torch.Size([])
+        >>> sw.shutdown()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        average_grads_across_microbatches: bool = True,
+        overlapping_allreduce: bool = True,
+        bucket_cap_mb: float = 25,
+    ):
+        super().__init__()
+        current = context()
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.")
+        if isinstance(module, DistributedModel):
+            raise UsageError("this model is wrapped already. Call DistributedModel once.")
+        if current.model is not None:
+            raise UsageError(
+                "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
+            )
+        self.module = module
+        self.average_grads_across_microbatches = average_grads_across_microbatches
+        self._overlap = overlapping_allreduce
+        self._bucket_bytes = int(bucket_cap_mb * 2**20)
+        self._residency: Residency | None = None
+        self._post_partition_hooks: dict[int, Callable[..., Any]] = {}
+        self._engine: Engine
+        if current.mesh.pipeline == 1:
+            module.to(current.device)
+            self._engine = SingleEngine(current, self)
+        else:
+            from shardwright.torch.planning import Planner
+
+            self._engine = PipelineEngine(current, self, Planner(current, module))
+        current.model = self
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; with more than one stage, only inside a step function."""
+        if active_handler() is None and context().mesh.pipeline > 1:
+            raise UsageError(
+                "the model is spread over stages, so it can be called only inside a function decorated with @sw.step."
+            )
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        """Runs the backward of a microbatch; call it once, inside the step function, in place of ``loss.backward()``.
+
+        Args:
+            loss: one number, or any tensor if `gradient` is given.
+            gradient: gradient of what is trained with respect to `loss`, of the same shape.
+        """
+        handler = active_handler()
+        if handler is None:
+            raise UsageError("model.backward(loss) belongs inside a function decorated with @sw.step.")
+        with plain_torch():
+            handler.backward(loss, gradient)
+
+    def run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+        """Runs a step function on a batch; `sw.step` calls it."""
+        return self._engine.run(function, arguments, splitter)
+
+    # ---- what lives here ----------------------------------------------------------------------------------------
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether every rank has been given its part: after the first step, or at once with one stage."""
+        return self._residency is not None or isinstance(self._engine, SingleEngine)
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that this rank holds, by their names in the user's module."""
+        return ((name, p) for name, p in self.module.named_parameters() if self._is_local(p))
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that this rank holds."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that this rank holds, by their names in the user's module."""
+        return ((name, b) for name, b in self.module.named_buffers() if self._is_local(b))
+
+    def local_parameter_ids(self) -> set[int]:
+        """Identities of the parameters that this rank holds."""
+        return {id(parameter) for parameter in self.local_parameters()}
+
+    def is_counted_here(self, parameter: Tensor) -> bool:
+        """Whether this is the rank of the replica that counts a parameter (several may hold it)."""
+        if self._residency is None:
+            return True
+        for name, own in self.module.named_parameters():
+            if own is parameter:
+                return self._residency.ranks[name][0] == context().pipeline_rank
+        return True
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The whole model's state under the names of the user's module; collective over the replica."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        if self._residency is None or context().pipeline_group is None:
+            return state
+        return self._gathered(state)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Loads the whole model's state; each rank takes what it holds."""
+        if self._residency is None:
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        own = self.module.state_dict()
+        known = {
+            name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
+        }
+        return self.module.load_state_dict(known, strict=strict, assign=False)
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
+        """Has ``hook(model, optimizer)`` called once every rank has its part."""
+        handle = torch.utils.hooks.RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        if self.partitioned:
+            self._call_hook(hook)
+        return handle
+
+    # ---- called by the engine -----------------------------------------------------------------------------------
+
+    def placed(self, residency: Residency) -> None:
+        """Takes note of where parameters live, and tells optimizers and hooks."""
+        self._residency = residency
+        local = self.local_parameter_ids()
+        for optimizer in context().optimizers:
+            optimizer.keep(local)
+        for hook in list(self._post_partition_hooks.values()):
+            self._call_hook(hook)
+
+    def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
+        """A reducer with the settings of this model."""
+        return GradientReducer(
+            members, divisor=context().mesh.data, bucket_bytes=self._bucket_bytes, overlap=self._overlap
+        )
+
+    def _call_hook(self, hook: Callable[..., Any]) -> None:
+        optimizers = context().optimizers
+        hook(self, optimizers[0] if optimizers else None)
+
+    def _is_local(self, tensor: Tensor) -> bool:
+        return not self.partitioned or not tensor.is_meta
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Fills in what other ranks hold."""
+        current = context()
+        assert self._residency is not None
+        full: dict[str, Any] = type(state)() if isinstance(state, dict) else {}
+        first_names = {id(t): n for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
+        by_key = dict(self.module.named_parameters(remove_duplicate=False))
+        by_key.update(self.module.named_buffers(remove_duplicate=False))
+        for key, value in state.items():
+            name = first_names.get(id(by_key[key])) if key in by_key else None
+            if name is None or not isinstance(value, Tensor):
+                full[key] = value
+                continue
+            owner = self._residency.ranks[name][0]
+            if owner == current.pipeline_rank:
+                payload = value.detach().contiguous()
+            else:
+                payload = torch.empty(value.shape, dtype=value.dtype, device=current.device)
+            if payload.numel():
+                dist.broadcast(payload, current.pipeline_ranks[owner], group=current.pipeline_group)
+            full[key] = payload
+        return full
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta

@@ -1,0 +1,124 @@
+"""Puts a plan into effect on a rank: which stage each call belongs to, which parameters stay, who shares them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan, stage_of_label
+from shardwright.torch.context import Context
+from shardwright.torch.reducer import Reduced
+from shardwright.torch.residency import Residency
+
+__all__ = ["CallPlacement", "SharingGroups", "call_placement", "reduced_parameters", "synchronise"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlacement:
+    """Where the unit calls of one trace run.
+
+    Attributes:
+        stage_of_call: node -> stage.
+        stage_ranks: stage -> pipeline rank.
+    """
+
+    stage_of_call: Mapping[int, int]
+    stage_ranks: tuple[int, ...]
+
+
+def call_placement(graph: ModelGraph, plan: Plan, residency: Residency | None) -> CallPlacement:
+    """Places the calls of a trace as the plan says.
+
+    The step function for which the plan was made calls units in the order of the stages. Another one (an evaluation)
+    may call them in another order, or call other units; then every run of calls on one rank becomes a stage.
+    """
+    stages = stage_of_label(plan)
+    labels = [graph.nodes[call].label for call in graph.calls]
+    known = [stages.get(label) for label in labels]
+    if None not in known and known == sorted(known, key=lambda stage: stage or 0):
+        return CallPlacement(dict(zip(graph.calls, (s or 0 for s in known), strict=True)), plan.stage_ranks)
+    stage_of_call: dict[int, int] = {}
+    ranks: list[int] = []
+    for call, stage in zip(graph.calls, known, strict=True):
+        if stage is not None:
+            rank = plan.stage_ranks[stage]
+        else:
+            rank = _holder(graph, call, residency, preferred=ranks[-1] if ranks else 0)
+        if not ranks or ranks[-1] != rank:
+            ranks.append(rank)
+        stage_of_call[call] = len(ranks) - 1
+    return CallPlacement(stage_of_call, tuple(ranks) or plan.stage_ranks)
+
+
+def _holder(graph: ModelGraph, call: int, residency: Residency | None, *, preferred: int) -> int:
+    """A rank that has all parameters of a unit."""
+    names = graph.units[graph.nodes[call].name].parameters
+    if residency is None or not names:
+        return preferred
+    common = set.intersection(*(set(residency.ranks[name]) for name in names))
+    if not common or preferred in common:
+        return preferred
+    return min(common)
+
+
+class SharingGroups:
+    """Process groups of the ranks that hold the same parameters, made once for each set of pipeline ranks."""
+
+    def __init__(self, context: Context):
+        self._mesh: Mesh = context.mesh
+        self._context = context
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def ranks(self, pipeline_ranks: Sequence[int]) -> tuple[int, ...]:
+        """World ranks at these pipeline ranks, in all replicas."""
+        mesh = self._mesh
+        return tuple(
+            sorted(mesh.rank_of(pipeline=p, data=d) for p in pipeline_ranks for d in range(mesh.data))
+        )
+
+    def make(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        """Makes the groups of these sets of pipeline ranks; collective over all ranks of the world."""
+        for pipeline_ranks in sorted(set(wanted)):
+            if pipeline_ranks in self._made:
+                continue
+            members = self.ranks(pipeline_ranks)
+            group = dist.new_group(list(members)) if len(members) > 1 else None
+            self._made[pipeline_ranks] = group if self._context.rank in members else None
+
+    def of(self, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of a set of pipeline ranks that contains this one; None for a single rank."""
+        if len(pipeline_ranks) == 1:
+            return self._context.data_group
+        return self._made[pipeline_ranks]
+
+
+def reduced_parameters(
+    residency: Residency, parameters: Mapping[str, nn.Parameter], aliased: set[str], groups: SharingGroups,
+    *, stage_ranks: Sequence[int], rank: int,
+) -> list[Reduced]:
+    """The parameters of this rank whose gradients other ranks also contribute to."""
+    found = []
+    for name, parameter in parameters.items():
+        ranks, stages = residency.ranks[name], residency.stages[name]
+        if rank not in ranks or not parameter.requires_grad or not stages:
+            continue
+        group = groups.of(tuple(ranks))
+        if group is None:
+            continue
+        here = frozenset(stage for stage in stages if stage_ranks[stage] == rank)
+        found.append(Reduced(parameter, here, group, late=len(ranks) > 1 or len(here) > 1 or name in aliased))
+    return found
+
+
+def synchronise(
+    residency: Residency, tensors: Mapping[str, Tensor], groups: SharingGroups, *, rank: int
+) -> None:
+    """Gives all holders of a parameter or buffer the values of the first of them."""
+    for name, tensor in tensors.items():
+        ranks = tuple(residency.ranks[name])
+        group = groups.of(ranks) if rank in ranks else None
+        if group is not None and not tensor.is_meta and tensor.numel():
+            dist.broadcast(tensor.detach(), groups.ranks(ranks)[0], group=group)

@@ -1,0 +1,298 @@
+"""What one rank does at each step of a traced step function.
+
+Every node of the graph has a *home*: the stage that computes it. Units have the stage that the plan gives them; an
+operation between units is computed where its latest input is made; an operation on parameters alone, where its result
+is first needed. A value crosses stages once for each other stage that reads it::
+
+      stage 0              stage 1                     instruction on the rank of stage 1
+    ┌───────────┐        ┌───────────┐
+    │ v0 = wte  │        │           │                  wte, add, h.0:   ELSEWHERE (give deferred tensors)
+    │ v1 = add  │        │           │
+    │ v2 = h.0  │──v2───▶│ v3 = h.1  │                  h.1:  HERE, with input v2 received: a leaf of autograd
+    └───────────┘        └───────────┘
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from shardwright.errors import TraceError
+from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.schedule import Edge
+from shardwright.torch.trace import Step, Trace
+from shardwright.torch.tree import Structure
+
+__all__ = ["Crossing", "Instruction", "Place", "Program", "build_program", "home_stages"]
+
+
+class Place(IntEnum):
+    """Where a step is executed."""
+
+    FREE = 0
+    HERE = 1
+    ELSEWHERE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that one stage makes and another reads.
+
+    Attributes:
+        value: index in the graph.
+        source: stage that makes it.
+        target: stage that reads it.
+        spec: shape and type.
+        has_gradient: a gradient comes back.
+    """
+
+    value: int
+    source: int
+    target: int
+    spec: TensorSpec
+    has_gradient: bool
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One step, as this rank executes it.
+
+    Attributes:
+        func: the torch function or unit expected here.
+        place: on this rank, on another, or on all.
+        stage: home of the node.
+        cuts: (position among the leaves of the arguments, value, clone) of inputs that come from another stage;
+            clone where the step changes its input in place, which a leaf of autograd does not allow.
+        keeps: (position among the leaves of the result, value) of tensors that another stage, the loss or the
+            result needs.
+        keeps_mutated: (position among the leaves of the arguments or None, value before, value after).
+        structure: structure of the result, for a rank that does not execute it.
+        result: its leaves.
+        passed: (position in the result, position in the arguments).
+        line: where in the user's code.
+    """
+
+    func: Any
+    place: Place
+    stage: int = -1
+    cuts: tuple[tuple[int, int, bool], ...] = ()
+    keeps: tuple[tuple[int, int], ...] = ()
+    keeps_mutated: tuple[tuple[int | None, int | None, int], ...] = ()
+    structure: Structure | None = None
+    result: tuple[Any, ...] = ()
+    passed: tuple[tuple[int, int], ...] = ()
+    line: str = ""
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that one pipeline rank needs to run microbatches of one signature.
+
+    Attributes:
+        instructions: one for each step of the trace.
+        crossings: (source, target) -> values, for all ranks.
+        sends: stage of this rank -> crossings that leave it, by target.
+        receives: stage of this rank -> crossings that enter it, by source.
+        loss: value given to backward.
+        loss_stage: its home.
+        backward_at: number of instructions before backward.
+        home_of: value -> home stage.
+        specs: value -> shape and type.
+        stage_ranks: stage -> pipeline rank.
+        stages: the stages of this rank, ascending.
+        outputs: values that the step function returns.
+        result_values: (position among the leaves of the returned tree, value).
+        fingerprint: of the traced graph.
+    """
+
+    instructions: list[Instruction]
+    crossings: Mapping[tuple[int, int], tuple[Crossing, ...]]
+    sends: Mapping[int, tuple[Crossing, ...]]
+    receives: Mapping[int, tuple[Crossing, ...]]
+    loss: int | None
+    loss_stage: int | None
+    backward_at: int | None
+    home_of: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    stage_ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    outputs: frozenset[int]
+    result_values: tuple[tuple[int, int], ...]
+    fingerprint: str
+
+    def edges(self) -> list[Edge]:
+        """Transfers between stages, for lowering and simulation."""
+        return [
+            Edge(
+                source=source,
+                target=target,
+                num_bytes=sum(c.spec.num_bytes for c in crossings),
+                gradient_bytes=sum(c.spec.num_bytes for c in crossings if c.has_gradient),
+            )
+            for (source, target), crossings in sorted(self.crossings.items())
+        ]
+
+
+def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int]) -> list[int]:
+    """The stage that computes each node.
+
+    Args:
+        graph: the traced graph.
+        stage_of_call: stage of every node that calls a unit.
+    """
+    homes: list[int | None] = [None] * len(graph.nodes)
+    for index, node in enumerate(graph.nodes):
+        if node.kind == "unit":
+            homes[index] = stage_of_call[index]
+        else:
+            known = [homes[graph.values[value].producer] for value in node.inputs]
+            homes[index] = max((home for home in known if home is not None), default=None)
+    # What rests on parameters alone is computed where it is first needed.
+    consumers = graph.consumers()
+    last_stage = max(stage_of_call.values(), default=0)
+    for index in reversed(range(len(graph.nodes))):
+        if homes[index] is None:
+            readers = [homes[reader] for value in graph.nodes[index].outputs for reader in consumers[value]]
+            homes[index] = min((home for home in readers if home is not None), default=last_stage)
+    return [0 if home is None else home for home in homes]
+
+
+def build_program(
+    trace: Trace, *, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int], rank: int
+) -> Program:
+    """Works out what a rank computes, sends and receives.
+
+    Args:
+        trace: the traced step function.
+        stage_of_call: stage of every node that calls a unit.
+        stage_ranks: pipeline rank of each stage.
+        rank: this pipeline rank.
+    """
+    graph = trace.graph
+    homes = home_stages(graph, stage_of_call)
+    home_of = tuple(homes[value.producer] for value in graph.values)
+    crossings = _crossings(graph, homes, home_of)
+    needed = {c.value for group in crossings.values() for c in group}
+    needed.update(graph.outputs)
+    if graph.loss is not None:
+        needed.add(graph.loss)
+    _check_after_backward(trace, homes, home_of, needed)
+    instructions = [
+        _instruction(step, homes, home_of, stage_ranks, rank, needed) for step in trace.steps
+    ]
+    _track_aliases(trace, instructions, needed)
+    local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
+    return Program(
+        instructions=instructions,
+        crossings=crossings,
+        sends={s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local},
+        receives={
+            s: tuple(c for (_, b), group in sorted(crossings.items()) if b == s for c in group) for s in local
+        },
+        loss=graph.loss,
+        loss_stage=None if graph.loss is None else home_of[graph.loss],
+        backward_at=trace.backward_at,
+        home_of=home_of,
+        specs=tuple(value.spec for value in graph.values),
+        stage_ranks=tuple(stage_ranks),
+        stages=local,
+        outputs=frozenset(graph.outputs),
+        result_values=trace.result_values,
+        fingerprint=graph.fingerprint,
+    )
+
+
+def _crossings(
+    graph: ModelGraph, homes: Sequence[int], home_of: Sequence[int]
+) -> dict[tuple[int, int], tuple[Crossing, ...]]:
+    found: dict[tuple[int, int], dict[int, Crossing]] = {}
+    contributes = _contributing(graph)
+    for index, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            source, target = home_of[value], homes[index]
+            if source == target:
+                continue
+            spec = graph.values[value].spec
+            pair = found.setdefault((source, target), {})
+            gradient = spec.requires_grad and graph.loss is not None
+            before = pair.get(value)
+            has_gradient = (before is not None and before.has_gradient) or (gradient and index in contributes)
+            pair[value] = Crossing(value, source, target, spec, has_gradient)
+    return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
+
+
+def _contributing(graph: ModelGraph) -> set[int]:
+    """Nodes from which a path of values that require gradients leads to the loss."""
+    if graph.loss is None:
+        return set()
+    contributing: set[int] = set()
+    pending = [graph.values[graph.loss].producer]
+    while pending:
+        node = pending.pop()
+        if node in contributing:
+            continue
+        contributing.add(node)
+        for value in graph.nodes[node].inputs:
+            if graph.values[value].spec.requires_grad:
+                pending.append(graph.values[value].producer)
+    return contributing
+
+
+def _instruction(
+    step: Step,
+    homes: Sequence[int],
+    home_of: Sequence[int],
+    stage_ranks: Sequence[int],
+    rank: int,
+    needed: set[int],
+) -> Instruction:
+    if step.node is None:
+        return Instruction(func=step.func, place=Place.FREE)
+    stage = homes[step.node]
+    place = Place.HERE if stage_ranks[stage] == rank else Place.ELSEWHERE
+    changed = {position for position, _, _ in step.mutations}
+    return Instruction(
+        func=step.func,
+        place=place,
+        stage=stage,
+        cuts=tuple(
+            (position, value, position in changed) for position, value in step.reads if home_of[value] != stage
+        ),
+        keeps=tuple((position, value) for position, value in step.writes if value in needed),
+        keeps_mutated=tuple(row for row in step.mutations if row[2] in needed),
+        structure=step.structure,
+        result=step.result,
+        passed=step.passed,
+        line=step.line,
+    )
+
+
+def _track_aliases(trace: Trace, instructions: list[Instruction], needed: set[int]) -> None:
+    """Keeps tensors that are changed later through another name, so that the change can be sent."""
+    wanted = {
+        before
+        for step in trace.steps
+        for position, before, after in step.mutations
+        if position is None and before is not None and after in needed
+    }
+    for step, instruction in zip(trace.steps, instructions, strict=True):
+        extra = tuple((p, v) for p, v in step.writes if v in wanted and v not in needed)
+        if extra:
+            instruction.keeps += extra
+
+
+def _check_after_backward(
+    trace: Trace, homes: Sequence[int], home_of: Sequence[int], needed: set[int]
+) -> None:
+    if trace.backward_at is None:
+        return
+    late = {step.node for step in trace.steps[trace.backward_at :] if step.node is not None}
+    for step in trace.steps[trace.backward_at :]:
+        if step.node is None:
+            continue
+        for _, value in step.reads:
+            if trace.graph.values[value].producer in late and home_of[value] != homes[step.node]:
+                raise TraceError(
+                    f"{step.line}: a tensor made after backward() is needed on another stage. "
+                    "Call backward() after everything that the step function computes."
+                )

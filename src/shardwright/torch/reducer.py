@@ -1,0 +1,183 @@
+"""Sums gradients over replicas, and over stages that hold the same parameter.
+
+Gradients are packed into buckets. A bucket is reduced as soon as the last backward of the batch has filled it, while
+the rest of the backward goes on; buckets start in the same order on every rank::
+
+    last backward   │ head │ block 5 │ block 4 │ ...
+    bucket 0                 ░░░░░░░░ all-reduce
+    bucket 1                           ░░░░░░░░ all-reduce
+
+A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so that what
+nobody used keeps no gradient at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.torch.split_backward import notify_gradients
+
+__all__ = ["GradientReducer", "Reduced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A parameter whose gradient is summed over several ranks.
+
+    Attributes:
+        parameter: the parameter.
+        stages: stages of this rank that use it.
+        group: the ranks that hold it, in all replicas.
+        late: reduced after the last backward: several stages, or several names, contribute to it.
+    """
+
+    parameter: nn.Parameter
+    stages: frozenset[int]
+    group: dist.ProcessGroup
+    late: bool = False
+
+
+@dataclass(slots=True)
+class _Bucket:
+    members: list[Reduced]
+    group: dist.ProcessGroup
+    late: bool
+    missing: int = 0
+    buffer: Tensor | None = None
+    work: dist.Work | None = None
+
+
+class GradientReducer:
+    """Reduces the gradients of one batch.
+
+    Args:
+        members: what is reduced, in order of registration.
+        divisor: gradients are divided by this: the number of replicas.
+        bucket_bytes: most bytes in a bucket.
+        overlap: reduce during the last backward; else after it.
+    """
+
+    def __init__(
+        self, members: Sequence[Reduced], *, divisor: int, bucket_bytes: int = 25 * 2**20, overlap: bool = True
+    ):
+        self._divisor = divisor
+        self._overlap = overlap
+        # The backward reaches the last parameters first.
+        self._buckets = _pack([m for m in reversed(members) if m.parameter.requires_grad], bucket_bytes)
+        self._bucket_of = {id(m.parameter): bucket for bucket in self._buckets for m in bucket.members}
+        self._by_stage: dict[int, list[Reduced]] = {}
+        for member in members:
+            for stage in member.stages:
+                self._by_stage.setdefault(stage, []).append(member)
+        self._stages_left: dict[int, set[int]] = {}
+        self._ready: set[int] = set()
+        self._next = 0
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Prepares for a batch."""
+        self._next = 0
+        self._ready.clear()
+        self._stages_left = {id(m.parameter): set(m.stages) for b in self._buckets for m in b.members}
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.members)
+            bucket.buffer = bucket.work = None
+
+    def last_backward(self, stage: int, begins: bool) -> None:
+        """Called when the last backward of a stage begins, and when it has ended."""
+        if not self._overlap:
+            return
+        if begins:
+            for member in self._by_stage.get(stage, ()):
+                if not member.late and self._stages_left[id(member.parameter)] == {stage}:
+                    hook = member.parameter.register_post_accumulate_grad_hook(self._mark_ready)
+                    self._hooks.append(hook)
+            notify_gradients(self._mark_ready)
+            return
+        notify_gradients(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for member in self._by_stage.get(stage, ()):
+            left = self._stages_left[id(member.parameter)]
+            left.discard(stage)
+            if not left:
+                self._mark_ready(member.parameter)
+
+    def finish(self) -> None:
+        """Reduces what is left, and puts the sums into the gradients."""
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._start(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+            self._unpack(bucket)
+        self.reset()
+
+    def _mark_ready(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of.get(id(parameter))
+        if bucket is None or id(parameter) in self._ready:
+            return
+        self._ready.add(id(parameter))
+        bucket.missing -= 1
+        while self._next < len(self._buckets):
+            upcoming = self._buckets[self._next]
+            if upcoming.missing or upcoming.late:
+                break
+            self._start(upcoming)
+            self._next += 1
+
+    def _start(self, bucket: _Bucket) -> None:
+        parts: list[Tensor] = []
+        flags = []
+        for member in bucket.members:
+            parameter = member.parameter
+            flags.append(0.0 if parameter.grad is None else 1.0)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parts.append(gradient.reshape(-1))
+        first = parts[0]
+        parts.append(torch.tensor(flags, dtype=first.dtype, device=first.device))
+        bucket.buffer = torch.cat(parts)
+        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+
+    def _unpack(self, bucket: _Bucket) -> None:
+        buffer = bucket.buffer
+        assert buffer is not None
+        flags = buffer[-len(bucket.members) :].tolist()
+        if self._divisor != 1:
+            buffer.div_(self._divisor)
+        offset = 0
+        for member, flag in zip(bucket.members, flags, strict=True):
+            parameter = member.parameter
+            total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+            if parameter.grad is not None:
+                parameter.grad.copy_(total)
+            elif flag:
+                parameter.grad = total.clone()
+        bucket.buffer = None
+
+
+def _pack(members: Sequence[Reduced], bucket_bytes: int) -> list[_Bucket]:
+    """Buckets of one group, type and device each; those that can start early come first."""
+    open_buckets: dict[tuple[object, ...], _Bucket] = {}
+    sizes: dict[int, int] = {}
+    buckets: list[_Bucket] = []
+    for member in sorted(members, key=lambda m: m.late):
+        parameter = member.parameter
+        key = (id(member.group), parameter.dtype, parameter.device, member.late)
+        size = parameter.numel() * parameter.element_size()
+        bucket = open_buckets.get(key)
+        if bucket is None or sizes[id(bucket)] + size > bucket_bytes:
+            bucket = _Bucket(members=[], group=member.group, late=member.late)
+            open_buckets[key] = bucket
+            sizes[id(bucket)] = 0
+            buckets.append(bucket)
+        bucket.members.append(member)
+        sizes[id(bucket)] += size
+    return buckets

@@ -1,0 +1,86 @@
+"""Which rank holds which parameter, and giving up the others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.model_graph import ModelGraph
+
+__all__ = ["Residency", "free_tensor", "release_remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where each parameter and buffer lives.
+
+    Attributes:
+        stages: first name -> stages that use it, ascending; empty for tensors that no unit and no glue uses.
+        ranks: first name -> pipeline ranks that hold it, ascending. What no stage uses is held by all.
+    """
+
+    stages: Mapping[str, tuple[int, ...]]
+    ranks: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, graph: ModelGraph, homes: Sequence[int], stage_ranks: Sequence[int]) -> "Residency":
+        """Works it out from the stage that computes each node."""
+        users: dict[str, set[int]] = {name: set() for name in graph.parameters}
+        glue: set[str] = set()
+        for node, stage in zip(graph.nodes, homes, strict=True):
+            if node.kind == "unit":
+                for name in graph.units[node.name].parameters:
+                    users[name].add(stage)
+            for name in node.parameters:
+                users[name].add(stage)
+                if graph.parameters[name].is_buffer:
+                    glue.add(name)
+        everyone = tuple(sorted(set(stage_ranks)))
+        ranks = {}
+        for name, stages in users.items():
+            spread = not stages or name in glue
+            ranks[name] = everyone if spread else tuple(sorted({stage_ranks[stage] for stage in stages}))
+        return cls(stages={name: tuple(sorted(stages)) for name, stages in users.items()}, ranks=ranks)
+
+    def held_by(self, rank: int) -> list[str]:
+        """Names that a pipeline rank holds."""
+        return [name for name, ranks in self.ranks.items() if rank in ranks]
+
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Names that several ranks use, with those ranks."""
+        return {name: ranks for name, ranks in self.ranks.items() if len(ranks) > 1 and self.stages[name]}
+
+
+def release_remote(model: nn.Module, keep: set[str], names: Mapping[int, str]) -> None:
+    """Replaces every parameter and buffer that is not kept by one on the meta device, and frees its memory.
+
+    Args:
+        model: the whole model.
+        keep: first names of what this rank holds.
+        names: id of a parameter or buffer -> first name.
+    """
+    replaced: dict[int, Tensor] = {}
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for key, tensor in list(registry.items()):
+                if tensor is None or names.get(id(tensor), "") in keep or tensor.is_meta:
+                    continue
+                if id(tensor) not in replaced:
+                    replaced[id(tensor)] = _meta_twin(tensor)
+                    free_tensor(tensor)
+                registry[key] = replaced[id(tensor)]  # type: ignore[assignment]
+
+
+def free_tensor(tensor: Tensor) -> None:
+    """Gives memory back although others (an optimizer, a variable of the script) still refer to the tensor."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
+def _meta_twin(tensor: Tensor) -> Tensor:
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin

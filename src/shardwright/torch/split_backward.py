@@ -1,0 +1,169 @@
+"""Splits the backward of linear layers: gradients of inputs now, gradients of weights when there is time.
+
+A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the gradients of
+the weights (``W``) while it would otherwise wait. Autograd does both at once, so the weight gradient of the modules
+listed here is taken out of the graph: their backward returns the input's gradient and leaves a closure behind.
+Anything else (norms, embeddings, unusual modules) is computed in ``I`` as ever: correct, only less is put off.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_linear_modules", "unsplit"]
+
+Work = Callable[[], None]
+
+
+class _PutOff:
+    """Where closures of the running ``I`` go; None while weights are computed at once."""
+
+    work: list[Work] | None = None
+    listener: Callable[[Tensor], None] | None = None
+    uses: dict[int, int] | None = None
+
+
+def notify_gradients(listener: Callable[[Tensor], None] | None) -> None:
+    """Has a function called with every parameter whose gradient was written past autograd; None to stop."""
+    _PutOff.listener = listener
+
+
+def count_uses(uses: dict[int, int] | None) -> None:
+    """Counts in this dictionary how often each parameter is used from now on: by id of the parameter.
+
+    A gradient is complete when as many contributions have come as there were uses in the microbatch.
+    """
+    _PutOff.uses = uses
+
+
+@contextmanager
+def put_off_weights() -> Iterator[list[Work]]:
+    """Collects the weight gradients of the backward that runs inside; call each to have it computed."""
+    work: list[Work] = []
+    before, _PutOff.work = _PutOff.work, work
+    try:
+        yield work
+    finally:
+        _PutOff.work = before
+
+
+class _SplitLinear(torch.autograd.Function):
+    """``x @ weight.T + bias`` whose weight gradient does not pass through autograd.
+
+    Shapes: x (*, I), weight (O, I), or (I, O) where `transposed`; bias (O,); result (*, O).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.transposed = transposed
+        ctx.uses = uses = _PutOff.uses
+        if uses is not None:
+            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grad,) = gradients
+        x, weight, bias = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ (weight.t() if ctx.transposed else weight)
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        x_NI = x.reshape(-1, x.shape[-1])
+        transposed = ctx.transposed
+        uses = ctx.uses
+
+        def work() -> None:
+            with torch.no_grad():
+                if weight.requires_grad:
+                    left, right = (x_NI, grad_NO) if transposed else (grad_NO, x_NI)
+                    _accumulate_product(weight, left.t(), right)
+                if bias is not None and bias.requires_grad:
+                    _accumulate(bias, grad_NO.sum(0))
+            _notify(uses, weight, bias)
+
+        if _PutOff.work is None:
+            work()
+        else:
+            _PutOff.work.append(work)
+        return grad_x, None, None, None
+
+
+def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = left @ right
+    else:
+        # One pass over the gradient: autograd makes the product first and adds it in a second one.
+        parameter.grad.addmm_(left, right)
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def _notify(uses: dict[int, int] | None, weight: Tensor, bias: Tensor | None) -> None:
+    if uses is None:
+        return
+    uses[id(weight)] -= 1
+    if uses[id(weight)] == 0 and _PutOff.listener is not None:
+        _PutOff.listener(weight)
+        if bias is not None:
+            _PutOff.listener(bias)
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Whether a gradient may be written past autograd: nobody listens, and it is an ordinary tensor."""
+    return (
+        parameter is None
+        or type(parameter) is nn.Parameter
+        and not parameter._backward_hooks
+        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
+
+
+class _SplitForward:
+    """Replaces the forward of one linear module."""
+
+    def __init__(self, module: nn.Module, transposed: bool):
+        self._module = module
+        self._transposed = transposed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._module.weight, self._module.bias
+        plain = type(x) is Tensor and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
+        if not plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
+        result: Tensor = _SplitLinear.apply(x, weight, bias, self._transposed)  # type: ignore[no-untyped-call]
+        return result
+
+
+def split_linear_modules(module: nn.Module) -> list[nn.Module]:
+    """Makes every linear module inside able to put its weight gradient off; returns them."""
+    done = []
+    for sub in module.modules():
+        if "forward" in sub.__dict__:
+            continue
+        if type(sub).forward is nn.Linear.forward:
+            sub.__dict__["forward"] = _SplitForward(sub, transposed=False)
+        elif type(sub).__name__ == "Conv1D" and type(sub).__module__.startswith("transformers."):
+            # GPT-2's linear layer, with the weight stored as (in, out).
+            sub.__dict__["forward"] = _SplitForward(sub, transposed=True)
+        else:
+            continue
+        done.append(sub)
+    return done
+
+
+def unsplit(modules: list[nn.Module]) -> None:
+    """Takes back `split_linear_modules`."""
+    for module in modules:
+        if isinstance(module.__dict__.get("forward"), _SplitForward):
+            del module.__dict__["forward"]

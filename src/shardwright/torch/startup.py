@@ -1,0 +1,48 @@
+"""The beginning and the end of a run."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwright.config import Config
+from shardwright.errors import UsageError
+from shardwright.plan import Plan
+from shardwright.torch.context import is_initialized, make_context, set_context, settings_from
+
+__all__ = ["init", "shutdown"]
+
+
+def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
+    """Starts a run; call it first, once, on every rank.
+
+    Finds the ranks from the environment (torchrun, Slurm, MPI, ... or a single process), joins them, and reads the
+    settings. What the launcher was told (``--set``, ``--config``, ``--plan``) wins over `config`.
+
+    Args:
+        config: settings, or a plan, or the path of a plan file.
+
+    Raises:
+        UsageError: it was called before.
+        ConfigError: a setting is unknown, out of range or contradicts another.
+        PlanError: the plan file cannot be used.
+    """
+    if is_initialized():
+        raise UsageError("init was called before. Call it once; shutdown() ends a run.")
+    plan: Plan | None = None
+    given: Mapping[str, Any] | Config | None = None
+    if isinstance(config, Plan):
+        plan = config
+    elif isinstance(config, str | os.PathLike):
+        given = {"plan": str(Path(config))}
+    else:
+        given = config
+    settings = Config.merge(given, *settings_from(os.environ))
+    if settings.plan is not None:
+        plan = Plan.read(settings.plan)
+    set_context(make_context(settings, plan))
+
+
+def shutdown() -> None:
+    """Ends a run: a new one can be started with `init`. Process groups stay until the process ends."""
+    set_context(None)

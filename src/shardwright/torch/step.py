@@ -1,0 +1,91 @@
+"""The decorator that makes an ordinary function a training or evaluation step."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+from shardwright.errors import UsageError
+from shardwright.torch.batch import Splitter
+from shardwright.torch.context import context
+from shardwright.torch.glue import active_handler
+from shardwright.torch.step_output import gather_outputs
+
+__all__ = ["step"]
+
+
+@overload
+def step(function: Callable[..., Any], /) -> Callable[..., Any]: ...
+
+
+@overload
+def step(
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+) -> Any:
+    """Makes a function run once for each microbatch, pipelined over the stages.
+
+    The function is ordinary Python: it calls the model, computes a loss, calls ``model.backward(loss)``. Without
+    ``backward`` it evaluates. What it returns comes back as `StepOutput`, one tensor a microbatch, on every rank.
+
+    Args:
+        function: the step function.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: name -> axis along which an argument is cut; 0 where it is not named.
+
+    Example:
+        >>> import shardwright.torch as sw
+        >>> @sw.step
+        ... def train_step(model, x, y):
+        ...     loss = model(input_ids=x, labels=y).loss
+        ...     model.backward(loss)
+        ...     return loss
+    """
+    if function is None:
+        return functools.partial(
+            step_function, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes
+        )
+    return step_function(function, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes)
+
+
+def step_function(
+    function: Callable[..., Any],
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+) -> Callable[..., Any]:
+    """What `step` does, with its options."""
+    names = _parameter_names(function)
+    for name in (*non_split_inputs, *(input_split_axes or {})):
+        if names and name not in names:
+            raise UsageError(f"{name} is not a parameter of {function.__name__}: it has {', '.join(names)}.")
+    splitter = Splitter(names=names, non_split=frozenset(non_split_inputs), axes=dict(input_split_axes or {}))
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current = context()
+        if current.model is None:
+            raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
+        if active_handler() is not None:
+            raise UsageError("a step function is called inside another one. Call it from the training loop.")
+        return gather_outputs(current.model.run_step(function, (args, kwargs), splitter))
+
+    return run
+
+
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters; empty if it takes arbitrary keywords."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return ()
+    return tuple(p.name for p in parameters)

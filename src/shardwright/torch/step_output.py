@@ -1,0 +1,88 @@
+"""What a step gives back: one value a microbatch, and ways to reduce them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UsageError
+from shardwright.torch.tree import flatten
+
+__all__ = ["StepOutput", "gather_outputs"]
+
+
+class StepOutput:
+    """The tensors that a step function returned, one for each microbatch, on every rank.
+
+    Attributes:
+        outputs: the tensors, by microbatch.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor]):
+        self.outputs = list(outputs)
+
+    def reduce_mean(self) -> Tensor:
+        """The mean over the microbatches, element by element; shape as one of them."""
+        return self.stack().mean(0)
+
+    def reduce_sum(self) -> Tensor:
+        """The sum over the microbatches, element by element; shape as one of them."""
+        return self.stack().sum(0)
+
+    def concat(self, dim: int = 0) -> Tensor:
+        """The microbatches one after the other along an existing dim, as if the batch had not been split."""
+        if self.outputs[0].dim() == 0:
+            return self.stack()
+        return torch.cat(self.outputs, dim)
+
+    def stack(self, dim: int = 0) -> Tensor:
+        """The microbatches along a new dim.
+
+        Raises:
+            UsageError: they have different shapes.
+        """
+        shapes = [tuple(output.shape) for output in self.outputs]
+        if len(set(shapes)) > 1:
+            raise UsageError(
+                f"the microbatches have different shapes {shapes}, so they cannot be combined element by element. "
+                "Use concat()."
+            )
+        return torch.stack(self.outputs, dim)
+
+    def detach(self) -> "StepOutput":
+        """The same tensors without autograd history."""
+        return StepOutput([output.detach() for output in self.outputs])
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.outputs[index]
+
+    def __repr__(self) -> str:
+        return f"StepOutput({len(self.outputs)} microbatches of {tuple(self.outputs[0].shape)})"
+
+
+def gather_outputs(results: Sequence[Any]) -> Any:
+    """Turns one result a microbatch into one result: tensors become `StepOutput`, other things lists.
+
+    A result that is None in every microbatch stays None.
+    """
+    first, structure = flatten(results[0])
+    columns = [[] for _ in first] if first else []
+    for result in results:
+        for column, item in zip(columns, flatten(result)[0], strict=True):
+            column.append(item)
+    return structure.rebuild([_combine(column) for column in columns])
+
+
+def _combine(column: list[Any]) -> Any:
+    if all(isinstance(item, Tensor) for item in column):
+        return StepOutput(column)
+    if all(item is None for item in column):
+        return None
+    return column
+
+
+Reduction = Callable[[StepOutput], Tensor]

@@ -1,0 +1,534 @@
+"""Runs a step function once on tensors without data, and writes down what it does.
+
+Units run under fake tensors: shapes, no memory, no weights needed. Operations between units that depend on no unit
+and no parameter (*free*: masks, positions) run for real, so Python may look at their values. What a unit returns is a
+`DeferredTensor`.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import DeferredReadError, TraceError, UsageError
+from shardwright.model_graph import ModelGraph, Node, ParameterSpec, Unit, Value
+from shardwright.torch import functions
+from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
+from shardwright.torch.cost import CostCounter, cost_class
+from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
+from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.tree import Structure, flatten, leaves
+
+__all__ = ["Step", "Trace", "UnitMap", "trace_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMap:
+    """Units and parameters of a model by identity, with their names.
+
+    Attributes:
+        model: the whole model.
+        units: id of the module -> name of the unit.
+        modules: name of the unit -> module.
+        parameters: id of a parameter or buffer -> its first name.
+        specs: first name -> what it is.
+    """
+
+    model: nn.Module
+    units: dict[int, str]
+    modules: dict[str, nn.Module]
+    parameters: dict[int, str]
+    specs: dict[str, ParameterSpec]
+
+    @classmethod
+    def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
+        """Looks units up by name."""
+        modules = {name: model.get_submodule(name) for name in unit_names}
+        parameters: dict[int, str] = {}
+        tensors: dict[str, tuple[Tensor, bool]] = {}
+        aliases: dict[str, list[str]] = {}
+        for is_buffer, source in (
+            (False, model.named_parameters(remove_duplicate=False)),
+            (True, model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in source:
+                first = parameters.setdefault(id(tensor), name)
+                if first == name:
+                    tensors[name] = (tensor, is_buffer)
+                else:
+                    aliases.setdefault(first, []).append(name)
+        specs = {
+            name: ParameterSpec(
+                name=name, spec=spec_of(tensor), aliases=tuple(aliases.get(name, ())), is_buffer=is_buffer
+            )
+            for name, (tensor, is_buffer) in tensors.items()
+        }
+        return cls(
+            model=model,
+            units={id(module): name for name, module in modules.items()},
+            modules=modules,
+            parameters=parameters,
+            specs=specs,
+        )
+
+
+@dataclass(slots=True)
+class Step:
+    """One intercepted operation or unit call, in the order of execution.
+
+    Attributes:
+        func: the torch function, or the unit's module.
+        node: index of its node in the graph; None for free operations.
+        reads: (position among the leaves of the arguments, value) of each value that it reads.
+        writes: (position among the leaves of the result, value).
+        mutations: (position of an argument, or None; value before, or None; value after) of what it changed in place.
+        structure: structure of the result.
+        result: leaves of the result as a rank that does not execute it returns them.
+        passed: (position in the result, position in the arguments) of arguments that are returned as they are.
+        line: where in the user's code.
+    """
+
+    func: Any
+    node: int | None
+    line: str = ""
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
+    mutations: tuple[tuple[int | None, int | None, int], ...] = ()
+    structure: Structure | None = None
+    result: tuple[Any, ...] = ()
+    passed: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one microbatch does.
+
+    Attributes:
+        graph: the nodes that are placed on stages.
+        steps: everything that is intercepted, free operations included.
+        backward_at: number of steps before ``backward``; None without one.
+        result_values: (position among the leaves of what the step function returned, value).
+        reads_data: Python looked at values of free tensors, so that another batch may take another path.
+    """
+
+    graph: ModelGraph
+    steps: list[Step]
+    backward_at: int | None
+    result_values: tuple[tuple[int, int], ...]
+    reads_data: bool
+
+
+@dataclass(slots=True)
+class _Recorded:
+    producer: int
+    position: int
+    fake: Tensor
+    holder: Tensor | None
+
+
+class Tracer:
+    """The handler of a step function that is being traced."""
+
+    def __init__(self, unit_map: UnitMap, device: torch.device):
+        self.unit_map = unit_map
+        self._device = device
+        self._names = dict(unit_map.parameters)
+        self.fake_mode = new_fake_mode()
+        self.steps: list[Step] = []
+        self.nodes: list[Node] = []
+        self.values: list[_Recorded] = []
+        self.loss: int | None = None
+        self.backward_at: int | None = None
+        self.reads_data = False
+        self._varying: set[int] = set()
+        self._value_of: dict[int, int] = {}
+        self._fakes: dict[int, Tensor] = {}
+        self._keep_alive: list[Any] = []
+        self._calls: dict[str, int] = {}
+        self._mutates: set[str] = set()
+
+    # ---- what the step function calls ---------------------------------------------------------------------------
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a torch function; executes it for real if it is free, else on fake tensors."""
+        if func is Tensor.backward:
+            return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+        items, structure = flatten((args, kwargs))
+        reads = self._reads(items)
+        parameters = self._parameters(items)
+        if not reads and not parameters:
+            return self._free_operation(func, args, kwargs, items)
+        line = user_line()
+        if func in functions.READS_DATA:
+            raise DeferredReadError(
+                f"{line}: {functions.name_of(func)}() reads the value of a tensor that only one rank has. {REMEDY}"
+            )
+        arguments = structure.rebuild([self._fake(item) for item in items])
+        cost = CostCounter()
+        try:
+            output, versions = self._execute(func, arguments, cost)
+        except FAKE_FAILURES as error:
+            raise DeferredReadError(
+                f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
+                f"tensor that only one rank has. {REMEDY}"
+            ) from error
+        node = Node(
+            kind="op",
+            name=functions.name_of(func),
+            inputs=tuple(dict.fromkeys(value for _, value in reads)),
+            outputs=(),
+            parameters=parameters,
+            flops=cost.flops,
+            saved_bytes=0,
+            random=cost.random,
+            line=line,
+        )
+        return self._record(func, node, items, reads, leaves(arguments), output, versions, line)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of a unit and runs it on fake tensors."""
+        name = self.unit_map.units[id(module)]
+        items, structure = flatten((args, kwargs))
+        reads = self._reads(items)
+        line = user_line()
+        arguments = structure.rebuild([self._fake(item) for item in items])
+        fakes = leaves(arguments)
+        cost = CostCounter(self._names)
+        output, versions = self._execute(module, arguments, cost)
+        ordinal = self._calls.get(name, 0)
+        self._calls[name] = ordinal + 1
+        if cost.mutated_buffers:
+            self._mutates.add(name)
+        own = {self._names[id(t)] for t in _tensors_of(module)}
+        node = Node(
+            kind="unit",
+            name=name,
+            ordinal=ordinal,
+            inputs=tuple(dict.fromkeys(value for _, value in reads)),
+            outputs=(),
+            parameters=tuple(sorted(cost.parameters - own)),
+            cost_class=cost_class(module, fakes),
+            flops=cost.flops,
+            saved_bytes=cost.saved_bytes,
+            random=cost.random,
+            line=line,
+        )
+        return self._record(module, node, items, reads, fakes, output, versions, line)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Records where the backward starts."""
+        if self.backward_at is not None:
+            raise UsageError(
+                f"{user_line()}: backward is called a second time in one step function. "
+                "Add the losses and call backward once."
+            )
+        value = self._value(loss)
+        if value is None or not self.values[value].fake.requires_grad:
+            raise TraceError(
+                f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
+                "nothing to train. Compute it from what the model returns, without detach() or no_grad()."
+            )
+        if gradient is None and self.values[value].fake.numel() != 1:
+            raise UsageError(
+                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for example with "
+                "loss.mean()."
+            )
+        self.loss = value
+        self.backward_at = len(self.steps)
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+
+    def _free_operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], items: list[Any]
+    ) -> Any:
+        self.steps.append(Step(func=func, node=None))
+        varying = any(id(item) in self._varying for item in items) or functions.is_random(func)
+        # Values made of shapes alone (position numbers) are the same next time: only what depends on the batch,
+        # or on random numbers, can lead Python another way.
+        if varying and (func in functions.READS_DATA or func in functions.SHAPE_FROM_DATA):
+            self.reads_data = True
+        result = func(*args, **kwargs)
+        if varying:
+            self.vary(leaves(result))
+        return result
+
+    def vary(self, items: list[Any]) -> None:
+        """Notes tensors whose values may differ from one microbatch to the next."""
+        for item in items:
+            if isinstance(item, Tensor):
+                self._varying.add(id(item))
+                self._keep_alive.append(item)
+
+    def _execute(
+        self, func: Callable[..., Any], arguments: Any, cost: CostCounter
+    ) -> tuple[Any, list[int | None]]:
+        args, kwargs = arguments
+        versions = [item._version if isinstance(item, Tensor) else None for item in leaves(arguments)]
+        with self.fake_mode, cost:
+            return func(*args, **kwargs), versions
+
+    def _record(
+        self,
+        func: Any,
+        node: Node,
+        items: list[Any],
+        reads: list[tuple[int, int]],
+        fakes: list[Any],
+        output: Any,
+        versions: list[int | None],
+        line: str,
+    ) -> Any:
+        index = len(self.nodes)
+        mutations = self._mutations(index, items, fakes, versions)
+        results, structure = flatten(output)
+        positions = {id(fake): position for position, fake in enumerate(fakes) if isinstance(fake, Tensor)}
+        opaque = {id(item): position for position, item in enumerate(items) if _is_opaque(item)}
+        writes: list[tuple[int, int]] = []
+        passed: list[tuple[int, int]] = []
+        returned: list[Any] = []
+        for position, result in enumerate(results):
+            source = positions.get(id(result), opaque.get(id(result)))
+            if source is not None:
+                passed.append((position, source))
+                returned.append(items[source])
+            elif isinstance(result, Tensor):
+                value = self._new_value(index, len(writes), self._as_fake(result))
+                writes.append((position, value))
+                returned.append(self.values[value].holder)
+            else:
+                returned.append(result)
+        outputs = (*(value for _, value in writes), *(new for _, _, new in mutations))
+        self.nodes.append(_with_outputs(node, outputs))
+        blank = [None if position in dict(passed) else item for position, item in enumerate(returned)]
+        self.steps.append(
+            Step(
+                func=func,
+                node=index,
+                line=line,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                mutations=mutations,
+                structure=structure.without_template(),
+                result=tuple(blank),
+                passed=tuple(passed),
+            )
+        )
+        return structure.rebuild(returned)
+
+    def _mutations(
+        self, node: int, items: list[Any], fakes: list[Any], versions: list[int | None]
+    ) -> tuple[tuple[int | None, int | None, int], ...]:
+        """Gives every tensor that was changed in place, and every alias of it, a new value."""
+        changed = [
+            position
+            for position, (fake, version) in enumerate(zip(fakes, versions, strict=True))
+            if version is not None and fake._version != version
+        ]
+        if not changed:
+            return ()
+        mutations: list[tuple[int | None, int | None, int]] = []
+        keys = {storage_key(fakes[position]) for position in changed}
+        done: set[int] = set()
+        for position in changed:
+            item = items[position]
+            if id(item) in self._names or id(item) in done:
+                continue
+            done.add(id(item))
+            before = self._value(item)
+            mutations.append((position, before, self._new_value(node, -1, fakes[position], holder=item)))
+        for value, recorded in enumerate(list(self.values)):
+            current = recorded.holder is not None and self._value_of.get(id(recorded.holder)) == value
+            if current and id(recorded.holder) not in done and storage_key(recorded.fake) in keys:
+                done.add(id(recorded.holder))
+                mutations.append((None, value, self._new_value(node, -1, recorded.fake, holder=recorded.holder)))
+        return tuple(mutations)
+
+    def _new_value(self, producer: int, position: int, fake: Tensor, holder: Tensor | None = None) -> int:
+        value = len(self.values)
+        if holder is None:
+            holder = DeferredTensor(fake, value)
+        self.values.append(_Recorded(producer, position, fake, holder))
+        self._value_of[id(holder)] = value
+        self._keep_alive.append(holder)
+        return value
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        """A fake tensor on the computing device, for a parameter or buffer without memory."""
+        with self.fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        self._names[id(fake)] = self.unit_map.parameters[id(tensor)]
+        self._keep_alive.append(fake)
+        return fake
+
+    # ---- looking things up --------------------------------------------------------------------------------------
+
+    def _value(self, item: Any) -> int | None:
+        return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
+
+    def _reads(self, items: list[Any]) -> list[tuple[int, int]]:
+        found = []
+        for position, item in enumerate(items):
+            value = self._value(item)
+            if value is not None:
+                found.append((position, value))
+            elif isinstance(item, DeferredTensor):
+                raise UsageError(
+                    f"{user_line()}: a tensor of an earlier call of a step function is used here. Its data is on "
+                    "another rank and gone: return what you need from the step function as a StepOutput."
+                )
+        return found
+
+    def _parameters(self, items: list[Any]) -> tuple[str, ...]:
+        names = (self._names.get(id(item)) for item in items if isinstance(item, nn.Parameter))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
+    def _fake(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        value = self._value_of.get(id(item))
+        if value is not None:
+            return self.values[value].fake
+        return self._as_fake(item)
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+            self._keep_alive.append(tensor)
+        return self._fakes[id(tensor)]
+
+    # ---- the result ---------------------------------------------------------------------------------------------
+
+    def finish(self, result: Any, batch_size: int) -> Trace:
+        """Makes the graph."""
+        result_values = tuple(self._reads(leaves(result)))
+        outputs = tuple(dict.fromkeys(value for _, value in result_values))
+        units: dict[str, Unit] = {}
+        for name, num_calls in self._calls.items():
+            module = self.unit_map.modules[name]
+            units[name] = Unit(
+                name=name,
+                class_name=type(module).__name__,
+                parameters=tuple(dict.fromkeys(self.unit_map.parameters[id(t)] for t in _tensors_of(module))),
+                num_calls=num_calls,
+                mutates_buffers=name in self._mutates,
+            )
+        graph = ModelGraph(
+            nodes=tuple(self.nodes),
+            values=tuple(Value(v.producer, v.position, spec_of(v.fake)) for v in self.values),
+            units=units,
+            parameters=self.unit_map.specs,
+            loss=self.loss,
+            outputs=outputs,
+            batch_size=batch_size,
+        )
+        return Trace(
+            graph=graph,
+            steps=self.steps,
+            backward_at=self.backward_at,
+            result_values=result_values,
+            reads_data=self.reads_data,
+        )
+
+
+def trace_step(
+    unit_map: UnitMap,
+    function: Callable[..., Any],
+    arguments: Any = ((), {}),
+    *,
+    device: torch.device | str = "cpu",
+    batch_size: int = 1,
+) -> Trace:
+    """Traces one microbatch.
+
+    Args:
+        unit_map: the units, whose calls must be intercepted (`glue.intercept_calls`).
+        function: the step function.
+        arguments: its (args, kwargs).
+        device: where the units compute.
+        batch_size: samples in the microbatch.
+
+    Raises:
+        DeferredReadError: Python code reads a value that only one rank will have; the line is named.
+        TraceError: the loss does not depend on the model.
+    """
+    tracer = Tracer(unit_map, torch.device(device))
+    tracer.vary(leaves(arguments))
+    args, kwargs = arguments
+    before = set_active_handler(tracer)
+    try:
+        with _Unchanged(tracer), GlueMode(tracer):
+            result = function(*args, **kwargs)
+        return tracer.finish(result, batch_size)
+    finally:
+        set_active_handler(before)
+
+
+class _Unchanged:
+    """Keeps a model as it is while it is traced.
+
+    Takes back what forwards write to attributes of modules (it would leave fake tensors there), and lends fake tensors
+    on the right device to modules whose parameters live on other ranks.
+    """
+
+    def __init__(self, tracer: "Tracer"):
+        self._tracer = tracer
+        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        self._lent: dict[int, Tensor] = {}
+
+    def __enter__(self) -> None:
+        for module in self._tracer.unit_map.model.modules():
+            attributes = dict(module.__dict__)
+            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
+            self._saved.append((module, attributes, containers))
+            for registry in (module._parameters, module._buffers):
+                for key, tensor in registry.items():
+                    if tensor is not None and tensor.is_meta:
+                        registry[key] = self._lend(tensor)  # type: ignore[assignment]
+
+    def __exit__(self, *exc_info: object) -> None:
+        for module, attributes, containers in self._saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in containers:
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content)
+                else:
+                    container.update(content)
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._lent:
+            self._lent[id(tensor)] = self._tracer.lend(tensor)
+        return self._lent[id(tensor)]
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    fallback = ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "shardwright.", "contextlib")) and module != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return fallback
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _is_opaque(item: Any) -> bool:
+    return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)
+
+
+def _with_outputs(node: Node, outputs: tuple[int, ...]) -> Node:
+    return replace(node, outputs=outputs)

@@ -1,0 +1,152 @@
+"""Nested containers of tensors: flatten, rebuild, map.
+
+Covers what step functions and forwards really pass around: dicts and their subclasses (``ModelOutput``), named tuples,
+dataclasses, ``UserDict`` (``BatchEncoding``), lists, tuples and sets. Anything else is a leaf.
+"""
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["Structure", "flatten", "leaves", "map_tree"]
+
+
+class Structure:
+    """The shape of a tree: where its leaves go.
+
+    A container is rebuilt from a shallow copy of the one that was flattened, so subclasses keep their class and their
+    other attributes.
+    """
+
+    __slots__ = ("_keys", "_kind", "_template", "children", "num_leaves")
+
+    def __init__(self, kind: str, template: Any, keys: Sequence[Any], children: "Sequence[Structure]"):
+        self._kind = kind
+        self._template = template
+        self._keys = keys
+        self.children = children
+        self.num_leaves = 1 if kind == "leaf" else sum(child.num_leaves for child in children)
+
+    @property
+    def key(self) -> Any:
+        """A hashable value, equal for trees of equal structure."""
+        if self._kind == "leaf":
+            return None
+        keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self._keys)
+        return (type(self._template).__qualname__, keys, tuple(child.key for child in self.children))
+
+    def rebuild(self, items: Sequence[Any]) -> Any:
+        """Puts leaves back, in the order of `flatten`."""
+        if self._kind == "leaf":
+            return items[0]
+        return self._build(iter(items))
+
+    def _build(self, items: Iterator[Any]) -> Any:
+        if self._kind == "leaf":
+            return next(items)
+        values = [child._build(items) for child in self.children]
+        return _REBUILD[self._kind](self._template, self._keys, values)
+
+    def without_template(self) -> "Structure":
+        """The same structure, without holding on to the leaves of the tree it was made from."""
+        if self._kind == "leaf":
+            return self
+        children = [child.without_template() for child in self.children]
+        template = _REBUILD[self._kind](self._template, self._keys, [None] * len(children))
+        return Structure(self._kind, template, self._keys, children)
+
+
+_LEAF = Structure("leaf", None, (), ())
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Lists the leaves of a tree, depth first, and its structure.
+
+    >>> items, structure = flatten({"a": [1, 2], "b": (3,)})
+    >>> items
+    [1, 2, 3]
+    >>> structure.rebuild([10, 20, 30])
+    {'a': [10, 20], 'b': (30,)}
+    """
+    items: list[Any] = []
+    return items, _flatten(tree, items)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, depth first."""
+    return flatten(tree)[0]
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies a function to every leaf."""
+    items, structure = flatten(tree)
+    return structure.rebuild([function(item) for item in items])
+
+
+def _flatten(tree: Any, items: list[Any]) -> Structure:
+    kind = type(tree)
+    if kind in _ATOMS:
+        items.append(tree)
+        return _LEAF
+    if kind is tuple or kind is list:
+        return Structure("sequence", tree, (), [_flatten(child, items) for child in tree])
+    if isinstance(tree, dict):
+        return Structure("dict", tree, tuple(tree), [_flatten(child, items) for child in tree.values()])
+    if isinstance(tree, tuple):
+        name = "namedtuple" if hasattr(tree, "_fields") else "tuple_subclass"
+        return Structure(name, tree, (), [_flatten(child, items) for child in tree])
+    if isinstance(tree, list):
+        return Structure("list_subclass", tree, (), [_flatten(child, items) for child in tree])
+    if isinstance(tree, UserDict):
+        return Structure("userdict", tree, tuple(tree), [_flatten(child, items) for child in tree.values()])
+    if isinstance(tree, set | frozenset):
+        return Structure("set", tree, (), [_flatten(child, items) for child in tree])
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = tuple(field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name))
+        return Structure("dataclass", tree, names, [_flatten(getattr(tree, name), items) for name in names])
+    items.append(tree)
+    return _LEAF
+
+
+def _rebuild_dict(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    if type(template) is dict:
+        return dict(zip(keys, values, strict=True))
+    result = copy.copy(template)
+    for key, value in zip(keys, values, strict=True):
+        result[key] = value
+    return result
+
+
+def _rebuild_userdict(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    result = copy.copy(template)
+    result.data = dict(zip(keys, values, strict=True))
+    return result
+
+
+def _rebuild_dataclass(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    result = copy.copy(template)
+    for key, value in zip(keys, values, strict=True):
+        object.__setattr__(result, key, value)
+    return result
+
+
+def _rebuild_list_subclass(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    result = copy.copy(template)
+    result[:] = values
+    return result
+
+
+_REBUILD: dict[str, Callable[[Any, Sequence[Any], Sequence[Any]], Any]] = {
+    "sequence": lambda template, keys, values: type(template)(values),
+    "dict": _rebuild_dict,
+    "namedtuple": lambda template, keys, values: type(template)(*values),
+    "tuple_subclass": lambda template, keys, values: type(template)(values),
+    "list_subclass": _rebuild_list_subclass,
+    "userdict": _rebuild_userdict,
+    "set": lambda template, keys, values: type(template)(values),
+    "dataclass": _rebuild_dataclass,
+}
+
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, slice, type(Ellipsis)})
