@@ -1,0 +1,10 @@
+"""Decides how a model is split: from a traced model, what its units cost, machines and settings to a plan.
+
+No framework is imported here: a model of any size is planned on a laptop.
+"""
+
+from shardwright.planner.chain import Chain, build_chain
+from shardwright.planner.estimate import estimate_profile
+from shardwright.planner.search import Candidates, make_plan, microbatch_counts
+
+__all__ = ["Candidates", "Chain", "build_chain", "estimate_profile", "make_plan", "microbatch_counts"]

@@ -1,0 +1,196 @@
+"""Why a plan is as it is: predictions, reasons in sentences with numbers, and the runners-up."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardwright.config import Config
+from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
+from shardwright.planner.option import Option
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = ["alternatives", "describe_memory", "predict", "reasons", "title"]
+
+_NUM_ALTERNATIVES = 5
+
+
+def predict(option: Option) -> Prediction:
+    """What the simulator expects, in the form of the plan file."""
+    layout = option.layout
+    sends = [0] * layout.num_stages
+    for edge in layout.edges():
+        sends[edge.source] += edge.num_bytes
+    stages = tuple(
+        StagePrediction(
+            forward_s=cost.forward_s,
+            backward_s=cost.backward_s + cost.recompute_s,
+            weight_s=cost.weight_s,
+            send_bytes=sent,
+            saved_bytes=cost.saved_bytes,
+            parameter_bytes=held,
+        )
+        for cost, sent, held in zip(layout.stage_costs(), sends, layout.stage_parameter_bytes(), strict=True)
+    )
+    return Prediction(
+        step_s=option.step_s,
+        bubble=min(1.0, max(0.0, option.simulation.bubble)),
+        stages=stages,
+        memory=option.memory,
+        provenance=layout.chain.provenance,
+    )
+
+
+def title(option: Option) -> str:
+    """A name for an option: ``1f1b, 4 microbatches, 2 stages``."""
+    layout = option.layout
+    text = f"{option.kind}, {_count(option.num_microbatches, 'microbatch', 'es')}, "
+    text += _count(layout.num_stages, "stage")
+    if layout.num_stages > layout.num_ranks:
+        text += f" on {layout.num_ranks} ranks"
+    return text
+
+
+def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[str, ...]:
+    """Why this option, what limits it, and what it rests on; one sentence each."""
+    found = [_choice(best, others), _balance(best), _memory(best)]
+    found += _recomputation(best)
+    found += _ties(best)
+    if best.replica_s > 0:
+        replicas = best.workload.fabric.mesh.data
+        found.append(
+            f"Summing the gradients over {replicas} replicas takes {format_seconds(best.replica_s)} a step."
+        )
+    if config.pins:
+        pins = ", ".join(f"{key} {value}" for key, value in config.pins.items())
+        found.append(f"Fixed by the settings: {pins}.")
+    provenance = best.layout.chain.provenance
+    found.append(
+        "The times of the units were measured."
+        if provenance == "measured"
+        else "The times of the units are estimated from FLOPs and bytes: expect an error of 25 % or more."
+    )
+    return tuple(found)
+
+
+def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:
+    """The best of the other options, one for each family, number of microbatches and number of stages."""
+    found: dict[tuple[str, int, int], Alternative] = {}
+    for option in others:
+        key = (option.kind, option.num_microbatches, option.layout.num_stages)
+        if key == (best.kind, best.num_microbatches, best.layout.num_stages) or key in found:
+            continue
+        found[key] = Alternative(
+            schedule=option.kind,
+            microbatches=option.num_microbatches,
+            stages=option.layout.num_stages,
+            step_s=option.step_s,
+            peak_bytes=option.peak_bytes,
+            verdict=_verdict(option, best),
+        )
+    return tuple(found.values())[:_NUM_ALTERNATIVES]
+
+
+def describe_memory(memory: MemoryPrediction) -> str:
+    """The parts of a peak, largest first: ``1.2 GiB activations, 400 MiB parameters``."""
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "activations": memory.activations,
+        "work": memory.work,
+    }
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_bytes(size)} {name}" for name, size in ordered if size)
+
+
+def _choice(best: Option, others: Sequence[Option]) -> str:
+    text = f"Chosen: {title(best)}, {format_seconds(best.step_s)} a step"
+    rivals = [o for o in others if o.fits and title(o) != title(best)]
+    if not rivals:
+        return text + ", the only combination that the settings and the memory allow."
+    rival = min(rivals, key=lambda option: option.step_s)
+    text += f"; the next best, {title(rival)}, takes {format_seconds(rival.step_s)}"
+    difference = rival.step_s / best.step_s - 1
+    if difference < 0:
+        weight = best.workload.demands.memory_weight
+        why = "more complicated" if weight == 0 else f"needs {format_bytes(rival.peak_bytes)} of memory"
+        return text + f", {-difference:.1%} less, but is {why}." if weight == 0 else text + f" but {why}."
+    return text + f" (+{difference:.1%})."
+
+
+def _balance(best: Option) -> str:
+    layout = best.layout
+    owner = np.asarray(layout.ranks)
+    work = np.bincount(
+        owner, [cost.forward_s + cost.backward_s + cost.recompute_s for cost in layout.stage_costs()]
+    )
+    slowest = int(work.argmax())
+    text = (
+        f"Rank {slowest} has most work, {format_seconds(float(work[slowest]))} a microbatch; "
+        f"the mean is {format_seconds(float(work.mean()))}"
+    )
+    return text + f", and ranks idle {best.simulation.bubble:.0%} of the step."
+
+
+def _memory(best: Option) -> str:
+    neediest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].peak)
+    memory = best.memory[neediest]
+    limit = best.workload.demands.limit_bytes
+    bound = f"of {format_bytes(limit)}" if limit else "(no limit is known)"
+    return (
+        f"Rank {neediest} needs most memory, {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
+    )
+
+
+def _recomputation(best: Option) -> list[str]:
+    layout = best.layout
+    number = int(layout.recompute.sum())
+    if not number:
+        return []
+    seconds = float(layout.chain.forward_s[layout.recompute].sum())
+    text = (
+        f"{number} of {layout.chain.num_calls} units are recomputed in the backward, "
+        f"{format_seconds(seconds)} a microbatch"
+    )
+    if best.workload.demands.recompute == "full":
+        return [text + ", because activation_checkpointing is full."]
+    return [text + f": without it, {format_bytes(best.workload.demands.limit_bytes)} would not be enough."]
+
+
+def _ties(best: Option) -> list[str]:
+    layout = best.layout
+    found = []
+    shared = layout.replicated()
+    uses = [use for use in layout.chain.parameters if use.name in shared]
+    if uses:
+        largest = max(uses, key=lambda use: use.num_bytes)
+        held = sorted({layout.ranks[stage] for stage in shared[largest.name]})
+        between = largest.calls[-1] - largest.calls[0] + 1
+        found.append(
+            f"{largest.name}{f' and {len(uses) - 1} more' if len(uses) > 1 else ''} is held by ranks "
+            f"{', '.join(map(str, held))}: summing the gradients takes {format_seconds(best.tie_s)} a step. "
+            f"On one rank, it would take all {between} units from its first to its last use along."
+        )
+    for group in layout.chain.uncontracted().ties():
+        ranks = {layout.ranks[layout.stage_of_call[call]] for use in group for call in use.calls}
+        if len(ranks) == 1 and len(best.workload.fabric.mesh.group("pp", 0)) > 1:
+            found.append(f"{group[0].name} is used by several units, all on rank {min(ranks)}.")
+    return found
+
+
+def _verdict(option: Option, best: Option) -> str:
+    if not option.fits:
+        neediest = max(range(len(option.memory)), key=lambda rank: option.memory[rank].peak)
+        return (
+            f"does not fit: rank {neediest} needs {format_bytes(option.peak_bytes)}, "
+            f"{format_bytes(option.overflow_bytes)} too much"
+        )
+    difference = option.step_s / best.step_s - 1
+    memory = format_bytes(option.peak_bytes)
+    if difference < 0:
+        return f"{-difference:.1%} faster, with {memory}: not enough to be worth its complication"
+    return f"{difference:.1%} slower, with {memory}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

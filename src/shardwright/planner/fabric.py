@@ -1,0 +1,85 @@
+"""The machines as one pipeline sees them: links between its ranks, cores, sums of gradients."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.cluster import Cluster, Link
+from shardwright.mesh import Mesh
+from shardwright.planner.layout import Layout
+
+__all__ = ["Fabric"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A cluster with a mesh laid over it; replica 0 stands for all.
+
+    Attributes:
+        cluster: the machines.
+        mesh: which rank does what.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two pipeline ranks of a replica."""
+        return self.cluster.link(self.mesh.rank_of(pipeline=source), self.mesh.rank_of(pipeline=target))
+
+    @property
+    def neighbour_link(self) -> Link | None:
+        """The slowest link between consecutive pipeline ranks; None where there is one rank only."""
+        links = [self.link(rank, rank + 1) for rank in range(self.mesh.pipeline - 1)]
+        return max(links, key=lambda link: link.seconds(2**20), default=None)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Pipeline ranks of one replica that share a host."""
+        hosts = [
+            self.mesh.rank_of(pipeline=rank) // self.cluster.ranks_per_node
+            for rank in range(self.mesh.pipeline)
+        ]
+        return hosts.count(hosts[0])
+
+    @property
+    def cores(self) -> int:
+        """CPU cores for the ranks of one replica on one host; 0 where every rank has a device of its own."""
+        if not self.cluster.cores_per_node:
+            return 0
+        on_host = min(self.cluster.ranks_per_node, self.mesh.world_size)
+        return max(1, self.cluster.cores_per_node * self.ranks_per_node // on_host)
+
+    def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:
+        """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
+
+        ``2 (n - 1) / n * bytes / bandwidth + 2 latency log2(n)`` over the slowest link.
+        """
+        members = sorted(ranks)
+        n = len(members)
+        if n < 2 or num_bytes <= 0:
+            return 0.0
+        links = [self.cluster.link(a, b) for a, b in zip(members, members[1:] + members[:1], strict=True)]
+        slowest = max(links, key=lambda link: link.seconds(num_bytes / n))
+        transfer = 2 * (n - 1) / n * num_bytes / slowest.bandwidth_Bps
+        return transfer + 2 * slowest.latency_s * math.log2(n)
+
+    def tie_seconds(self, layout: Layout) -> float:
+        """Seconds of summing the gradients of parameters that several pipeline ranks hold, once a step."""
+        groups: dict[tuple[int, ...], int] = {}
+        replicated = layout.replicated()
+        for use in layout.chain.parameters:
+            if use.trained and use.name in replicated:
+                ranks = tuple(sorted({layout.ranks[stage] for stage in replicated[use.name]}))
+                groups[ranks] = groups.get(ranks, 0) + use.num_bytes
+        return sum(
+            self.all_reduce_seconds(size, [self.mesh.rank_of(pipeline=rank) for rank in ranks])
+            for ranks, size in groups.items()
+        )
+
+    def replica_seconds(self, layout: Layout) -> float:
+        """Seconds of summing the gradients over the replicas, once a step."""
+        return max(
+            self.all_reduce_seconds(trained, self.mesh.group("rdp", self.mesh.rank_of(pipeline=rank)))
+            for rank, (_, trained) in enumerate(layout.parameter_bytes())
+        )

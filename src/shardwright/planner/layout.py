@@ -1,0 +1,130 @@
+"""A chain cut in stages, with the stages on ranks: what each stage costs and what flows between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.planner.chain import Chain
+from shardwright.schedule import Edge, StageCost
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where every call runs.
+
+    Attributes:
+        chain: what is cut.
+        cuts: position of the first call of each stage, then the number of calls.
+        ranks: pipeline rank of each stage.
+        recompute: for each call, whether its activations are recomputed in the backward.
+    """
+
+    chain: Chain
+    cuts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    recompute: NDArray[np.bool_]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, over all ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return max(self.ranks) + 1
+
+    @property
+    def stage_of_call(self) -> NDArray[np.int64]:
+        """The stage of each call."""
+        return np.repeat(np.arange(self.num_stages), np.diff(np.asarray(self.cuts)))
+
+    def calls(self, stage: int) -> range:
+        """Positions of the calls of a stage."""
+        return range(self.cuts[stage], self.cuts[stage + 1])
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    def stage_costs(self) -> tuple[StageCost, ...]:
+        """Seconds and bytes of each stage for one microbatch."""
+        chain = self.chain
+        saved = np.where(self.recompute, chain.kept_bytes, chain.saved_bytes) + chain.glue_bytes
+        again = np.where(self.recompute, chain.forward_s, 0.0)
+        columns = [
+            np.add.reduceat(values, np.asarray(self.cuts[:-1])).tolist()
+            for values in (chain.forward_s, chain.backward_s, chain.weight_s, saved, again)
+        ]
+        return tuple(
+            StageCost(
+                forward_s=forward,
+                backward_s=max(backward, weight),
+                weight_s=weight,
+                saved_bytes=int(num_bytes),
+                recompute_s=recompute,
+            )
+            for forward, backward, weight, num_bytes, recompute in zip(*columns, strict=True)
+        )
+
+    def edges(self) -> tuple[Edge, ...]:
+        """What flows from stage to stage, each value once for each pair of stages."""
+        stage = self.stage_of_call.tolist()
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for flow in self.chain.flows:
+            source = stage[flow.source]
+            for target in dict.fromkeys(stage[call] for call in flow.targets):
+                if target != source:
+                    sizes.setdefault((source, target), [0, 0])[0] += flow.num_bytes
+            for target in dict.fromkeys(stage[call] for call in flow.gradient_targets):
+                if target != source:
+                    sizes[source, target][1] += flow.gradient_bytes
+        return tuple(
+            Edge(
+                source=source,
+                target=target,
+                num_bytes=num_bytes,
+                gradient_bytes=gradient_bytes,
+                has_gradient=gradient_bytes > 0,
+            )
+            for (source, target), (num_bytes, gradient_bytes) in sorted(sizes.items())
+        )
+
+    def replicated(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that more than one rank holds, with the stages that read them."""
+        stage = self.stage_of_call.tolist()
+        found = {}
+        for use in self.chain.parameters:
+            stages = tuple(dict.fromkeys(stage[call] for call in use.calls))
+            if len({self.ranks[s] for s in stages}) > 1:
+                found[use.name] = stages
+        return found
+
+    def parameter_bytes(self) -> list[tuple[int, int]]:
+        """For each rank, the bytes of its parameters and buffers, each once, and of the trained ones."""
+        sizes = [[0, 0] for _ in range(self.num_ranks)]
+        rank_of = np.asarray(self.ranks)[self.stage_of_call].tolist()
+        for use in self.chain.parameters:
+            for rank in {rank_of[call] for call in use.calls}:
+                sizes[rank][0] += use.num_bytes
+                sizes[rank][1] += use.num_bytes if use.trained else 0
+        return [(held, trained) for held, trained in sizes]
+
+    def stage_parameter_bytes(self) -> list[int]:
+        """For each stage, the bytes of the parameters and buffers that it reads, each once."""
+        sizes = [0] * self.num_stages
+        stage = self.stage_of_call.tolist()
+        for use in self.chain.parameters:
+            for reader in {stage[call] for call in use.calls}:
+                sizes[reader] += use.num_bytes
+        return sizes
+
+    def with_recompute(self, calls: Sequence[int]) -> "Layout":
+        """The same layout with exactly these calls recomputed."""
+        recompute = np.zeros(self.chain.num_calls, dtype=bool)
+        recompute[list(calls)] = True
+        return Layout(chain=self.chain, cuts=self.cuts, ranks=self.ranks, recompute=recompute)

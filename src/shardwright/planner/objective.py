@@ -1,0 +1,185 @@
+"""What makes one split better than another.
+
+For speed, the cost of a stage is its time: compute, the transfers that stand in its way, and the
+recomputation without which it would not fit. Memory is a limit. With a memory weight w, the cost mixes its
+shares of the whole model's time and memory, under the same limit::
+
+    (1 - w) * time / time(model) + w * memory / memory(model)
+
+How much must be recomputed is a fraction here, the smallest that fits; `recompute` chooses whole units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cluster import Link
+from shardwright.planner.tables import Tables
+
+__all__ = ["Objective", "RecomputePolicy", "build_objective"]
+
+Floats = NDArray[np.float64]
+
+RecomputePolicy = Literal["auto", "none", "full"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Objective:
+    """Costs of stages; made by `build_objective`.
+
+    Attributes:
+        tables: sums over all intervals of the chain.
+        seconds: compute and exposed transfers of every interval, without recomputation for memory.
+        state_bytes: parameters, gradients and optimizer state of every interval.
+        memory_weight: share of memory in the cost, 0 to 1.
+        limit_bytes: memory of one rank; 0 means no limit.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+    """
+
+    tables: Tables
+    seconds: Floats
+    state_bytes: Floats
+    memory_weight: float
+    limit_bytes: int
+    recompute: RecomputePolicy
+    _cache: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
+
+    def cost(self, in_flight: int) -> Floats:
+        """Cost of every interval as a stage with so many microbatches in flight; infinite: impossible."""
+        if in_flight not in self._cache:
+            tables = self.tables
+            saved = in_flight * tables.saved_bytes
+            again, overflow = self._relax(
+                state=self.state_bytes,
+                saved=saved,
+                freeable=in_flight * tables.recomputable_bytes,
+                work=tables.work_bytes,
+                recomputed=tables.recomputed_bytes,
+                forward_s=tables.forward_s,
+            )
+            cost = self._mix(self.seconds + again, self.state_bytes + saved)
+            possible = np.triu(overflow <= 0, 1)
+            self._cache[in_flight] = np.where(possible, cost, np.inf)
+        return self._cache[in_flight]
+
+    def rank_key(
+        self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]
+    ) -> tuple[float, float, float]:
+        """What counts with several stages a rank: bytes missing on all ranks, dearest rank, dearest stage."""
+        at, owner = np.asarray(cuts), np.asarray(ranks)
+        pick = (at[:-1], at[1:])
+        sums = self._rank_sums(pick, owner, np.asarray(in_flight))
+        again, overflow = self._relax(**sums)
+        seconds = self.seconds[pick]
+        cost = self._mix(np.bincount(owner, seconds) + again, sums["state"] + sums["saved"])
+        return float(overflow.sum()), float(cost.max()), float(seconds.max())
+
+    def fits(self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]) -> bool:
+        """Whether every rank has enough memory without any recomputation but what is asked for."""
+        at = np.asarray(cuts)
+        sums = self._rank_sums((at[:-1], at[1:]), np.asarray(ranks), np.asarray(in_flight))
+        again, overflow = self._relax(**sums)
+        return not again.any() and not overflow.any()
+
+    def _rank_sums(
+        self, pick: tuple[NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64], flying: Any
+    ) -> dict[str, Floats]:
+        """The arguments of `_relax` for each rank."""
+        tables = self.tables
+
+        def total(values: Floats) -> Floats:
+            return np.bincount(owner, values).astype(np.float64)
+
+        def largest(values: Floats) -> Floats:
+            found = np.zeros(int(owner.max()) + 1)
+            np.maximum.at(found, owner, values)
+            return found
+
+        return {
+            "state": total(self.state_bytes[pick]),
+            "saved": total(flying * tables.saved_bytes[pick]),
+            "freeable": total(flying * tables.recomputable_bytes[pick]),
+            "work": largest(tables.work_bytes[pick]),
+            "recomputed": largest(tables.recomputed_bytes[pick]),
+            "forward_s": total(tables.forward_s[pick]),
+        }
+
+    def _relax(
+        self,
+        *,
+        state: Floats,
+        saved: Floats,
+        freeable: Floats,
+        work: Floats,
+        recomputed: Floats,
+        forward_s: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Seconds of recomputation that make it fit, and the bytes that are missing even then."""
+        none = np.zeros_like(state)
+        if not self.limit_bytes:
+            return none, none
+        if self.recompute == "full":
+            return none, np.maximum(state + saved - freeable + recomputed - self.limit_bytes, 0.0)
+        missing = state + saved + work - self.limit_bytes
+        if self.recompute == "none":
+            return none, np.maximum(missing, 0.0)
+        to_free = state + saved + recomputed - self.limit_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fraction = np.where(freeable > 0, np.clip(to_free / freeable, 0.0, 1.0), 0.0)
+        tight = missing > 0
+        # Without anything to free, the larger work memory of recomputation does not count either.
+        left = np.where(freeable > 0, to_free - freeable, missing)
+        return np.where(tight, fraction * forward_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
+
+    def _mix(self, seconds: Floats, held: Floats) -> Floats:
+        if self.memory_weight == 0:
+            return seconds
+        tables = self.tables
+        whole_s = max(float(tables.forward_s[0, -1] + tables.backward_s[0, -1]), 1e-12)
+        whole_bytes = max(float(self.state_bytes[0, -1] + tables.saved_bytes[0, -1]), 1.0)
+        return (1 - self.memory_weight) * seconds / whole_s + self.memory_weight * held / whole_bytes
+
+
+def build_objective(
+    tables: Tables,
+    *,
+    link: Link | None = None,
+    exposed: float = 1.0,
+    memory_weight: float = 0.0,
+    limit_bytes: int = 0,
+    recompute: RecomputePolicy = "auto",
+    optimizer_factor: float = 2.0,
+) -> Objective:
+    """Makes the costs of all stages.
+
+    Args:
+        tables: sums over all intervals of the chain.
+        link: connection between neighbouring ranks; None where transfers cost nothing.
+        exposed: share of the transfers that is not hidden behind compute, 0 to 1.
+        memory_weight: share of memory in the cost, 0 to 1.
+        limit_bytes: memory of one rank; 0 means no limit.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
+    """
+    seconds = tables.forward_s + tables.backward_s
+    if recompute == "full":
+        seconds = seconds + tables.forward_s
+    if link is not None and exposed > 0:
+        for sent in (
+            tables.receive_bytes,
+            tables.send_bytes,
+            tables.receive_gradient_bytes,
+            tables.send_gradient_bytes,
+        ):
+            seconds = seconds + exposed * (link.latency_s * (sent > 0) + sent / link.bandwidth_Bps)
+    return Objective(
+        tables=tables,
+        seconds=seconds,
+        state_bytes=tables.parameter_bytes + (1 + optimizer_factor) * tables.trained_bytes,
+        memory_weight=memory_weight,
+        limit_bytes=limit_bytes,
+        recompute=recompute,
+    )

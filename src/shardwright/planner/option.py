@@ -1,0 +1,306 @@
+"""One combination of schedule, stages and microbatches, worked out.
+
+::
+
+    Workload.draft:  split (chain DP) ─► improve ─► choose_recompute ─► closed-form time, for a first ranking
+    Draft.work_out:  build_schedule ─► simulate ─► memory               the schedule that the runtime executes
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from shardwright.plan import MemoryPrediction
+from shardwright.planner.chain import Chain
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.layout import Layout
+from shardwright.planner.memory import in_flight, rank_memory
+from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
+from shardwright.planner.partition import improve, split
+from shardwright.planner.recompute import choose_recompute
+from shardwright.planner.tables import build_tables
+from shardwright.schedule import Schedule, Simulation, build_schedule, simulate
+
+__all__ = ["Demands", "Draft", "Option", "Workload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What every option must respect.
+
+    Attributes:
+        limit_bytes: memory of one rank; 0 means no limit.
+        memory_weight: share of memory in what is balanced.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+        active_microbatches: bound on microbatches in flight; None for the schedule's own.
+        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
+    """
+
+    limit_bytes: int = 0
+    memory_weight: float = 0.0
+    recompute: RecomputePolicy = "auto"
+    active_microbatches: int | None = None
+    optimizer_factor: float = 2.0
+
+
+@lru_cache(maxsize=512)
+def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: int | None) -> tuple[int, ...]:
+    """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
+    if kind != "gpipe":
+        # Every family but gpipe is in its steady state by then.
+        num_microbatches = min(num_microbatches, 4 * len(ranks))
+    schedule = build_schedule(
+        kind, stage_ranks=ranks, num_microbatches=num_microbatches, active_microbatches=active
+    )
+    return in_flight(schedule)
+
+
+class Workload:
+    """A chain at one number of microbatches, on given machines; remembers what it worked out.
+
+    Args:
+        chain: the calls of one microbatch.
+        num_microbatches: parts into which a batch is split.
+        fabric: the machines.
+        demands: what every option must respect.
+    """
+
+    def __init__(self, chain: Chain, *, num_microbatches: int, fabric: Fabric, demands: Demands):
+        self.chain = chain
+        self.num_microbatches = num_microbatches
+        self.fabric = fabric
+        self.demands = demands
+        self._objectives: dict[float, Objective] = {}
+        self._free_splits: dict[tuple[float, int], tuple[int, ...] | None] = {}
+
+    def draft(
+        self, kind: str, ranks: tuple[int, ...], *, exposed: float = 1.0, cuts: tuple[int, ...] | None = None
+    ) -> "Draft":
+        """Cuts the chain for one placement of stages on ranks.
+
+        Args:
+            kind: schedule family.
+            ranks: pipeline rank of each stage.
+            exposed: share of the transfers that is taken as not hidden behind compute.
+            cuts: positions of the calls at which to cut, where the user has said so.
+
+        Raises:
+            PlanError: there are more stages than atoms.
+        """
+        demands = self.demands
+        flying = _flying(kind, ranks, self.num_microbatches, demands.active_microbatches)
+        if cuts is None:
+            starts = self.chain.starts
+            cuts = tuple(starts[cut] for cut in self._cut(ranks, flying, exposed))
+        recompute = np.full(self.chain.num_calls, demands.recompute == "full")
+        layout = Layout(chain=self.chain, cuts=cuts, ranks=ranks, recompute=recompute)
+        if demands.recompute == "auto":
+            layout = choose_recompute(
+                layout,
+                in_flight=flying,
+                limit_bytes=demands.limit_bytes,
+                optimizer_factor=demands.optimizer_factor,
+            )
+        return Draft(workload=self, kind=kind, layout=layout, in_flight=flying)
+
+    def objective(self, exposed: float) -> Objective:
+        """The costs of all stages."""
+        if exposed not in self._objectives:
+            demands = self.demands
+            known = next(iter(self._objectives.values()), None)
+            self._objectives[exposed] = build_objective(
+                build_tables(self.chain) if known is None else known.tables,
+                link=self.fabric.neighbour_link,
+                exposed=exposed,
+                memory_weight=demands.memory_weight,
+                limit_bytes=demands.limit_bytes,
+                recompute=demands.recompute,
+                optimizer_factor=demands.optimizer_factor,
+            )
+        return self._objectives[exposed]
+
+    def _cut(self, ranks: tuple[int, ...], flying: Sequence[int], exposed: float) -> tuple[int, ...]:
+        objective = self.objective(exposed)
+        num_atoms, num_stages = self.chain.num_atoms, len(ranks)
+        several = num_stages > max(ranks) + 1
+
+        def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
+            return objective.rank_key(cuts, ranks=ranks, in_flight=flying)
+
+        cuts = self._free_split(exposed, num_stages)
+        if objective.memory_weight or not objective.fits(cuts, ranks=ranks, in_flight=flying):
+            tables = {flight: objective.cost(flight) for flight in set(flying)}
+            limited = split(
+                num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: tables[flying[stage]]
+            )
+            several = several or limited is None
+            cuts = limited or cuts
+        return improve(cuts, key=key) if several else cuts
+
+    def _free_split(self, exposed: float, num_stages: int) -> tuple[int, ...]:
+        """The fastest split where memory is no limit."""
+        known = self._free_splits.get((exposed, num_stages))
+        if known is None:
+            free = replace(self.objective(exposed), limit_bytes=0, memory_weight=0.0)
+            cost = free.cost(1)
+            known = split(self.chain.num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: cost)
+            assert known is not None
+            self._free_splits[exposed, num_stages] = known
+        return known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A layout with a schedule family, not simulated yet.
+
+    Attributes:
+        workload: what it is made from.
+        kind: schedule family.
+        layout: where every call runs.
+        in_flight: microbatches in flight, for each stage.
+    """
+
+    workload: Workload
+    kind: str
+    layout: Layout
+    in_flight: tuple[int, ...]
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """Seconds of a step in closed form: ``m * slowest rank + bubble``, and the sums over ties.
+
+        The bubble of p ranks with v stages each is ``(p - 1) * mean / v``, of which the zero-bubble
+        families fill the part that their weight gradients can fill.
+        """
+        layout = self.layout
+        costs = layout.stage_costs()
+        owner = np.asarray(layout.ranks)
+        total = np.bincount(owner, [c.forward_s + c.backward_s + c.recompute_s for c in costs])
+        weight = np.bincount(owner, [c.weight_s for c in costs])
+        idle = float(total.mean()) * layout.num_ranks / layout.num_stages
+        if self.kind == "zb_h1":
+            idle = max(0.0, idle - 2 * float(weight.mean()))
+        elif self.kind == "zb_v":
+            idle = 0.0
+        m = self.workload.num_microbatches
+        step_s = m * float(total.max()) + (layout.num_ranks - 1) * idle
+        cores = self.workload.fabric.cores
+        if cores:
+            step_s = max(step_s, m * float(total.sum()) / cores)
+        return step_s + self.workload.fabric.tie_seconds(layout)
+
+    @cached_property
+    def overflow_bytes(self) -> int:
+        """By how much the rank that needs most exceeds the limit, by an upper bound; 0 or less: it fits."""
+        demands, layout = self.workload.demands, self.layout
+        if not demands.limit_bytes:
+            return 0
+        activations = [0] * layout.num_ranks
+        for cost, flight, rank in zip(layout.stage_costs(), self.in_flight, layout.ranks, strict=True):
+            activations[rank] += flight * cost.saved_bytes
+        memory = rank_memory(layout, activation_bytes=activations, optimizer_factor=demands.optimizer_factor)
+        return max(part.peak for part in memory) - demands.limit_bytes
+
+    def work_out(self) -> "Option":
+        """Builds and simulates the schedule; chooses recomputation anew if that changes what is in flight."""
+        option = self._simulated(self.layout)
+        demands = self.workload.demands
+        if not option.fits and demands.recompute == "auto":
+            flying = in_flight(option.schedule)
+            if flying != self.in_flight:
+                layout = choose_recompute(
+                    self.layout,
+                    in_flight=flying,
+                    limit_bytes=demands.limit_bytes,
+                    optimizer_factor=demands.optimizer_factor,
+                )
+                option = self._simulated(layout)
+        return option
+
+    def _simulated(self, layout: Layout) -> "Option":
+        workload = self.workload
+        demands, fabric = workload.demands, workload.fabric
+        costs = layout.stage_costs()
+        schedule = build_schedule(
+            self.kind,
+            stage_ranks=layout.ranks,
+            num_microbatches=workload.num_microbatches,
+            active_microbatches=demands.active_microbatches,
+            costs=costs,
+        )
+        simulation = simulate(
+            schedule,
+            costs,
+            edges=layout.edges(),
+            link=fabric.link,
+            cores=fabric.cores,
+            ranks_per_node=fabric.ranks_per_node,
+        )
+        memory = rank_memory(
+            layout, activation_bytes=simulation.peak_bytes, optimizer_factor=demands.optimizer_factor
+        )
+        return Option(
+            workload=workload, layout=layout, schedule=schedule, simulation=simulation, memory=memory
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A layout with its schedule, time and memory.
+
+    Attributes:
+        workload: what it is made from.
+        layout: where every call runs.
+        schedule: the order of work, without transfers.
+        simulation: its predicted timeline.
+        memory: predicted peak of each pipeline rank.
+    """
+
+    workload: Workload
+    layout: Layout
+    schedule: Schedule
+    simulation: Simulation
+    memory: tuple[MemoryPrediction, ...]
+
+    @property
+    def kind(self) -> str:
+        """Schedule family."""
+        return self.schedule.kind
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts into which a batch is split."""
+        return self.schedule.num_microbatches
+
+    @cached_property
+    def tie_s(self) -> float:
+        """Seconds of summing the gradients of parameters that several pipeline ranks hold, once a step."""
+        return self.workload.fabric.tie_seconds(self.layout)
+
+    @cached_property
+    def replica_s(self) -> float:
+        """Seconds of summing the gradients over the replicas, once a step."""
+        return self.workload.fabric.replica_seconds(self.layout)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the schedule, then the sums of gradients."""
+        return self.simulation.step_s + self.tie_s + self.replica_s
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the rank that needs most."""
+        return max(memory.peak for memory in self.memory)
+
+    @property
+    def overflow_bytes(self) -> int:
+        """By how much the rank that needs most exceeds the limit; 0 or less: it fits."""
+        limit = self.workload.demands.limit_bytes
+        return self.peak_bytes - limit if limit else 0
+
+    @property
+    def fits(self) -> bool:
+        """Every rank has enough memory."""
+        return self.overflow_bytes <= 0

@@ -1,0 +1,281 @@
+"""From a profiled model, machines and settings to a plan.
+
+::
+
+    for each m:  graph, profile ─► chain ─► drafts: schedule family x stages per rank x ties x exposure
+                                               │  closed form: keep the best dozen, and the best of each
+                                               family ▼
+                                            options: simulated with their real schedule
+                                               │  drop what does not fit; near ties go to the simplest
+                                               ▼
+                                             plan: prediction, reasons, runners-up
+
+Everything is deterministic: ranks that plan for themselves come to the same plan.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import PlanError
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
+from shardwright.planner.chain import Chain, build_chain
+from shardwright.planner.explain import alternatives, predict, reasons
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.infeasible import infeasible
+from shardwright.planner.option import Demands, Draft, Option, Workload
+from shardwright.planner.partition import manual_stages
+from shardwright.profile import Profile
+from shardwright.schedule import place_stages
+
+__all__ = ["Candidates", "make_plan", "microbatch_counts"]
+
+Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+"""For each number of microbatches, the graph traced at that microbatch size and its profile."""
+
+# Families in the order of simplicity: near ties go to the first. 1F1B needs less memory than GPipe for the
+# same time.
+_SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
+
+_NEAR_TIE = 1.02
+_NUM_SIMULATED = 12
+_MOST_ACTIONS = 200_000
+_MOST_TIES = 2
+
+
+def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tuple[int, ...]:
+    """Into how many microbatches a batch could be split: what to trace and profile for `make_plan`.
+
+    Args:
+        batch_size: samples in a batch of one replica.
+        config: a pinned number of microbatches is the only one.
+        pipeline: pipeline ranks.
+
+    Raises:
+        PlanError: more microbatches are pinned than there are samples.
+
+    >>> microbatch_counts(32, config=Config(), pipeline=4)
+    (4, 8, 16, 32)
+    """
+    if config.microbatches is not None:
+        if config.microbatches > batch_size:
+            raise PlanError(
+                f"microbatches is {config.microbatches}, but a batch of a replica has {batch_size} samples. "
+                f"Set microbatches to {batch_size} or less, or give larger batches."
+            )
+        return (config.microbatches,)
+    divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+    found = set()
+    for wanted in (pipeline, 2 * pipeline, 4 * pipeline, 8 * pipeline):
+        # Equal microbatches waste nothing: take the nearest divisor, unless none is near.
+        nearest = min(divisors, key=lambda d: (max(d / wanted, wanted / d), d))
+        near = max(nearest / wanted, wanted / nearest) <= 1.5
+        found.add(nearest if near else min(wanted, batch_size))
+    return tuple(sorted(found))
+
+
+def make_plan(
+    candidates: Candidates,
+    *,
+    cluster: Cluster,
+    config: Config,
+    mesh: Mesh,
+    placement: Mapping[str, int] | None = None,
+    optimizer_factor: float = 2.0,
+) -> Plan:
+    """Chooses microbatches, schedule, stages and recomputation.
+
+    Args:
+        candidates: for each number of microbatches, the graph traced at that size and its profile.
+        cluster: the machines.
+        config: what differs from its default is kept.
+        mesh: the grid of ranks.
+        placement: pipeline rank of units that the user placed, by name; heeded where `auto_partition` is off.
+        optimizer_factor: bytes of optimizer state for each byte of a trained parameter; Adam has 2.
+
+    Raises:
+        InfeasiblePlanError: nothing fits in memory; the message says what is missing and what would help.
+        PlanError: the settings cannot be met, for example with more stages than units.
+    """
+    chosen = _chosen_counts(candidates, config)
+    fabric = Fabric(cluster=cluster, mesh=mesh)
+    demands = Demands(
+        limit_bytes=config.memory_limit or cluster.device.memory_bytes,
+        memory_weight=config.balance_weight,
+        recompute=config.activation_checkpointing,
+        active_microbatches=config.active_microbatches,
+        optimizer_factor=optimizer_factor,
+    )
+    drafts: list[Draft] = []
+    for m in chosen:
+        chain = build_chain(*candidates[m])
+        if config.auto_partition:
+            drafts += _automatic(chain, m, config=config, fabric=fabric, demands=demands)
+        else:
+            drafts += _manual(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
+    options = [draft.work_out() for draft in _promising(drafts)]
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        raise infeasible(options, config=config)
+    ranking = rank(fitting, memory_weight=demands.memory_weight)
+    best = ranking[0]
+    graph, _ = candidates[best.num_microbatches]
+    return _plan(best, graph=graph, config=config, mesh=mesh, options=options)
+
+
+def rank(options: Sequence[Option], *, memory_weight: float) -> list[Option]:
+    """The options, best first: by time (and memory, by its weight); within 2 % of the best, the simplest."""
+    least_s = min(option.step_s for option in options) or 1.0
+    least_bytes = min(option.peak_bytes for option in options) or 1
+
+    def score(option: Option) -> float:
+        time, memory = option.step_s / least_s, option.peak_bytes / least_bytes
+        return (1 - memory_weight) * time + memory_weight * memory
+
+    def simplicity(option: Option) -> tuple[int, int, int, int]:
+        recomputed = int(option.layout.recompute.sum())
+        family = _SIMPLICITY.index(option.kind)
+        return family, option.layout.num_stages, recomputed, option.num_microbatches
+
+    best = min(score(option) for option in options)
+    near = [option for option in options if score(option) <= best * _NEAR_TIE]
+    far = [option for option in options if score(option) > best * _NEAR_TIE]
+    return sorted(near, key=lambda o: (simplicity(o), score(o))) + sorted(
+        far, key=lambda o: (score(o), simplicity(o))
+    )
+
+
+def _chosen_counts(candidates: Candidates, config: Config) -> list[int]:
+    if not candidates:
+        raise PlanError("there is nothing to plan: no number of microbatches was traced.")
+    if config.microbatches is None:
+        return sorted(candidates)
+    if config.microbatches not in candidates:
+        traced = ", ".join(map(str, sorted(candidates)))
+        raise PlanError(
+            f"microbatches is {config.microbatches}, but the model was traced for {traced} only. "
+            f"Trace it for {config.microbatches} too."
+        )
+    return [config.microbatches]
+
+
+def _families(config: Config, *, pipeline: int) -> Iterator[tuple[str, int]]:
+    """Schedule families and stages per rank that the settings allow."""
+    pinned = config.virtual_stages
+    if config.pipeline != "auto":
+        kinds: Sequence[str] = (config.pipeline,)
+    elif pipeline == 1 and pinned in (None, 1):
+        # One stage runs its microbatches one by one, whatever the family; this one keeps the fewest
+        # activations.
+        kinds = ("1f1b",)
+    else:
+        kinds = _SIMPLICITY
+    for kind in kinds:
+        if kind == "interleaved_1f1b":
+            yield from ((kind, v) for v in ((2, 3, 4) if pinned is None else (pinned,)))
+        elif kind == "zb_v":
+            yield from ((kind, 2) for _ in range(pinned in (None, 2)))
+        elif pinned in (None, 1):
+            yield kind, 1
+
+
+def _automatic(chain: Chain, m: int, *, config: Config, fabric: Fabric, demands: Demands) -> Iterator[Draft]:
+    pipeline = fabric.mesh.pipeline
+    families = list(_families(config, pipeline=pipeline))
+    fewest = min(pipeline * v for _, v in families)
+    if fewest > chain.num_atoms:
+        raise PlanError(_too_many_stages(chain, fewest, pipeline))
+    for variant in _tie_variants(chain, fewest):
+        workload = Workload(variant, num_microbatches=m, fabric=fabric, demands=demands)
+        for kind, v in families:
+            if pipeline * v > variant.num_atoms:
+                continue
+            ranks = place_stages(kind, num_ranks=pipeline, stages_per_rank=v)
+            first = workload.draft(kind, ranks, exposed=1.0)
+            yield first
+            second = workload.draft(kind, ranks, exposed=0.0)
+            if second.layout.cuts != first.layout.cuts:
+                yield second
+
+
+def _tie_variants(chain: Chain, num_stages: int) -> Iterator[Chain]:
+    """The chain, and the chain with the largest ties each kept on one rank with all that lies between."""
+    yield chain
+    for group in chain.ties()[:_MOST_TIES]:
+        calls = [call for use in group for call in use.calls]
+        contracted = chain.contract([(min(calls), max(calls))])
+        if contracted.num_atoms >= num_stages:
+            yield contracted
+
+
+def _manual(
+    chain: Chain, m: int, placement: Mapping[str, int], *, config: Config, fabric: Fabric, demands: Demands
+) -> Iterator[Draft]:
+    pipeline = fabric.mesh.pipeline
+    default = config.default_partition or 0
+    of_call = [placement.get(label.split("#")[0], default) for label in chain.labels]
+    cuts, ranks = manual_stages(of_call, num_ranks=pipeline)
+    # One module has one place, so calls that must stay together do, wherever the cuts are.
+    workload = Workload(chain.uncontracted(), num_microbatches=m, fabric=fabric, demands=demands)
+    kinds = (config.pipeline,) if config.pipeline != "auto" else ("1f1b", "gpipe", "zb_h1")
+    for kind in kinds:
+        yield workload.draft(kind, ranks, cuts=cuts)
+
+
+def _promising(drafts: Sequence[Draft]) -> list[Draft]:
+    """The dozen with the best closed-form time among those that fit, and the best of each family."""
+    ranked = sorted(
+        enumerate(drafts), key=lambda row: (max(0, row[1].overflow_bytes), row[1].estimate_s, row[0])
+    )
+    kept = [draft for _, draft in ranked[:_NUM_SIMULATED]]
+    for kind in _SIMPLICITY:
+        if not any(draft.kind == kind for draft in kept):
+            kept += [draft for _, draft in ranked if draft.kind == kind][:1]
+    small = [d for d in kept if 3 * d.layout.num_stages * d.workload.num_microbatches <= _MOST_ACTIONS]
+    return small or kept[:1]
+
+
+def _too_many_stages(chain: Chain, num_stages: int, pipeline: int) -> str:
+    fit = chain.num_atoms
+    merged = ""
+    if chain.num_calls > fit:
+        merged = f" ({chain.num_calls} unit calls, of which some update buffers and must stay together)"
+    return (
+        f"pipeline_parallel_degree {pipeline} needs at least {num_stages} stages, but the model has {fit} "
+        f"units to place{merged}. Use at most {fit} stages, or a model with more, smaller blocks."
+    )
+
+
+def _plan(best: Option, *, graph: ModelGraph, config: Config, mesh: Mesh, options: Sequence[Option]) -> Plan:
+    layout = best.layout
+    labels = layout.chain.labels
+    stages = tuple(
+        StagePlan(
+            rank=layout.ranks[stage],
+            units=tuple(labels[call] for call in layout.calls(stage)),
+            recompute=tuple(labels[call] for call in layout.calls(stage) if layout.recompute[call]),
+        )
+        for stage in range(layout.num_stages)
+    )
+    others = (
+        rank([option for option in options if option is not best], memory_weight=0.0)
+        if len(options) > 1
+        else []
+    )
+    return Plan(
+        model=identity(graph),
+        mesh=MeshPlan(pipeline=mesh.pipeline, data=mesh.data, placement_strategy=mesh.placement),
+        schedule=SchedulePlan(
+            kind=best.kind,  # type: ignore[arg-type]
+            microbatches=best.num_microbatches,
+            active_microbatches=config.active_microbatches,
+        ),
+        stages=stages,
+        replicated=layout.replicated(),
+        prediction=predict(best),
+        why=reasons(best, others=others, config=config),
+        alternatives=alternatives(best, others=others),
+        pins=config.pins,
+    )
