@@ -84,7 +84,8 @@ def _section(outcome: Outcome) -> str:
     why = " (because another rank had gone)" if is_consequence(outcome) else ""
     if outcome.stopped == "grace":
         why = "; stopped, because another rank had failed"
-    lines = [f"--- rank {outcome.rank}, {outcome.seconds:.2f} s: {outcome.cause}{why}"]
+    what = outcome.error_type or outcome.cause
+    lines = [f"--- rank {outcome.rank}, {outcome.seconds:.2f} s: {what}{why}"]
     for title, text in (
         ("", outcome.error or ""),
         ("stacks:", outcome.stacks if outcome.stopped == "timeout" else ""),

@@ -1,0 +1,54 @@
+"""What every test session needs: one thread a process, a warm fork server, a header that hides no skip."""
+
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+# Before anything imports numpy or torch: with their thread pools ranks would wait for each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from shardwright.testing import preload
+
+_TRANSFORMERS_MODULES = (
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+
+if importlib.util.find_spec("transformers") is not None:
+    preload(*_TRANSFORMERS_MODULES)
+
+
+def _capabilities() -> dict[str, bool]:
+    """What some tests need and this machine may lack."""
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    return {
+        "fork": hasattr(os, "fork"),
+        "/proc": Path("/proc/self/stat").exists(),
+        "network namespaces": is_root and shutil.which("ip") is not None,
+        "cgroups": is_root and os.access("/sys/fs/cgroup", os.W_OK),
+        "GPU": Path("/dev/nvidia0").exists(),
+        "transformers": importlib.util.find_spec("transformers") is not None,
+        "tensorflow": importlib.util.find_spec("tensorflow") is not None,
+    }
+
+
+def pytest_report_header() -> list[str]:
+    """Says at the top which tests cannot run here, so that a green run does not claim more than it tried."""
+    capabilities = _capabilities()
+    present = ", ".join(name for name, there in capabilities.items() if there)
+    absent = ", ".join(name for name, there in capabilities.items() if not there)
+    return [
+        f"machine: {os.cpu_count()} cores, {sys.platform}; it has {present}",
+        f"not here, so tests that need it are skipped: {absent or 'nothing'}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def capabilities() -> dict[str, bool]:
+    """The same, for tests that decide by it."""
+    return _capabilities()
