@@ -64,7 +64,7 @@ def test_one_server_and_one_store_serve_all_jobs():
     pid = server_pid()
     before = children(pid)
     assert len(before) == 1
-    for _ in range(50):
+    for _ in range(10):
         run_ranks(dist.barrier, 2)
     assert this_process_client().server_pid == pid
     assert children(pid) == before

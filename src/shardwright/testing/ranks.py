@@ -219,12 +219,18 @@ def _outcome(folder: Path, status: RankStatus) -> Outcome:
         was_held=status.was_held,
         stdout=_text(files.stdout),
         stderr=_text(files.stderr),
-        stacks=_text(files.stacks),
+        stacks=_without_our_frames(_text(files.stacks)),
     )
 
 
 def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _without_our_frames(stacks: str) -> str:
+    """Drops the frames between the server's start and the call of the user's function."""
+    lines = stacks.splitlines(keepends=True)
+    return "".join(line for line in lines if not ("shardwright/testing/" in line or "<frozen runpy>" in line))
 
 
 def _replay_output(outcomes: Sequence[Outcome]) -> None:
