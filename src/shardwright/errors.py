@@ -67,7 +67,13 @@ class TraceError(ShardwrightError, RuntimeError):
 
 
 class DeferredReadError(TraceError):
-    """Python code reads the value of a tensor that lives on another rank."""
+    """Python code reads the value of a tensor that lives on another rank.
+
+    Attributes:
+        inside: the modules being called where it happened, outermost first.
+    """
+
+    inside: tuple[object, ...] = ()
 
 
 class TraceMismatchError(TraceError):

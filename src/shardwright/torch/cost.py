@@ -1,6 +1,8 @@
 """Counts what a traced call costs: FLOPs, bytes kept for the backward, random draws, parameters touched."""
 
+import functools
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private import storage_key
 from shardwright.torch.deferred import spec_of
 
 __all__ = ["CostCounter", "class_key", "cost_class"]
@@ -89,8 +91,7 @@ class CostCounter(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        # Parameters are real, or views of real ones; whatever a forward made is fake.
-        if isinstance(base, FakeTensor) and not isinstance(base, nn.Parameter):
+        if not isinstance(base, nn.Parameter) and id(base) not in self._names:
             self._saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
@@ -125,25 +126,45 @@ _FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def class_key(module: nn.Module) -> str:
-    """A hash that is equal for modules of the same classes with parameters of the same shapes and types."""
+    """A hash that is equal for modules that do the same work.
+
+    Same classes with the same code, parameters of the same shapes and types, same plain attributes.
+    """
     rows = []
     for name, sub in module.named_modules():
         own = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in sub.named_parameters(recurse=False)]
         buffers = [(n, tuple(b.shape), str(b.dtype)) for n, b in sub.named_buffers(recurse=False)]
-        rows.append((name, type(sub).__qualname__, sub.extra_repr(), sub.training, own, buffers))
+        plain = sorted((k, v) for k, v in vars(sub).items() if type(v) in (bool, int, float, str) and k not in _POSITION)
+        rows.append((name, _code_of(type(sub)), plain, own, buffers))
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
 
 
-def cost_class(module: nn.Module, fakes: list[Any]) -> str:
-    """Key of calls that cost the same: same kind of module, same shapes of inputs.
+# Attributes that tell which of several equal blocks a module is, not what it does.
+_POSITION = frozenset({"layer_idx", "layer_id", "layer_index", "block_idx", "_is_full_backward_hook"})
+
+
+@functools.cache
+def _code_of(cls: type) -> str:
+    """Name and code of a class."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = ""
+    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
+    """Key of calls that cost the same: same work, same shapes of inputs.
 
     Args:
-        module: the unit.
+        func: the unit or torch function.
+        kind: `class_key` of the unit, or the name of the function.
         fakes: leaves of the arguments; tensors count with shape and type, other things with their text.
     """
     inputs = [_describe(item) for item in fakes]
-    digest = hashlib.sha256(repr(inputs).encode()).hexdigest()[:8]
-    return f"{type(module).__name__}-{class_key(module)}-{digest}"
+    digest = hashlib.sha256(repr((kind, inputs)).encode()).hexdigest()[:12]
+    name = type(func).__name__ if isinstance(func, nn.Module) else kind
+    return f"{name}-{digest}"
 
 
 def _describe(item: Any) -> str:

@@ -209,7 +209,8 @@ class PipelineEngine:
         plan.check(trace.graph, world_size=context.mesh.world_size)
         self._agree(trace)
         placed = call_placement(trace.graph, plan, None)
-        residency = Residency.of(trace.graph, home_stages(trace.graph, placed.stage_of_call), placed.stage_ranks)
+        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
+        residency = Residency.of(trace.graph, homes, placed.stage_ranks)
         self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]

@@ -1,53 +1,157 @@
-"""Makes the plan of a run from its first batch: finds units, traces, measures, and asks the planner."""
+"""Makes the plan of a run from its first batch: finds units, traces, measures, and asks the planner.
 
+::
+
+    first batch ─► discover: what each module does ─► choose units ─┐
+                                                                     ▼
+        for each number of microbatches:           trace ─► graph ─► measure ─► profile
+                                                                     │
+    plan ◄── broadcast to all ranks ◄── planner (on the first rank) ◄┘
+"""
+
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import DeferredReadError, PlanError, ShardwrightError
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan
+from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.discover import discover
 from shardwright.torch.glue import intercept_calls, restore_calls
-from shardwright.torch.trace import UnitMap, trace_step
+from shardwright.torch.machine import present_cluster
+from shardwright.torch.profiler import Profiler
+from shardwright.torch.trace import Trace, UnitMap, trace_step
 from shardwright.torch.units import choose_units
 
 __all__ = ["Planner"]
 
+log = logging.getLogger(__name__)
+
 
 class Planner:
-    """Plans a run when its first batch is there."""
+    """Plans a run when its first batch is there; collective over all ranks."""
 
     def __init__(self, context: Context, model: nn.Module):
         self._context = context
         self._model = model
 
     def __call__(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> Plan:
+        """Returns the plan, the same on every rank.
+
+        Raises:
+            PlanError: the settings cannot be met, or nothing fits.
+            TraceError: the model cannot be traced.
+        """
         context = self._context
-        m = context.config.microbatches or 2 * context.mesh.pipeline
-        part = splitter.split(arguments, m)[0]
-        costs = discover(self._model, function, part, device=context.device)
-        kind = "1f1b" if context.config.pipeline == "auto" else context.config.pipeline
-        v = context.config.virtual_stages or (2 if kind in ("zb_v", "interleaved_1f1b") else 1)
-        num_stages = context.mesh.pipeline * v
-        names = choose_units(self._model, costs, num_stages=num_stages)
-        unit_map = UnitMap.of(self._model, names)
-        for module in unit_map.modules.values():
-            intercept_calls(module)
-        trace = trace_step(unit_map, function, part, device=context.device)
-        graph = trace.graph
-        total = sum(graph.nodes[c].flops + 1 for c in graph.calls)
-        stages: list[list[str]] = [[] for _ in range(num_stages)]
-        done = 0
-        for c in graph.calls:
-            stages[min(num_stages - 1, int((done + graph.nodes[c].flops / 2) * num_stages / total))].append(graph.nodes[c].label)
-            done += graph.nodes[c].flops + 1
-        from shardwright.schedule import place_stages
-        ranks = place_stages(kind, num_ranks=context.mesh.pipeline, stages_per_rank=v)
-        return Plan(
-            model=identity(graph),
-            mesh=MeshPlan(pipeline=context.mesh.pipeline, data=context.mesh.data, placement_strategy=context.mesh.placement),
-            schedule=SchedulePlan(kind=kind, microbatches=m),
-            stages=tuple(StagePlan(rank=r, units=tuple(u)) for r, u in zip(ranks, stages)),
-        )
+        counts = self._counts(arguments, splitter)
+        traces = self._traces(function, {m: splitter.split(arguments, m)[0] for m in counts})
+        cluster = present_cluster(context)
+        profiles = self._profiles(traces, cluster)
+        made: list[Any] = [None]
+        if context.rank == 0:
+            try:
+                candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
+                made[0] = make_plan(
+                    candidates,
+                    cluster=cluster,
+                    config=context.config,
+                    mesh=context.mesh,
+                    placement=self._placement(traces[counts[0]].graph),
+                    optimizer_factor=_optimizer_factor(context),
+                )
+            except ShardwrightError as error:
+                made[0] = error
+        if context.mesh.world_size > 1:
+            dist.broadcast_object_list(made, src=0)
+        if isinstance(made[0], ShardwrightError):
+            raise made[0]
+        plan: Plan = made[0]
+        return plan
+
+    def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
+        config, pipeline = self._context.config, self._context.mesh.pipeline
+        batch_size = splitter.batch_size(arguments)
+        if batch_size is None:
+            raise PlanError(
+                "the step function gets no tensor that can be cut into microbatches. Pass the batch as an argument."
+            )
+        return microbatch_counts(batch_size, config=config, pipeline=pipeline)
+
+    def _traces(self, function: Callable[..., Any], parts: dict[int, Arguments]) -> dict[int, Trace]:
+        """Chooses units and traces every microbatch size; modules that cannot be split are kept whole."""
+        context = self._context
+        pipeline, per_rank = context.mesh.pipeline, context.config.virtual_stages or 2
+        first = next(iter(parts.values()))
+        costs = discover(self._model, function, first, device=context.device)
+        forced: set[int] = set()
+        while True:
+            names = choose_units(self._model, costs, num_stages=pipeline * per_rank, forced=frozenset(forced))
+            unit_map = UnitMap.of(self._model, names)
+            for module in unit_map.modules.values():
+                intercept_calls(module)
+            try:
+                return {m: trace_step(unit_map, function, part, device=context.device) for m, part in parts.items()}
+            except DeferredReadError as error:
+                whole = self._smallest_around(error, forced)
+                if whole is None:
+                    raise
+                log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
+                forced.add(id(whole))
+            finally:
+                for module in unit_map.modules.values():
+                    restore_calls(module)
+
+    def _smallest_around(self, error: DeferredReadError, forced: set[int]) -> nn.Module | None:
+        """The smallest module around a failure that can be a unit."""
+        for module in reversed(error.inside):
+            known = isinstance(module, nn.Module) and id(module) not in forced
+            if known and module is not self._model and not isinstance(module, type(self._context.model)):
+                assert isinstance(module, nn.Module)
+                if next(module.parameters(), None) is not None:
+                    return module
+        return None
+
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+        device = cluster.device
+        estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
+        if self._context.config.profile == "estimated":
+            return estimated
+        measured = Profiler(self._context).measure(list(traces.values()))
+        profiles = {}
+        for m, profile in estimated.items():
+            costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}
+            profiles[m] = Profile(costs=costs, device=device.name)
+        return profiles
+
+    def _placement(self, graph: ModelGraph) -> dict[str, int]:
+        """Pipeline rank of each unit that the user placed, by name."""
+        pinned = self._context.pinned
+        placement = {}
+        for name in graph.units:
+            # The innermost module that was placed wins.
+            parts = name.split(".")
+            for depth in range(len(parts), -1, -1):
+                module = self._model.get_submodule(".".join(parts[:depth]))
+                if id(module) in pinned:
+                    placement[name] = pinned[id(module)]
+                    break
+        return placement
+
+
+def _optimizer_factor(context: Context) -> float:
+    """Bytes of optimizer state for each byte of a trained parameter."""
+    for wrapped in context.optimizers:
+        name = type(wrapped.optimizer).__name__
+        if name == "SGD":
+            return 1.0 if any(group.get("momentum") for group in wrapped.param_groups) else 0.0
+    return 2.0

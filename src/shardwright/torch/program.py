@@ -133,28 +133,57 @@ class Program:
         ]
 
 
-def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int]) -> list[int]:
+def home_stages(
+    graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]
+) -> list[int]:
     """The stage that computes each node.
+
+    A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend along the
+    program: an operation that comes up when its rank has gone on to a later stage is computed there.
 
     Args:
         graph: the traced graph.
         stage_of_call: stage of every node that calls a unit.
+        stage_ranks: pipeline rank of each stage.
     """
-    homes: list[int | None] = [None] * len(graph.nodes)
+    homes: list[int | None] = []
     for index, node in enumerate(graph.nodes):
         if node.kind == "unit":
-            homes[index] = stage_of_call[index]
+            homes.append(stage_of_call[index])
         else:
             known = [homes[graph.values[value].producer] for value in node.inputs]
-            homes[index] = max((home for home in known if home is not None), default=None)
-    # What rests on parameters alone is computed where it is first needed.
+            homes.append(max((home for home in known if home is not None), default=None))
+    _place_parameter_operations(graph, homes, stage_ranks)
+    reached: dict[int, int] = {}
+    placed: list[int] = []
+    for index, node in enumerate(graph.nodes):
+        home = homes[index] or 0
+        if node.kind == "op":
+            home = max([home, *(placed[graph.values[value].producer] for value in node.inputs)])
+            home = max(home, reached.get(stage_ranks[home], 0))
+        placed.append(home)
+        reached[stage_ranks[home]] = max(home, reached.get(stage_ranks[home], 0))
+    return placed
+
+
+def _place_parameter_operations(
+    graph: ModelGraph, homes: list[int | None], stage_ranks: Sequence[int]
+) -> None:
+    """Places what rests on parameters alone where it is first needed, or where the program has got to by then."""
     consumers = graph.consumers()
-    last_stage = max(stage_of_call.values(), default=0)
+    running: list[int] = []
+    for home in homes:
+        running.append(max(home or 0, running[-1] if running else 0))
+    lowest_later = {rank: len(stage_ranks) for rank in stage_ranks}
     for index in reversed(range(len(graph.nodes))):
-        if homes[index] is None:
+        home = homes[index]
+        if home is None:
             readers = [homes[reader] for value in graph.nodes[index].outputs for reader in consumers[value]]
-            homes[index] = min((home for home in readers if home is not None), default=last_stage)
-    return [0 if home is None else home for home in homes]
+            home = min((reader for reader in readers if reader is not None), default=running[index])
+            if home > lowest_later[stage_ranks[home]]:
+                home = running[index]
+            homes[index] = home
+        lowest_later[stage_ranks[home]] = min(home, lowest_later[stage_ranks[home]])
 
 
 def build_program(
@@ -169,7 +198,7 @@ def build_program(
         rank: this pipeline rank.
     """
     graph = trace.graph
-    homes = home_stages(graph, stage_of_call)
+    homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
     crossings = _crossings(graph, homes, home_of)
     needed = {c.value for group in crossings.values() for c in group}

@@ -5,6 +5,8 @@ and no parameter (*free*: masks, positions) run for real, so Python may look at 
 `DeferredTensor`.
 """
 
+import copy
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwright.errors import DeferredReadError, TraceError, UsageError
 from shardwright.model_graph import ModelGraph, Node, ParameterSpec, Unit, Value
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
-from shardwright.torch.cost import CostCounter, cost_class
+from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
-from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.samples import copy_of_module, random_like
+from shardwright.torch.glue import GlueMode, active_handler, set_active_handler
 from shardwright.torch.tree import Structure, flatten, leaves
 
-__all__ = ["Step", "Trace", "UnitMap", "trace_step"]
+log = logging.getLogger(__name__)
+
+__all__ = ["Sample", "Step", "Trace", "UnitMap", "trace_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,21 @@ class Step:
 
 
 @dataclass(slots=True)
+class Sample:
+    """Arguments of one call of a cost class, from which it can be run again to be timed.
+
+    Attributes:
+        func: the unit's module, or the torch function.
+        leaves: leaves of the arguments; fake tensors in place of real ones.
+        structure: their structure.
+    """
+
+    func: Any
+    leaves: list[Any]
+    structure: Structure
+
+
+@dataclass(slots=True)
 class Trace:
     """What one microbatch does.
 
@@ -112,6 +133,7 @@ class Trace:
         backward_at: number of steps before ``backward``; None without one.
         result_values: (position among the leaves of what the step function returned, value).
         reads_data: Python looked at values of free tensors, so that another batch may take another path.
+        samples: cost class -> arguments of its first call.
     """
 
     graph: ModelGraph
@@ -119,6 +141,7 @@ class Trace:
     backward_at: int | None
     result_values: tuple[tuple[int, int], ...]
     reads_data: bool
+    samples: dict[str, Sample]
 
 
 @dataclass(slots=True)
@@ -143,6 +166,7 @@ class Tracer:
         self.loss: int | None = None
         self.backward_at: int | None = None
         self.reads_data = False
+        self.samples: dict[str, Sample] = {}
         self._varying: set[int] = set()
         self._value_of: dict[int, int] = {}
         self._fakes: dict[int, Tensor] = {}
@@ -168,6 +192,7 @@ class Tracer:
             )
         arguments = structure.rebuild([self._fake(item) for item in items])
         cost = CostCounter()
+        key = self._sample(func, functions.name_of(func), items, leaves(arguments), structure)
         try:
             output, versions = self._execute(func, arguments, cost)
         except FAKE_FAILURES as error:
@@ -181,8 +206,9 @@ class Tracer:
             inputs=tuple(dict.fromkeys(value for _, value in reads)),
             outputs=(),
             parameters=parameters,
+            cost_class=key,
             flops=cost.flops,
-            saved_bytes=0,
+            saved_bytes=cost.saved_bytes,
             random=cost.random,
             line=line,
         )
@@ -196,8 +222,13 @@ class Tracer:
         line = user_line()
         arguments = structure.rebuild([self._fake(item) for item in items])
         fakes = leaves(arguments)
+        key = self._sample(module, class_key(module), items, fakes, structure)
         cost = CostCounter(self._names)
-        output, versions = self._execute(module, arguments, cost)
+        try:
+            output, versions = self._execute(module, arguments, cost)
+        except Exception as error:
+            cost = CostCounter(self._names)
+            output, versions = self._execute_for_real(module, name, fakes, structure, cost, error)
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
         if cost.mutated_buffers:
@@ -210,7 +241,7 @@ class Tracer:
             inputs=tuple(dict.fromkeys(value for _, value in reads)),
             outputs=(),
             parameters=tuple(sorted(cost.parameters - own)),
-            cost_class=cost_class(module, fakes),
+            cost_class=key,
             flops=cost.flops,
             saved_bytes=cost.saved_bytes,
             random=cost.random,
@@ -238,6 +269,16 @@ class Tracer:
             )
         self.loss = value
         self.backward_at = len(self.steps)
+
+    def _sample(
+        self, func: Any, kind: str, items: list[Any], fakes: list[Any], structure: Structure
+    ) -> str:
+        """The cost class of a call, whose arguments are kept if it is the first."""
+        key = cost_class(func, kind, fakes)
+        if key not in self.samples:
+            kept = [_copy_of(fake) if _is_opaque(item) else fake for item, fake in zip(items, fakes, strict=True)]
+            self.samples[key] = Sample(func, kept, structure.without_template())
+        return key
 
     # ---- recording ----------------------------------------------------------------------------------------------
 
@@ -269,6 +310,42 @@ class Tracer:
         versions = [item._version if isinstance(item, Tensor) else None for item in leaves(arguments)]
         with self.fake_mode, cost:
             return func(*args, **kwargs), versions
+
+    def _execute_for_real(
+        self,
+        module: nn.Module,
+        name: str,
+        fakes: list[Any],
+        structure: Structure,
+        cost: CostCounter,
+        error: Exception,
+    ) -> tuple[Any, list[int | None]]:
+        """Runs a unit that fake tensors cannot get through, on random data: only its shapes are used.
+
+        Some units look at values (a router that skips unused experts), and some kernels have no fake version.
+        """
+        log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
+        twin = copy_of_module(module, self._device)
+        args, kwargs = structure.rebuild([random_like(fake, self._device) for fake in fakes])
+        generators = torch.random.get_rng_state()
+        try:
+            with cost:
+                output = twin(*args, **kwargs)
+        except Exception as second:
+            raise TraceError(
+                f"unit {name} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
+                f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
+            ) from second
+        finally:
+            torch.random.set_rng_state(generators)
+        items, shape = flatten(output)
+        return shape.rebuild([self._fake_result(item) for item in items]), [None] * len(fakes)
+
+    def _fake_result(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        fake = self.fake_mode.from_tensor(item.detach(), static_shapes=True)
+        return fake.requires_grad_() if item.requires_grad else fake
 
     def _record(
         self,
@@ -434,6 +511,7 @@ class Tracer:
             backward_at=self.backward_at,
             result_values=result_values,
             reads_data=self.reads_data,
+            samples=self.samples,
         )
 
 
@@ -462,10 +540,14 @@ def trace_step(
     tracer.vary(leaves(arguments))
     args, kwargs = arguments
     before = set_active_handler(tracer)
+    open_modules = _OpenModules(tracer)
     try:
-        with _Unchanged(tracer), GlueMode(tracer):
+        with _Unchanged(tracer), open_modules, GlueMode(tracer):
             result = function(*args, **kwargs)
         return tracer.finish(result, batch_size)
+    except DeferredReadError as error:
+        error.inside = open_modules.at_failure
+        raise
     finally:
         set_active_handler(before)
 
@@ -509,6 +591,36 @@ class _Unchanged:
         return self._lent[id(tensor)]
 
 
+class _OpenModules:
+    """Knows which modules are being called, from the outermost to the innermost; units are not entered."""
+
+    def __init__(self, tracer: "Tracer"):
+        self._tracer = tracer
+        self._open: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self.at_failure: tuple[nn.Module, ...] = ()
+
+    def __enter__(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if active_handler() is self._tracer:
+            self._open.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open and self._open[-1] is module:
+            if sys.exc_info()[0] is not None and not self.at_failure:
+                self.at_failure = tuple(self._open)
+            self._open.pop()
+
+
 def user_line() -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1)
@@ -528,6 +640,14 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _is_opaque(item: Any) -> bool:
     return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)
+
+
+def _copy_of(item: Any) -> Any:
+    """A copy of an argument that the call may change (a cache); the thing itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(item)
+    except Exception:
+        return item
 
 
 def _with_outputs(node: Node, outputs: tuple[int, ...]) -> Node:

@@ -1,0 +1,89 @@
+"""The present machines as a `Cluster`."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.torch.context import Context
+
+__all__ = ["cores_of_host", "device_name", "present_cluster"]
+
+_SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 1024 * 1024
+_MESSAGES = 5
+
+
+def present_cluster(context: Context) -> Cluster:
+    """Describes the machines of this job; collective over all ranks.
+
+    Links are timed with a few messages between the first two ranks of a host, and between the first two hosts.
+    """
+    cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
+    intra = _time_link(context, 0, 1) if context.local_size > 1 else None
+    per_node = context.local_size
+    inter = _time_link(context, 0, per_node) if context.mesh.world_size > per_node else None
+    return Cluster(
+        device=Device(name=device_name(context.device), memory_bytes=_memory_bytes(context)),
+        ranks_per_node=per_node,
+        cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,
+        intra_node=intra or inter or Link(latency_s=0.0, bandwidth_Bps=1e12),
+        inter_node=inter or intra or Link(latency_s=0.0, bandwidth_Bps=1e12),
+    )
+
+
+def cores_of_host() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_name(device: torch.device) -> str:
+    """A name for people: the GPU's, or the CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes(context: Context) -> int:
+    """Memory that one rank may use: the GPU's, or its share of what the host has available."""
+    if context.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(context.device).total_memory)
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                return int(line.split()[1]) * 1024 // context.local_size
+    except OSError:
+        pass
+    return 0
+
+
+def _time_link(context: Context, first: int, second: int) -> Link:
+    """Sends messages of two sizes to and fro; the same result on every rank."""
+    seconds = []
+    for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+        times = []
+        for _ in range(_MESSAGES + 1):
+            start = time.perf_counter()
+            if context.rank == first:
+                dist.send(message, second)
+                dist.recv(message, second)
+            elif context.rank == second:
+                dist.recv(message, first)
+                dist.send(message, first)
+            if context.device.type == "cuda":
+                torch.cuda.synchronize(context.device)
+            times.append((time.perf_counter() - start) / 2)
+        seconds.append(min(times[1:]))  # the first message opens the connection
+    measured: list[float] = [*seconds]
+    dist.broadcast_object_list(measured, src=first)
+    small, large = measured
+    bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
+    return Link(latency_s=max(small - _SMALL_BYTES / bandwidth, 0.0), bandwidth_Bps=bandwidth)

@@ -1,0 +1,152 @@
+"""The measured costs of a run's units: timed once on all ranks together, kept in a cache between runs."""
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.profile import UnitCost
+from shardwright.torch.context import Context
+from shardwright.torch.machine import cores_of_host, device_name
+from shardwright.torch.measure import Timing, measure_class, unit_cost
+from shardwright.torch.trace import Trace
+
+__all__ = ["Profiler", "cache_folder"]
+
+log = logging.getLogger(__name__)
+
+# Operations on less than this many bytes take microseconds: they are not timed.
+_SMALL_BYTES = 64 * 1024
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept: ``$SHARDWRIGHT_CACHE``, else ``$XDG_CACHE_HOME/shardwright``."""
+    if own := os.environ.get("SHARDWRIGHT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright"
+
+
+class Profiler:
+    """Measures the cost classes of traces; collective over all ranks."""
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._file = cache_folder() / "profile" / f"{self._machine_key()}.json"
+
+    def measure(self, traces: Sequence[Trace]) -> dict[str, UnitCost]:
+        """Costs of the classes that take time, by cost class; the same on every rank.
+
+        A class that cannot be run on random data is left out, with a line in the log.
+        """
+        classes = _classes_worth_timing(traces)
+        known = self._agreed_cache()
+        timings = {key: Timing(**known[key]) for key in classes if key in known}
+        missing = [key for key in classes if key not in timings]
+        for number, key in enumerate(missing, start=1):
+            log.info("measuring %s (%d/%d)", key, number, len(missing))
+            timing = self._measure_together(classes[key], key)
+            if timing is not None:
+                timings[key] = timing
+        if missing and self._context.rank == 0:
+            self._store({key: asdict(timings[key]) for key in missing if key in timings})
+        costs: dict[str, UnitCost] = {}
+        for trace in traces:
+            for node in trace.graph.nodes:
+                if node.cost_class in timings and node.cost_class not in costs:
+                    costs[node.cost_class] = unit_cost(node, trace.graph, timings[node.cost_class])
+        return costs
+
+    def _measure_together(self, trace: Trace, key: str) -> Timing | None:
+        """Times one class on all ranks of a host at once, as many at a time as it has cores."""
+        context = self._context
+        cores = cores_of_host() if context.device.type == "cpu" else context.local_size
+        per_wave = max(1, cores // torch.get_num_threads())
+        mine: Timing | None = None
+        for wave in range(-(-context.local_size // per_wave)):
+            if context.mesh.world_size > 1:
+                dist.barrier()
+            if context.local_rank // per_wave != wave:
+                continue
+            generators = torch.random.get_rng_state()
+            try:
+                mine = measure_class(trace.samples[key], device=context.device)
+            except Exception as error:
+                log.warning("%s cannot be run on random data (%s): its cost is estimated", key, error)
+            finally:
+                torch.random.set_rng_state(generators)
+        return _mean(self._gathered(mine))
+
+    def _gathered(self, mine: Timing | None) -> list[Timing | None]:
+        world_size = self._context.mesh.world_size
+        if world_size == 1:
+            return [mine]
+        gathered: list[Timing | None] = [None] * world_size
+        dist.all_gather_object(gathered, mine)
+        return gathered
+
+    # ---- the cache ----------------------------------------------------------------------------------------------
+
+    def _machine_key(self) -> str:
+        described = [
+            device_name(self._context.device),
+            torch.__version__,
+            torch.get_num_threads(),
+            min(self._context.local_size, cores_of_host()),
+        ]
+        return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+    def _agreed_cache(self) -> dict[str, Any]:
+        """The first rank's cache, on all ranks, so that all measure the same classes."""
+        content: list[Any] = [{}]
+        if self._context.rank == 0 and os.environ.get("SHARDWRIGHT_CACHE") != "off":
+            try:
+                content[0] = json.loads(self._file.read_text())
+            except (OSError, ValueError):
+                content[0] = {}
+        if self._context.mesh.world_size > 1:
+            dist.broadcast_object_list(content, src=0)
+        known: dict[str, Any] = content[0]
+        return known
+
+    def _store(self, fresh: dict[str, Any]) -> None:
+        if os.environ.get("SHARDWRIGHT_CACHE") == "off":
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            known = json.loads(self._file.read_text()) if self._file.exists() else {}
+            temporary = self._file.with_suffix(f".tmp-{os.getpid()}")
+            temporary.write_text(json.dumps({**known, **fresh}, indent=1))
+            temporary.replace(self._file)
+        except (OSError, ValueError) as error:
+            log.warning("measured costs cannot be kept in %s: %s", self._file, error)
+
+
+def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:
+    """Units, and operations on much data, with a trace that has a sample of each."""
+    found: dict[str, Trace] = {}
+    for trace in traces:
+        for node in trace.graph.nodes:
+            num_bytes = sum(trace.graph.values[v].spec.num_bytes for v in (*node.inputs, *node.outputs))
+            if node.kind == "unit" or (node.outputs and num_bytes >= _SMALL_BYTES):
+                found.setdefault(node.cost_class, trace)
+    return found
+
+
+def _mean(timings: Sequence[Timing | None]) -> Timing | None:
+    there = [timing for timing in timings if timing is not None]
+    if not there:
+        return None
+    return Timing(
+        forward_s=statistics.fmean(t.forward_s for t in there),
+        backward_s=statistics.fmean(t.backward_s for t in there),
+        weight_s=statistics.fmean(t.weight_s for t in there),
+        spread=statistics.fmean(t.spread for t in there),
+    )
