@@ -9,6 +9,7 @@
 
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.build import build_schedule
+from shardwright.schedule.closed_form import bubble_seconds, peak_activations
 from shardwright.schedule.edges import Edge, chain_edges
 from shardwright.schedule.lower import lower
 from shardwright.schedule.placement import KINDS, place_stages
@@ -32,11 +33,13 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageCost",
+    "bubble_seconds",
     "build_schedule",
     "chain_edges",
     "format_torch_csv",
     "lower",
     "parse_torch_csv",
+    "peak_activations",
     "place_stages",
     "read_torch_csv",
     "simulate",

@@ -3,13 +3,13 @@
 ::
 
     3 microbatches, stages on ranks (0, 1, 0)
-    rank 0 | 0F0 0F1 2F0 0F2 2F1 2F2
-    rank 1 | .   1F0 1F1 .   1F2
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2F2
+    rank 1 | .   1F0 1F1 .   .   1F2
 
 Deeper stages go first, so that results leave early and little waits in between.
 """
 
-from shardwright.schedule.list_scheduler import Policy, Ration, list_schedule
+from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule
 from shardwright.schedule.request import Request, Rows
 
 __all__ = ["forward_only"]
@@ -19,14 +19,7 @@ def forward_only(request: Request) -> Rows:
     """The forwards alone, in an order that runs on any placement."""
     policy = Policy(
         ration=Ration(microbatches=request.active_microbatches),
-        forward_order=lambda stage, microbatch: (-stage, microbatch),
-        backward_order=lambda stage, microbatch: (-stage, microbatch),
+        forward_order=deepest_first,
+        backward_order=deepest_first,
     )
-    rows, _ = list_schedule(
-        policy,
-        stage_ranks=request.stage_ranks,
-        num_microbatches=request.num_microbatches,
-        costs=request.costs,
-        forward_only=True,
-    )
-    return rows
+    return list_schedule(policy, request, forward_only=True)

@@ -3,7 +3,7 @@
 ::
 
     4 microbatches
-    rank 0 | F0 F1 F2 F3 .  .  B0=== B1=== B2=== B3===
+    rank 0 | F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===
     rank 1 | .  F0 F1 F2 F3 B0=== B1=== B2=== B3===
 
 It keeps all microbatches at once. With fewer active microbatches it goes in waves of that many. Backwards go

@@ -3,17 +3,23 @@
 ::
 
     4 microbatches, 2 ranks, stages 0 and 2 on rank 0, 1 and 3 on rank 1; microbatches go in groups of 2
-    rank 0 | 0F0 0F1 2F0 2F1 .   0F2 2B0==== 0F3 2B1==== 2F2 0B0==== 2F3 0B1==== ...
-    rank 1 | .   1F0 1F1 3F0 3B0==== 3F1 3B1==== 1F2 1B0==== 1F3 1B1==== ...
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2B0==== 0F3 2B1==== 2F2 0B0==== 2F3 0B1==== .   ...
+    rank 1 | .   1F0 1F1 3F0 3B0==== 3F1 3B1==== 1F2 1B0==== 1F3 1B1==== 3F2 ...
 
-With v stages on each of p ranks the bubble is v times smaller than that of 1F1B; transfers are v times as
-many.
+With v stages on each of p ranks and p microbatches or more, the bubble is v times smaller than that of 1F1B;
+transfers are v times as many. Rank r keeps at most 2 (p - r - 1) + (v - 1) g + 1 activations of stages, where
+g is the size of the largest group (see `_groups`).
 
 Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters", 2021, section 2.2.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.list_scheduler import Policy, Ration, list_schedule
+from shardwright.schedule.halves import fastest
+from shardwright.schedule.in_flight import most_in_flight
+from shardwright.schedule.list_scheduler import Order, Policy, Ration, deepest_first, list_schedule
 from shardwright.schedule.one_f_one_b import alternate, one_f_one_b
 from shardwright.schedule.placement import hops_to_end, is_chain, is_round_robin, stages_by_rank
 from shardwright.schedule.request import Request, Rows
@@ -22,64 +28,76 @@ __all__ = ["interleaved"]
 
 
 def interleaved(request: Request) -> Rows:
-    """The classic rows where they exist, else the same order played out under the same bounds.
-
-    The classic rows need ranks that take turns and whole groups of p microbatches. With a broken last group
-    their fixed number of forwards ahead can deadlock, so there the list scheduler decides.
-    """
+    """The classic rows where ranks take turns and the bound allows it, else what plays out best."""
     if is_chain(request.stage_ranks):
         return one_f_one_b(request)
-    if is_round_robin(request.stage_ranks) and request.num_microbatches % request.num_ranks == 0:
+    if is_round_robin(request.stage_ranks):
         rows = [_classic_row(request, rank) for rank in range(request.num_ranks)]
         bound = request.active_microbatches
-        if bound is None or max(map(_most_microbatches, rows)) <= bound:
+        if bound is None or max(map(most_in_flight, rows)) <= bound:
             return rows
-    return _played_out(request)
+    return fastest(_candidates(request), request)
+
+
+def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
+    """Microbatches in groups of p, or of as little more than p as makes them equal within one.
+
+    A group of fewer than p next to others would deadlock: the ranks run ahead by whole groups.
+
+    >>> _groups(8, 4), _groups(7, 4), _groups(3, 4)
+    ([range(0, 4), range(4, 8)], [range(0, 7)], [range(0, 3)])
+    """
+    number = max(1, num_microbatches // num_ranks)
+    cuts = [num_microbatches * index // number for index in range(number + 1)]
+    return [range(first, last) for first, last in pairwise(cuts)]
 
 
 def _classic_row(request: Request, rank: int) -> list[Action]:
-    p, m = request.num_ranks, request.num_microbatches
+    """Group by group, a stage takes all microbatches of the group before the next stage of the rank starts.
+
+    Why it cannot deadlock. Number forwards and backwards in that order, the same on all ranks. Forward i of
+    rank 0 needs forward i - g of rank p - 1, where g is the size of its group. That one stands behind
+    backwards up to i - g - (v - 1) G - 1, where G is the largest group; each needs one on rank 0 that is g'
+    before it, and that stands behind forward i + 2 (p - 1) - g - g' - 1 of rank 0 at most. With g and g' of p
+    or more, that is before i. A single group of fewer than p starts no backward on rank 0 before its last
+    forward.
+    """
+    p = request.num_ranks
     v = request.num_stages // p
+    groups = _groups(request.num_microbatches, p)
     forwards, backwards = [], []
-    for first in range(0, m, p):
+    for group in groups:
         for chunk in range(v):
-            for k in range(first, first + p):
-                forwards.append(Action(Kind.FORWARD, chunk * p + rank, k))
-                backwards.append(Action(Kind.BACKWARD, (v - 1 - chunk) * p + rank, k))
-    return alternate(forwards, backwards, num_ahead=min(m * v, 2 * (p - 1 - rank) + (v - 1) * p + 1))
+            forwards += [Action(Kind.FORWARD, chunk * p + rank, k) for k in group]
+            backwards += [Action(Kind.BACKWARD, (v - 1 - chunk) * p + rank, k) for k in group]
+    num_ahead = 2 * (p - 1 - rank) + (v - 1) * max(map(len, groups)) + 1
+    return alternate(forwards, backwards, num_ahead=min(len(forwards), num_ahead))
 
 
-def _most_microbatches(row: list[Action]) -> int:
-    """The largest number of microbatches under way on a rank."""
-    kept: dict[int, int] = {}
-    most = 0
-    for action in row:
-        change = 1 if action.kind is Kind.FORWARD else -1
-        kept[action.microbatch] = kept.get(action.microbatch, 0) + change
-        if not kept[action.microbatch]:
-            del kept[action.microbatch]
-        most = max(most, len(kept))
-    return most
-
-
-def _played_out(request: Request) -> Rows:
+def _candidates(request: Request) -> Iterator[Rows]:
+    """The two orders that were best over some placements and bounds, under two bounds on memory."""
     p = request.num_ranks
     stages = stages_by_rank(request.stage_ranks)
     hops = hops_to_end(request.stage_ranks)
     chunk = {stage: index for row in stages for index, stage in enumerate(row)}
-    group = min(p, request.active_microbatches or p)
-    policy = Policy(
-        ration=Ration(
-            rank=[2 * hops[row[-1]] + (len(row) - 1) * p + 1 for row in stages],
-            microbatches=request.active_microbatches,
-        ),
-        forward_order=lambda stage, k: (k // group, chunk[stage], k),
-        backward_order=lambda stage, k: (k // group, -chunk[stage], k),
-    )
-    rows, _ = list_schedule(
-        policy,
-        stage_ranks=request.stage_ranks,
-        num_microbatches=request.num_microbatches,
-        costs=request.costs,
-    )
-    return rows
+    bound = request.active_microbatches
+    group = min(p, bound or p)
+
+    def grouped_forward(stage: int, microbatch: int) -> tuple[int, ...]:
+        return (microbatch // group, chunk[stage], microbatch)
+
+    def grouped_backward(stage: int, microbatch: int) -> tuple[int, ...]:
+        return (microbatch // group, -chunk[stage], microbatch)
+
+    by_stage = Ration(stage=[hop + 1 for hop in hops], microbatches=bound)
+    by_rank = Ration(rank=[len(row) * p for row in stages], microbatches=bound)
+    plans: list[tuple[Ration, Order, Order]] = [
+        (by_stage, deepest_first, deepest_first),
+        (by_rank, deepest_first, deepest_first),
+        (by_stage, grouped_forward, grouped_backward),
+    ]
+    if bound is not None:
+        plans.append((Ration(microbatches=bound), deepest_first, deepest_first))
+    for ration, forward_order, backward_order in plans:
+        policy = Policy(ration=ration, forward_order=forward_order, backward_order=backward_order)
+        yield list_schedule(policy, request)

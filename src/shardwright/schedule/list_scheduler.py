@@ -5,8 +5,8 @@ gradient put off earlier. What is best among several of one kind is the family's
 rationed, because each keeps memory until its backward has run. For stages on ranks (0, 1, 0), with room for 3
 activations on rank 0::
 
-    rank 0 | 0F0 0F1 .   2F0 2B0====             The second place of 3 is free for 0F1, but the third is kept
-    for rank 1 | .   1F0 1F1 .   .      1B0====      2F0: without it nothing on rank 0 could ever run again.
+    rank 0 | 0F0 0F1 2F0 2B0==== 2F1 ...      0F1 may take the second of 3 places, but 0F2 not the third:
+    rank 1 | .   1F0 1F1 .   .   ...          that is kept for 2F0, without which nothing could ever run again
 
 Why it cannot deadlock. Microbatches pass each stage in order. Suppose that nothing runs and something is
 left. Every backward that is ready would run, so every activation kept waits for a forward further down that
@@ -23,13 +23,22 @@ from dataclasses import dataclass
 
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.placement import stages_by_rank
-from shardwright.schedule.request import Rows
-from shardwright.schedule.stage_cost import StageCost
+from shardwright.schedule.request import Request, Rows
 
-__all__ = ["Order", "Policy", "Ration", "list_schedule"]
+__all__ = ["Order", "Policy", "Ration", "deepest_first", "list_schedule", "oldest_first"]
 
 Order = Callable[[int, int], tuple[int, ...]]
 """(stage, microbatch) -> key; the smallest goes first."""
+
+
+def deepest_first(stage: int, microbatch: int) -> tuple[int, ...]:
+    """The last stage of the rank before the others."""
+    return (-stage, microbatch)
+
+
+def oldest_first(stage: int, microbatch: int) -> tuple[int, ...]:
+    """The lowest microbatch before the others."""
+    return (microbatch, stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,39 +66,29 @@ class Policy:
         forward_order: among forwards.
         backward_order: among backwards.
         splits_backward: run ``I`` and ``W`` instead of ``B``.
-        weight_debt: for each rank, weight gradients that it may put off before they go ahead of forwards;
-            None: all that memory allows.
     """
 
     ration: Ration
     forward_order: Order
     backward_order: Order
     splits_backward: bool = False
-    weight_debt: Sequence[int] | None = None
 
 
 def list_schedule(
     policy: Policy,
+    request: Request,
     *,
-    stage_ranks: Sequence[int],
-    num_microbatches: int,
-    costs: Sequence[StageCost],
     forward_only: bool = False,
-) -> tuple[Rows, float]:
-    """Plays a policy out.
+) -> Rows:
+    """Plays a policy out with the costs of the request; transfers take no time.
 
     Args:
         policy: what a rank takes first.
-        stage_ranks: pipeline rank of each stage.
-        num_microbatches: parts into which a batch is split.
-        costs: of each stage.
+        request: placement, microbatches and costs.
         forward_only: leave the backward out.
-
-    Returns:
-        The compute actions of each rank in order, and the seconds that they take when transfers take none.
     """
-    player = _Player(policy, stage_ranks, num_microbatches, forward_only)
-    seconds = [{kind: cost.seconds(kind) for kind in _KINDS} for cost in costs]
+    player = _Player(policy, request, forward_only)
+    seconds = [{kind: cost.seconds(kind) for kind in _KINDS} for cost in request.costs]
     rows: Rows = [[] for _ in player.stages]
     running: list[tuple[float, int, Kind, int]] = []
     idle = set(range(len(rows)))
@@ -104,7 +103,7 @@ def list_schedule(
                 ends = now + seconds[action.stage][action.kind]
                 heapq.heappush(running, (ends, rank, action.kind, action.stage))
         if not running:
-            return rows, now
+            return rows
         now = running[0][0]
         while running and running[0][0] == now:
             _, rank, kind, stage = heapq.heappop(running)
@@ -118,14 +117,12 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 class _Player:
     """How far every stage is; microbatches pass each stage in order, so that counts say all."""
 
-    def __init__(
-        self, policy: Policy, stage_ranks: Sequence[int], num_microbatches: int, forward_only: bool
-    ) -> None:
-        n = len(stage_ranks)
+    def __init__(self, policy: Policy, request: Request, forward_only: bool) -> None:
+        n = request.num_stages
         self.policy = policy
-        self.ranks = stage_ranks
-        self.m = num_microbatches
-        self.stages = stages_by_rank(stage_ranks)
+        self.ranks = request.stage_ranks
+        self.m = request.num_microbatches
+        self.stages = stages_by_rank(request.stage_ranks)
         self.forward_only = forward_only
         self.forwards_started = [0] * n
         self.forwards_ended = [0] * n
@@ -140,9 +137,7 @@ class _Player:
         """The best action that is ready."""
         if self.forward_only:
             return self._forward(rank)
-        action = self._backward(rank)
-        if action is None and not self._owes_weights(rank):
-            action = self._forward(rank)
+        action = self._backward(rank) or self._forward(rank)
         return action or (self._weight(rank) if self.policy.splits_backward else None)
 
     def start(self, action: Action) -> None:
@@ -209,13 +204,6 @@ class _Player:
             return False
         # Places for the deeper stages of this rank stay free, or it could fill itself up with early work.
         return ration.rank is None or self.kept[rank] + 1 + self.num_deeper[stage] <= ration.rank[rank]
-
-    def _owes_weights(self, rank: int) -> bool:
-        debt = self.policy.weight_debt
-        if debt is None or not self.policy.splits_backward:
-            return False
-        owed = sum(self.backwards_ended[stage] - self.weights_started[stage] for stage in self.stages[rank])
-        return owed > debt[rank]
 
     def _weight(self, rank: int) -> Action | None:
         owed = [

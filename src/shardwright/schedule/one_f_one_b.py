@@ -2,19 +2,19 @@
 
 ::
 
-    4 microbatches                                           kept at once
-    rank 0 | F0 F1 F2 .  .  B0=== F3 B1=== .  B2=== .  B3===      3
-    rank 1 | .  F0 F1 .  B0=== F2 B1=== F3 B2=== .  B3===         2
-    rank 2 | .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===            1
+    4 microbatches; rank 0 keeps 3 of them at once, rank 1 two, rank 2 one
+    rank 0 | F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===
+    rank 1 | .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===
+    rank 2 | .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===
 
-Stage s of p keeps at most p - s microbatches: as many as the forwards it can run before its first gradient is
-back.
+Stage s of p keeps at most p - s microbatches: one for each stage that a microbatch has still to pass, itself
+counted. The bubble is that of GPipe, which keeps all.
 
 Source: Narayanan et al., PipeDream-Flush, in "Memory-efficient pipeline-parallel DNN training", 2021.
 """
 
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.list_scheduler import Policy, Ration, list_schedule
+from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule
 from shardwright.schedule.placement import hops_to_end, is_chain
 from shardwright.schedule.request import Request, Rows
 
@@ -22,7 +22,7 @@ __all__ = ["alternate", "one_f_one_b"]
 
 
 def one_f_one_b(request: Request) -> Rows:
-    """The classic rows where rank i runs stage i; else the same rule, p - s being changes of rank, plus 1."""
+    """The classic rows where rank i runs stage i; else the same rule, p - s being changes of rank + 1."""
     hops = hops_to_end(request.stage_ranks)
     m = request.num_microbatches
     if is_chain(request.stage_ranks):
@@ -37,10 +37,10 @@ def one_f_one_b(request: Request) -> Rows:
         ]
     policy = Policy(
         ration=Ration(stage=[hop + 1 for hop in hops], microbatches=request.active_microbatches),
-        forward_order=lambda stage, microbatch: (-stage, microbatch),
-        backward_order=lambda stage, microbatch: (-stage, microbatch),
+        forward_order=deepest_first,
+        backward_order=deepest_first,
     )
-    return list_schedule(policy, stage_ranks=request.stage_ranks, num_microbatches=m, costs=request.costs)[0]
+    return list_schedule(policy, request)
 
 
 def alternate(forwards: list[Action], backwards: list[Action], *, num_ahead: int) -> list[Action]:

@@ -4,9 +4,9 @@ All actions that run on one node progress at one rate, min(1, cores / running). 
 clock* that advances at that rate: an action of w seconds ends when the clock has advanced by w. The order in
 which actions end is fixed when they start, which makes the replay exact and cheap::
 
-    time            0    1    2    3    4         2 ranks, 1 core
-    running         1    2    2    1              rank 0 starts 2 s of work at 0, rank 1 starts 1 s at 1
-    virtual clock   0    1   1.5   2    3         rank 0 ends at clock 2, rank 1 at clock 2
+    time            0    1    2    3         2 ranks on 1 core
+    running         1    2    2    0         rank 0 starts 2 s of work at 0, rank 1 starts 1 s at 1
+    virtual clock   0    1   1.5   2         both end when the clock shows 2
 """
 
 import heapq

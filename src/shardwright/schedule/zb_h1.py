@@ -3,21 +3,20 @@
 ::
 
     5 microbatches, F = I = W = 1
-    rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+    rank 0 | F0 F1 F2 .  .  B0=== F3 B1=== F4 B2=== B3=== B4===
     rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
     rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
 Stage s of p keeps p - s microbatches between F and I, as in 1F1B, and puts off s weight gradients, so that
-every rank keeps p: what the first rank of 1F1B keeps. The bubble is (p - 1)(tF + tI - tW).
+every rank keeps p: what the first rank of 1F1B keeps. With equal stages and p microbatches or more the bubble
+is (p - 1)(tF + tI - tW), where tW is at most tI; a longer W gains nothing more.
 
 Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 2.3.
 """
 
-from collections.abc import Iterator
-
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.halves import fastest
-from shardwright.schedule.list_scheduler import Policy, Ration, list_schedule
+from shardwright.schedule.halves import join_halves
+from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
 from shardwright.schedule.placement import hops_to_end, is_chain, stages_by_rank
 from shardwright.schedule.request import Request, Rows
 
@@ -25,34 +24,28 @@ __all__ = ["zb_h1"]
 
 
 def zb_h1(request: Request) -> Rows:
-    """The paper's rows or, where another order of the same work under the same bounds is faster, that one."""
-    return fastest(_candidates(request), request)
-
-
-def _candidates(request: Request) -> Iterator[Rows]:
+    """The paper's rows where rank i runs stage i; else the same bounds, p - s being changes of rank + 1."""
     if is_chain(request.stage_ranks):
-        yield [_classic_row(request, stage) for stage in range(request.num_stages)]
+        rows = [_classic_row(request, stage) for stage in range(request.num_stages)]
+    else:
+        rows = _played_out(request)
+    return join_halves(rows, request)
+
+
+def _played_out(request: Request) -> Rows:
     stages = stages_by_rank(request.stage_ranks)
     hops = hops_to_end(request.stage_ranks)
-    ahead = [sum(hops[stage] + 1 for stage in row) for row in stages]
-    for weight_debt in ([max(ahead) - own for own in ahead], None):
-        policy = Policy(
-            ration=Ration(
-                stage=[hop + 1 for hop in hops],
-                rank=[max(ahead)] * len(stages),
-                microbatches=request.active_microbatches,
-            ),
-            forward_order=lambda stage, microbatch: (-stage, microbatch),
-            backward_order=lambda stage, microbatch: (-stage, microbatch),
-            splits_backward=True,
-            weight_debt=weight_debt,
-        )
-        yield list_schedule(
-            policy,
-            stage_ranks=request.stage_ranks,
-            num_microbatches=request.num_microbatches,
-            costs=request.costs,
-        )[0]
+    policy = Policy(
+        ration=Ration(
+            stage=[hop + 1 for hop in hops],
+            rank=[max(sum(hops[stage] + 1 for stage in row) for row in stages)] * len(stages),
+            microbatches=request.active_microbatches,
+        ),
+        forward_order=deepest_first,
+        backward_order=oldest_first,
+        splits_backward=True,
+    )
+    return list_schedule(policy, request)
 
 
 def _classic_row(request: Request, stage: int) -> list[Action]:

@@ -3,12 +3,13 @@
 ::
 
     2 ranks, 4 microbatches, F = I = W = 1; rank 0 runs stages 0 and 3, rank 1 runs 1 and 2
-    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 ...
-    rank 1 | .   1F0 2F0 1F1 2F1 2I0 ...
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1==== 0F3 0B0==== 3F2 3B2==== 0B1==== 3F3 3B3==== ...
+    rank 1 | .   1F0 2F0 1F1 2F1 2B0==== 1F2 1B0==== 2F2 2B1==== 1F3 1I1 1W1 2F3 2B2==== 1I2 2I3 ...
 
 The first gradient is made on the rank that runs the first stage, p units earlier than at the end of a chain.
-Each rank keeps at most 2p activations of (half-sized) stages, as much as the first rank of 1F1B, and, with F
-= I = W and 2p - 1 microbatches or more, is busy from its first action to its last.
+Each rank keeps at most 2p activations of (half-sized) stages, as much as the first rank of 1F1B. With equal
+stages, F = I = W and 2p - 1 microbatches or more, it is busy from its first action to its last; rank p - 1
+starts p - 1 forwards late, and that is the whole bubble.
 
 Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 6.
 """
@@ -17,7 +18,8 @@ from collections.abc import Iterator
 
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.halves import fastest
-from shardwright.schedule.list_scheduler import Order, Policy, Ration, list_schedule
+from shardwright.schedule.in_flight import most_in_flight
+from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
 from shardwright.schedule.placement import is_v, stages_by_rank
 from shardwright.schedule.request import Request, Rows
 
@@ -31,26 +33,20 @@ def zb_v(request: Request) -> Rows:
 
 def _candidates(request: Request) -> Iterator[Rows]:
     p = request.num_ranks
-    if is_v(request.stage_ranks) and (request.active_microbatches or 2 * p) >= 2 * p:
-        yield [_classic_row(request, rank) for rank in range(p)]
+    bound = request.active_microbatches
+    if is_v(request.stage_ranks):
+        rows = [_classic_row(request, rank) for rank in range(p)]
+        if bound is None or max(map(most_in_flight, rows)) <= bound:
+            yield rows
     stages = stages_by_rank(request.stage_ranks)
-    orders: tuple[Order, ...] = (
-        lambda stage, microbatch: (microbatch, stage),
-        lambda stage, microbatch: (-stage, microbatch),
-    )
-    for backward_order in orders:
+    for backward_order in (oldest_first, deepest_first):
         policy = Policy(
-            ration=Ration(rank=[len(row) * p for row in stages], microbatches=request.active_microbatches),
-            forward_order=lambda stage, microbatch: (-stage, microbatch),
+            ration=Ration(rank=[len(row) * p for row in stages], microbatches=bound),
+            forward_order=deepest_first,
             backward_order=backward_order,
             splits_backward=True,
         )
-        yield list_schedule(
-            policy,
-            stage_ranks=request.stage_ranks,
-            num_microbatches=request.num_microbatches,
-            costs=request.costs,
-        )[0]
+        yield list_schedule(policy, request)
 
 
 def _classic_row(request: Request, rank: int) -> list[Action]:
