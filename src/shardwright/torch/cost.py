@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.torch._private import storage_key
 from shardwright.torch.deferred import spec_of
+from shardwright.torch.rng import Draw, describe_draw
 
 __all__ = ["CostCounter", "class_key", "cost_class"]
 
@@ -26,7 +27,7 @@ class CostCounter(TorchDispatchMode):
     Attributes:
         flops: floating-point operations; a multiply-add counts as two.
         saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
-        random: random numbers were drawn.
+        draws: operations that took random numbers, in order.
         parameters: names of the parameters and buffers that were read.
         mutated_buffers: a parameter or buffer was changed in place.
     """
@@ -41,12 +42,17 @@ class CostCounter(TorchDispatchMode):
     def __init__(self, names: Mapping[int, str] | None = None):
         super().__init__()
         self.flops = 0
-        self.random = False
+        self.draws: list[Draw] = []
         self.parameters: set[str] = set()
         self.mutated_buffers = False
         self._names = names or {}
         self._saved: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers were drawn."""
+        return bool(self.draws)
 
     @property
     def saved_bytes(self) -> int:
@@ -66,8 +72,9 @@ class CostCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         self._note_parameters(func, args)
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.random = True
+        draw = describe_draw(func, args, kwargs)
+        if draw is not None:
+            self.draws.append(draw)
         count = _FLOPS.get(func.overloadpacket)
         if count is not None:
             flops = int(count(*args, **kwargs, out_val=result))

@@ -23,6 +23,7 @@ from shardwright.torch.placement import (
 )
 from shardwright.torch.program import Program, build_program, home_stages
 from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_linear_modules
 from shardwright.torch.trace import Trace, UnitMap, trace_step
@@ -182,6 +183,8 @@ class PipelineEngine:
         programs = [self._program(function, part) for part in parts]
         train = programs[0].backward_at is not None
         schedule = self._schedule(programs, train=train)
+        if any(program.draws for program in programs):
+            self._agree_on_random_numbers()
         results = self.executor.run(
             schedule,
             context.pipeline_rank,
@@ -260,6 +263,19 @@ class PipelineEngine:
                 + (where or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes")
                 + ". Build the same model with the same settings on every rank."
             )
+
+    def _agree_on_random_numbers(self) -> None:
+        """Gives all ranks of the replica the generators of its first."""
+        context = self._context
+        agreed: list[Tensor | None] = []
+        for state in get_state(context.device):
+            if state is not None:
+                shared = state.to(context.device)
+                dist.broadcast(shared, context.pipeline_ranks[0], group=context.pipeline_group)
+                state = shared.cpu()
+            agreed.append(state)
+        assert agreed[0] is not None
+        set_state((agreed[0], agreed[1]), context.device)
 
     # ---- every step ---------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch.microbatch import Microbatch
-from shardwright.torch.program import Crossing, Program
+from shardwright.torch.program import Crossing, Place, Program
+from shardwright.torch.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.split_backward import count_uses, put_off_weights
 
 __all__ = ["Executor", "Timeline"]
@@ -91,7 +92,7 @@ class Executor:
         self.timeline = Timeline()
         self._loss_scale = loss_scale
         self._microbatches = [
-            Microbatch(index, program, function, args, self._receive_value)
+            Microbatch(index, program, function, args, self._receive_value, device=self._device)
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
         self._backwards_left = {
@@ -100,16 +101,29 @@ class Executor:
         self._weights_left = dict(self._backwards_left)
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._results: list[Any] = [None] * len(self._microbatches)
+        final_state = self._run_generators_ahead(programs)
         try:
             for action in schedule.actions[rank]:
                 self._act(action)
             for microbatch in self._microbatches:
                 self._finish(microbatch)
             self._transport.flush()
+            if final_state is not None:
+                set_state(final_state, self._device)
         finally:
             for microbatch in self._microbatches:
                 microbatch.close()
         return self._results
+
+    def _run_generators_ahead(self, programs: Sequence[Program]) -> GeneratorState | None:
+        """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""
+        if not any(program.draws for program in programs):
+            return None
+        steps = [[(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs]
+        states, final = run_ahead(steps, self._device)
+        for microbatch, known in zip(self._microbatches, states, strict=True):
+            microbatch.generator_states = known
+        return final
 
     def _act(self, action: Action) -> None:
         kind = action.kind

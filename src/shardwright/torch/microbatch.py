@@ -11,6 +11,7 @@ from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.functions import name_of
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.program import Crossing, Instruction, Place, Program
+from shardwright.torch.rng import GeneratorState, set_state
 from shardwright.torch.trace import user_line
 from shardwright.torch.tree import flatten
 
@@ -30,6 +31,7 @@ class Microbatch:
         values: tensors made here that another stage, the loss or the result needs.
         leaves: tensors that came in from another stage, by (value, stage): leaves of autograd.
         gradients: gradients of values for which both stages are on this rank, by (value, target stage).
+        generator_states: position of a step that draws random numbers -> state of the generators before it.
         uses: id of a weight -> contributions to its gradient that are still to come.
     """
 
@@ -40,6 +42,8 @@ class Microbatch:
         function: Callable[..., Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         receive: Callable[["Microbatch", Crossing], Tensor],
+        *,
+        device: torch.device,
     ):
         self.index = index
         self.program = program
@@ -55,6 +59,8 @@ class Microbatch:
         self._instructions = program.instructions
         self._position = 0
         self._receive = receive
+        self._device = device
+        self.generator_states: dict[int, GeneratorState] = {}
         self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
@@ -88,7 +94,10 @@ class Microbatch:
         if func is Tensor.backward:
             return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
         instruction = self._next(func)
+        position = self._position
         if instruction.place is Place.FREE:
+            if instruction.draws:
+                self._restore_generators(position)
             return func(*args, **kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
@@ -96,17 +105,22 @@ class Microbatch:
             self._enter(instruction.stage)
         if instruction.cuts:
             args, kwargs = self._cut(instruction, args, kwargs)
+        if instruction.draws:
+            self._restore_generators(position)
         return self._keep(instruction, func(*args, **kwargs), args, kwargs)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         instruction = self._next(module)
+        position = self._position
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
         if instruction.stage != self.stage:
             self._enter(instruction.stage)
         if instruction.cuts:
             args, kwargs = self._cut(instruction, args, kwargs)
+        if instruction.draws:
+            self._restore_generators(position)
         return self._keep(instruction, module(*args, **kwargs), args, kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
@@ -158,6 +172,12 @@ class Microbatch:
         self.waiting_for = stage
         while self.stage != stage:
             self._coroutine.pause()
+
+    def _restore_generators(self, position: int) -> None:
+        """Makes random numbers those that a plain loop would draw here."""
+        state = self.generator_states.get(position - 1)
+        if state is not None:
+            set_state(state, self._device)
 
     def leaf(self, value: int, stage: int) -> Tensor:
         """A value of another stage, as a leaf of autograd."""

@@ -20,6 +20,7 @@ from typing import Any
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
+from shardwright.torch.rng import Draw
 from shardwright.torch.trace import Step, Trace
 from shardwright.torch.tree import Structure
 
@@ -70,6 +71,7 @@ class Instruction:
         result: its leaves.
         passed: (position in the result, position in the arguments).
         line: where in the user's code.
+        draws: random numbers that it takes.
     """
 
     func: Any
@@ -82,6 +84,7 @@ class Instruction:
     result: tuple[Any, ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
     line: str = ""
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(slots=True)
@@ -119,6 +122,11 @@ class Program:
     outputs: frozenset[int]
     result_values: tuple[tuple[int, int], ...]
     fingerprint: str
+
+    @property
+    def draws(self) -> bool:
+        """Whether a microbatch takes random numbers."""
+        return any(instruction.draws for instruction in self.instructions)
 
     def edges(self) -> list[Edge]:
         """Transfers between stages, for lowering and simulation."""
@@ -276,7 +284,7 @@ def _instruction(
     needed: set[int],
 ) -> Instruction:
     if step.node is None:
-        return Instruction(func=step.func, place=Place.FREE)
+        return Instruction(func=step.func, place=Place.FREE, draws=step.draws)
     stage = homes[step.node]
     place = Place.HERE if stage_ranks[stage] == rank else Place.ELSEWHERE
     changed = {position for position, _, _ in step.mutations}
@@ -293,6 +301,7 @@ def _instruction(
         result=step.result,
         passed=step.passed,
         line=step.line,
+        draws=step.draws,
     )
 
 

@@ -24,6 +24,7 @@ from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.glue import GlueMode, active_handler, set_active_handler
+from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure, flatten, leaves
 
 log = logging.getLogger(__name__)
@@ -95,11 +96,13 @@ class Step:
         result: leaves of the result as a rank that does not execute it returns them.
         passed: (position in the result, position in the arguments) of arguments that are returned as they are.
         line: where in the user's code.
+        draws: random numbers that it takes.
     """
 
     func: Any
     node: int | None
     line: str = ""
+    draws: tuple[Draw, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
     mutations: tuple[tuple[int | None, int | None, int], ...] = ()
@@ -212,7 +215,7 @@ class Tracer:
             random=cost.random,
             line=line,
         )
-        return self._record(func, node, items, reads, leaves(arguments), output, versions, line)
+        return self._record(func, node, items, reads, leaves(arguments), output, versions, cost)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
@@ -247,7 +250,7 @@ class Tracer:
             random=cost.random,
             line=line,
         )
-        return self._record(module, node, items, reads, fakes, output, versions, line)
+        return self._record(module, node, items, reads, fakes, output, versions, cost)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
@@ -285,13 +288,16 @@ class Tracer:
     def _free_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], items: list[Any]
     ) -> Any:
-        self.steps.append(Step(func=func, node=None))
+        step = Step(func=func, node=None)
+        self.steps.append(step)
         varying = any(id(item) in self._varying for item in items) or functions.is_random(func)
         # Values made of shapes alone (position numbers) are the same next time: only what depends on the batch,
         # or on random numbers, can lead Python another way.
         if varying and (func in functions.READS_DATA or func in functions.SHAPE_FROM_DATA):
             self.reads_data = True
-        result = func(*args, **kwargs)
+        with CostCounter() as cost:
+            result = func(*args, **kwargs)
+        step.draws = tuple(cost.draws)
         if varying:
             self.vary(leaves(result))
         return result
@@ -356,7 +362,7 @@ class Tracer:
         fakes: list[Any],
         output: Any,
         versions: list[int | None],
-        line: str,
+        cost: CostCounter,
     ) -> Any:
         index = len(self.nodes)
         mutations = self._mutations(index, items, fakes, versions)
@@ -384,7 +390,8 @@ class Tracer:
             Step(
                 func=func,
                 node=index,
-                line=line,
+                line=node.line,
+                draws=tuple(cost.draws),
                 reads=tuple(reads),
                 writes=tuple(writes),
                 mutations=mutations,

@@ -10,6 +10,8 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 __all__ = ["Structure", "flatten", "leaves", "map_tree"]
 
 
@@ -149,4 +151,4 @@ _REBUILD: dict[str, Callable[[Any, Sequence[Any], Sequence[Any]], Any]] = {
     "dataclass": _rebuild_dataclass,
 }
 
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, slice, type(Ellipsis)})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, slice, type(Ellipsis), torch.Size})

@@ -1,0 +1,126 @@
+"""Random numbers as a single process would draw them.
+
+A plain loop draws for microbatch 0 from top to bottom, then for microbatch 1, and so on, all from one generator. A rank
+of a pipeline runs only some of these calls, in another order. So the trace notes every draw, and before a batch the
+rank goes through them in the order of the plain loop: what other ranks draw is drawn into scratch memory, and where a
+draw of its own comes up, the state of the generator is kept::
+
+    plain loop        mb 0: [stage 0 draws][stage 1 draws]   mb 1: [stage 0 draws][stage 1 draws]
+    rank of stage 1          scratch       state kept               scratch       state kept
+
+So dropout masks are the same for any number of stages, and for none. A model that draws nothing pays nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.torch.tree import Structure, flatten
+
+__all__ = ["Draw", "GeneratorState", "describe_draw", "get_state", "run_ahead", "set_state", "skip"]
+
+GeneratorState = tuple[Tensor, Tensor | None]
+"""State of the CPU's generator, and of the GPU's where the rank has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor argument of a draw: enough to make one like it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One operation that takes numbers from the generator.
+
+    Attributes:
+        func: the aten operation.
+        items: leaves of its arguments, with shapes in place of tensors.
+        structure: their structure.
+    """
+
+    func: Any
+    items: tuple[Any, ...]
+    structure: Structure
+
+
+def describe_draw(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Describes an operation that draws; None if it draws nothing with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+        return None
+    items, structure = flatten((tuple(args), dict(kwargs)))
+    shapes = tuple(
+        _Shape(tuple(item.shape), item.dtype, item.device) if isinstance(item, Tensor) else item for item in items
+    )
+    return Draw(func, shapes, structure.without_template())
+
+
+def skip(draws: Sequence[Draw]) -> None:
+    """Moves the generator on as if these operations had run."""
+    with torch.no_grad():
+        for draw in draws:
+            args, kwargs = draw.structure.rebuild([_scratch(item) for item in draw.items])
+            draw.func(*args, **kwargs)
+
+
+def get_state(device: torch.device) -> GeneratorState:
+    """State of the generators that a rank on this device uses."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.random.get_rng_state(), on_device
+
+
+def set_state(state: GeneratorState, device: torch.device) -> None:
+    """Sets the state of the generators that a rank on this device uses."""
+    torch.random.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def run_ahead(
+    microbatches: Sequence[Sequence[tuple[tuple[Draw, ...], bool]]], device: torch.device
+) -> tuple[list[dict[int, GeneratorState]], GeneratorState]:
+    """Goes through all draws of a batch in the order of the plain loop.
+
+    Args:
+        microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the step.
+        device: where this rank computes.
+
+    Returns:
+        For each microbatch, step -> state of the generators before it; and the state after the batch.
+    """
+    kept: list[dict[int, GeneratorState]] = []
+    for steps in microbatches:
+        states: dict[int, GeneratorState] = {}
+        for position, (draws, own) in enumerate(steps):
+            if draws:
+                if own:
+                    states[position] = get_state(device)
+                skip(draws)
+        kept.append(states)
+    return kept, get_state(device)
+
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention kernels are marked as random also where their dropout is off."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    probability = given.get("dropout_p", defaults.get("dropout_p"))
+    if probability is not None:
+        return float(probability) == 0.0
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    return func.overloadpacket is torch.ops.aten.native_dropout and given.get("p") in (0.0, 0)
+
+
+def _scratch(item: Any) -> Any:
+    if not isinstance(item, _Shape):
+        return item
+    # Zeros are valid probabilities and means; ones are valid weights where a sum must not be zero.
+    return torch.ones(item.shape, dtype=item.dtype, device=item.device)
