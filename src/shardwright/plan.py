@@ -153,7 +153,9 @@ class Prediction(_Record):
     """What the simulator expects.
 
     Attributes:
-        step_s: seconds of forward and backward of one batch.
+        step_s: seconds of one batch: forward, backward and the sums of gradients over ranks; not the
+            optimizer's.
+        sync_s: the part of them in which gradients are summed.
         bubble: idle share of the ranks' time, 0 to 1.
         stages: cost of each stage.
         memory: peak memory of each pipeline rank.
@@ -161,6 +163,7 @@ class Prediction(_Record):
     """
 
     step_s: float
+    sync_s: float = 0.0
     bubble: Fraction
     stages: tuple[StagePrediction, ...]
     memory: tuple[MemoryPrediction, ...]

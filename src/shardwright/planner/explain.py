@@ -33,6 +33,7 @@ def predict(option: Option) -> Prediction:
     )
     return Prediction(
         step_s=option.step_s,
+        sync_s=option.tie_s + option.replica_s,
         bubble=min(1.0, max(0.0, option.simulation.bubble)),
         stages=stages,
         memory=option.memory,
@@ -111,11 +112,12 @@ def _choice(best: Option, others: Sequence[Option]) -> str:
     rival = min(rivals, key=lambda option: option.step_s)
     text += f"; the next best, {title(rival)}, takes {format_seconds(rival.step_s)}"
     difference = rival.step_s / best.step_s - 1
-    if difference < 0:
-        weight = best.workload.demands.memory_weight
-        why = "more complicated" if weight == 0 else f"needs {format_bytes(rival.peak_bytes)} of memory"
-        return text + f", {-difference:.1%} less, but is {why}." if weight == 0 else text + f" but {why}."
-    return text + f" (+{difference:.1%})."
+    if difference > 0:
+        return f"{text} (+{difference:.1%})."
+    less = f"{-difference:.1%} less" if difference < -5e-4 else "as much"
+    if best.workload.demands.memory_weight == 0:
+        return f"{text}, {less}, but is more complicated."
+    return f"{text}, {less}, but needs {format_bytes(rival.peak_bytes)}, not {format_bytes(best.peak_bytes)}."
 
 
 def _balance(best: Option) -> str:

@@ -9,6 +9,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import inf
 
 import numpy as np
 
@@ -104,6 +105,29 @@ class Workload:
                 optimizer_factor=demands.optimizer_factor,
             )
         return Draft(workload=self, kind=kind, layout=layout, in_flight=flying)
+
+    def refine(self, option: "Option", *, max_actions: int) -> "Option":
+        """Moves cuts while the simulated step gets shorter: the slowest stage is not the whole story.
+
+        Args:
+            option: where to start; made from this workload.
+            max_actions: how much may be simulated, in actions.
+        """
+        atom_at = {call: atom for atom, call in enumerate(self.chain.starts)}
+        start = tuple(atom_at[cut] for cut in option.layout.cuts)
+        tried: dict[tuple[int, ...], Option] = {start: option}
+        actions = sum(map(len, option.schedule.actions))
+
+        def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
+            if cuts not in tried:
+                if len(tried) * actions >= max_actions:
+                    return (inf,)
+                calls = tuple(self.chain.starts[cut] for cut in cuts)
+                tried[cuts] = self.draft(option.kind, option.layout.ranks, cuts=calls).work_out()
+            found = tried[cuts]
+            return max(0, found.overflow_bytes), found.step_s
+
+        return tried[improve(start, key=key)]
 
     def objective(self, exposed: float) -> Objective:
         """The costs of all stages."""

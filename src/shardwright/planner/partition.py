@@ -26,6 +26,9 @@ Floats = NDArray[np.float64]
 # Weight of evenness against the sum: small enough never to outweigh a byte, large enough for float64.
 _EVENNESS = 1e-6
 
+# So many cuts may also move in groups.
+_FEW_CUTS = 16
+
 
 def split(
     num_atoms: int, *, num_stages: int, cost_of_stage: Callable[[int], Floats]
@@ -107,7 +110,7 @@ def improve(
     key: Callable[[tuple[int, ...]], tuple[float, ...]],
     max_passes: int = 20,
 ) -> tuple[int, ...]:
-    """Moves single cuts while the key falls.
+    """Moves cuts while the key falls: one at a time, or, of few, up to three neighbours together.
 
     Args:
         cuts: where to start.
@@ -119,19 +122,28 @@ def improve(
     """
     best = tuple(cuts)
     best_key = key(best)
+    num_inner = len(best) - 2
+    lengths = range(1, min(num_inner, 3 if num_inner <= _FEW_CUTS else 1) + 1)
+    runs = [(at, at + n) for n in lengths for at in range(1, num_inner + 2 - n)]
     for _ in range(max_passes):
-        moved = False
-        for position in range(1, len(best) - 1):
+        before = best
+        for first, after in runs:
             for step in (-1, 1):
-                while best[position - 1] < best[position] + step < best[position + 1]:
-                    trial = (*best[:position], best[position] + step, *best[position + 1 :])
+                while (trial := _moved(best, first, after, step)) is not None:
                     trial_key = key(trial)
                     if trial_key >= best_key:
                         break
-                    best, best_key, moved = trial, trial_key, True
-        if not moved:
+                    best, best_key = trial, trial_key
+        if best == before:
             break
     return best
+
+
+def _moved(cuts: tuple[int, ...], first: int, after: int, step: int) -> tuple[int, ...] | None:
+    """The cuts from `first` up to `after` moved by `step`; None where that empties a stage."""
+    if not cuts[first - 1] < cuts[first] + step or not cuts[after - 1] + step < cuts[after]:
+        return None
+    return (*cuts[:first], *(cut + step for cut in cuts[first:after]), *cuts[after:])
 
 
 def manual_stages(ranks: Sequence[int], *, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

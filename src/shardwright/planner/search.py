@@ -41,6 +41,7 @@ _SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
 
 _NEAR_TIE = 1.02
 _NUM_SIMULATED = 12
+_NUM_REFINED = 4
 _MOST_ACTIONS = 200_000
 _MOST_TIES = 2
 
@@ -116,11 +117,11 @@ def make_plan(
         else:
             drafts += _manual(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
     options = [draft.work_out() for draft in _promising(drafts)]
-    fitting = [option for option in options if option.fits]
-    if not fitting:
+    if not any(option.fits for option in options):
         raise infeasible(options, config=config)
-    ranking = rank(fitting, memory_weight=demands.memory_weight)
-    best = ranking[0]
+    if config.auto_partition and demands.memory_weight == 0:
+        options = _refined(options)
+    best, *_ = rank([option for option in options if option.fits], memory_weight=demands.memory_weight)
     graph, _ = candidates[best.num_microbatches]
     return _plan(best, graph=graph, config=config, mesh=mesh, options=options)
 
@@ -225,7 +226,10 @@ def _manual(
 
 
 def _promising(drafts: Sequence[Draft]) -> list[Draft]:
-    """The dozen with the best closed-form time among those that fit, and the best of each family."""
+    """The dozen with the best closed-form time among those that fit, and the best of each family.
+
+    Fewer, where simulating them would take many seconds.
+    """
     ranked = sorted(
         enumerate(drafts), key=lambda row: (max(0, row[1].overflow_bytes), row[1].estimate_s, row[0])
     )
@@ -233,8 +237,20 @@ def _promising(drafts: Sequence[Draft]) -> list[Draft]:
     for kind in _SIMPLICITY:
         if not any(draft.kind == kind for draft in kept):
             kept += [draft for _, draft in ranked if draft.kind == kind][:1]
-    small = [d for d in kept if 3 * d.layout.num_stages * d.workload.num_microbatches <= _MOST_ACTIONS]
-    return small or kept[:1]
+    budget = _MOST_ACTIONS
+    affordable: list[Draft] = []
+    for draft in kept:
+        budget -= 3 * draft.layout.num_stages * draft.workload.num_microbatches
+        if budget >= 0 or len(affordable) < _NUM_REFINED:
+            affordable.append(draft)
+    return affordable
+
+
+def _refined(options: Sequence[Option]) -> list[Option]:
+    """The options, the best few of them with their cuts moved to where the simulated step is shortest."""
+    best = rank([option for option in options if option.fits], memory_weight=0.0)[:_NUM_REFINED]
+    better = {id(option): option.workload.refine(option, max_actions=_MOST_ACTIONS // 4) for option in best}
+    return [better.get(id(option), option) for option in options]
 
 
 def _too_many_stages(chain: Chain, num_stages: int, pipeline: int) -> str:

@@ -1,0 +1,37 @@
+"""Profiles without measurement."""
+
+import pytest
+from graphs import GraphBuilder
+
+from shardwright.cluster import Device
+from shardwright.planner import estimate_profile
+
+DEVICE = Device(name="paper", flops_per_s=1e9, memory_Bps=1e6, overhead_s=1e-3)
+
+
+def test_roofline_adds_up() -> None:
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 600)
+    a = builder.unit("a", output_bytes=200, cost_class="a", requires_grad=False)
+    b = builder.unit("b", [a], output_bytes=200, parameters=[weight], cost_class="b", flops=7 * 10**8)
+    profile = estimate_profile(builder.graph(loss=b), device=DEVICE)
+    cost = profile.costs["b"]
+    # 1 ms overhead + 0.7 GFLOP at 70 % of 1 GFLOP/s + 1000 bytes at 1 MB/s.
+    assert cost.forward_s == pytest.approx(0.001 + 1.0 + 0.001)
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s)
+    assert cost.weight_s == pytest.approx(cost.forward_s)
+    assert (cost.input_bytes, cost.work_bytes, cost.flops) == (200, 400, 7 * 10**8)
+    assert cost.provenance == "estimated"
+    assert profile.device == "paper"
+
+
+def test_units_without_products_put_nothing_off() -> None:
+    builder = GraphBuilder()
+    weight = builder.parameter("w", 600)
+    frozen = builder.parameter("f", 600, requires_grad=False)
+    a = builder.unit("a", parameters=[weight], cost_class="norm", saved_bytes=70)
+    b = builder.unit("b", [a], parameters=[frozen], cost_class="frozen", flops=100)
+    profile = estimate_profile(builder.graph(loss=b), device=DEVICE)
+    assert profile.costs["norm"].weight_s == 0.0
+    assert profile.costs["norm"].saved_bytes == 70
+    assert profile.costs["frozen"].weight_s == 0.0

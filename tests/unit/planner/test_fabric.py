@@ -1,0 +1,61 @@
+"""Links, cores and sums of gradients, as one pipeline sees the machines."""
+
+import pytest
+from graphs import chain_graph, profile_of
+
+from planner.machines import machines
+from shardwright.mesh import Mesh
+from shardwright.planner.chain import build_chain
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.layout import Layout
+
+
+def layout(cuts: tuple[int, ...], ranks: tuple[int, ...], *, tied: bool) -> Layout:
+    chain = build_chain(chain_graph(2, tied=tied), profile_of())
+    return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=chain.forward_s < 0)
+
+
+def test_links_follow_the_placement() -> None:
+    cluster = machines(ranks_per_node=2)
+    near = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2, placement="cluster"))
+    far = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2, placement="spread"))
+    assert near.neighbour_link == cluster.intra_node
+    assert far.neighbour_link == cluster.inter_node
+    assert (near.ranks_per_node, far.ranks_per_node) == (2, 1)
+    assert Fabric(cluster, Mesh(world_size=1)).neighbour_link is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "mesh", "expected"),
+    [
+        (0, Mesh(world_size=4, pipeline=4), 0),
+        (4, Mesh(world_size=4, pipeline=4), 4),
+        (4, Mesh(world_size=4, pipeline=2, data=2), 2),
+        (1, Mesh(world_size=4, pipeline=2, data=2), 1),
+        (4, Mesh(world_size=2, pipeline=2), 4),
+        (4, Mesh(world_size=4, pipeline=1, data=4), 1),
+    ],
+)
+def test_replicas_share_the_cores(cores: int, mesh: Mesh, expected: int) -> None:
+    assert Fabric(machines(cores_per_node=cores), mesh).cores == expected
+
+
+def test_all_reduce_is_a_ring() -> None:
+    fabric = Fabric(machines(ranks_per_node=2, intra=(0, 100), inter=(0, 10)), Mesh(world_size=4, pipeline=4))
+    assert fabric.all_reduce_seconds(100, [0, 1]) == pytest.approx(1.0)
+    assert fabric.all_reduce_seconds(100, [0, 1, 2, 3]) == pytest.approx(15.0)
+    assert fabric.all_reduce_seconds(100, [2]) == 0.0
+    assert fabric.all_reduce_seconds(0, [0, 1]) == 0.0
+
+
+def test_ties_cost_only_between_ranks() -> None:
+    fabric = Fabric(machines(intra=(0, 100)), Mesh(world_size=2, pipeline=2))
+    assert fabric.tie_seconds(layout((0, 2, 4), (0, 1), tied=True)) == pytest.approx(4.0)
+    assert fabric.tie_seconds(layout((0, 2, 4), (0, 1), tied=False)) == 0.0
+    # First and last stage on one rank, as in a V: nothing to sum.
+    assert fabric.tie_seconds(layout((0, 1, 3, 4), (0, 1, 0), tied=True)) == 0.0
+
+
+def test_replicas_sum_what_their_rank_holds() -> None:
+    fabric = Fabric(machines(intra=(0, 100)), Mesh(world_size=4, pipeline=2, data=2))
+    assert fabric.replica_seconds(layout((0, 3, 4), (0, 1), tied=False)) == pytest.approx(12.0)

@@ -1,0 +1,173 @@
+"""Stages of a layout: costs, edges, parameters; memory and recomputation."""
+
+import itertools
+
+import numpy as np
+import pytest
+from graphs import GraphBuilder, chain_graph, profile_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.test_tables import PROFILE, graphs
+from shardwright.model_graph import ModelGraph
+from shardwright.planner.chain import build_chain
+from shardwright.planner.layout import Layout
+from shardwright.planner.memory import in_flight, rank_memory
+from shardwright.planner.recompute import choose_recompute
+from shardwright.profile import Profile, UnitCost
+from shardwright.schedule import Edge, build_schedule
+
+
+def lay_out(
+    graph: ModelGraph, cuts: tuple[int, ...], ranks: tuple[int, ...], profile: Profile | None = None
+) -> Layout:
+    chain = build_chain(graph, profile or profile_of())
+    return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=np.zeros(chain.num_calls, dtype=bool))
+
+
+def test_costs_of_stages() -> None:
+    layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1)).with_recompute([1])
+    first, second = layout.stage_costs()
+    assert (first.forward_s, first.backward_s, first.weight_s, first.recompute_s) == (1.5, 3.0, 1.5, 1.0)
+    assert (first.saved_bytes, second.saved_bytes) == (1040, 2000)
+    assert layout.stages_of(1) == [1]
+    assert (layout.num_stages, layout.num_ranks) == (2, 2)
+    assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
+
+
+def test_edges_skip_stages_and_count_each_value_once() -> None:
+    builder = GraphBuilder()
+    a = builder.unit("a", output_bytes=40)
+    b = builder.unit("b", [a], output_bytes=8)
+    c = builder.unit("c", [a, b], output_bytes=4, requires_grad=False)
+    d = builder.unit("d", [a, c])
+    layout = lay_out(builder.graph(loss=d), (0, 1, 2, 4), (0, 1, 0))
+    assert layout.edges() == (
+        # No gradient: what b makes goes into c alone, which has none.
+        Edge(0, 1, num_bytes=40, gradient_bytes=0, has_gradient=False),
+        Edge(0, 2, num_bytes=40, gradient_bytes=40),
+        Edge(1, 2, num_bytes=8, gradient_bytes=0, has_gradient=False),
+    )
+
+
+@given(graphs(), st.data())
+def test_edges_agree_with_the_tables(graph: ModelGraph, data: st.DataObject) -> None:
+    chain = build_chain(graph, PROFILE).uncontracted()
+    num_stages = data.draw(st.integers(1, chain.num_calls))
+    inner = data.draw(st.permutations(range(1, chain.num_calls)))[: num_stages - 1]
+    layout = Layout(
+        chain=chain,
+        cuts=(0, *sorted(inner), chain.num_calls),
+        ranks=tuple(range(num_stages)),
+        recompute=np.zeros(chain.num_calls, dtype=bool),
+    )
+    stage = layout.stage_of_call.tolist()
+    for source, target in itertools.combinations(range(num_stages), 2):
+        expected = sum(
+            flow.num_bytes
+            for flow in chain.flows
+            if stage[flow.source] == source and any(stage[call] == target for call in flow.targets)
+        )
+        found = [e.num_bytes for e in layout.edges() if (e.source, e.target) == (source, target)]
+        assert sum(found) == expected
+
+
+def test_parameters_count_once_a_rank() -> None:
+    layout = lay_out(chain_graph(2, tied=True), (0, 1, 3, 4), (0, 1, 0))
+    assert layout.parameter_bytes() == [(400, 400), (800, 800)]
+    assert layout.stage_parameter_bytes() == [400, 800, 400]
+    assert layout.replicated() == {}
+    apart = lay_out(chain_graph(2, tied=True), (0, 1, 3, 4), (0, 1, 2))
+    assert apart.replicated() == {"embed.weight": (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("gpipe", (8, 8, 8)), ("1f1b", (3, 2, 1)), ("interleaved_1f1b", None)]
+)
+def test_in_flight(kind: str, expected: tuple[int, ...] | None) -> None:
+    ranks = (0, 1, 2) if expected else (0, 1, 2, 0, 1, 2)
+    found = in_flight(build_schedule(kind, stage_ranks=ranks, num_microbatches=8))
+    assert found == expected if expected else len(found) == 6
+
+
+def test_in_flight_lasts_until_the_weights_are_done() -> None:
+    schedule = build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=4)
+    assert schedule.splits_backward
+    assert min(in_flight(schedule)) >= 1
+
+
+def test_memory_adds_up() -> None:
+    layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile_of(work_bytes=64)).with_recompute([1])
+    first, second = rank_memory(layout, activation_bytes=(500, 600), optimizer_factor=2.0)
+    assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
+    assert (first.activations, first.work, first.peak) == (500, 960 + 64, 4724)
+    assert (second.work, second.peak) == (64, 3864)
+
+
+def test_frozen_parameters_have_no_gradient() -> None:
+    builder = GraphBuilder()
+    frozen = builder.parameter("frozen", 100, requires_grad=False)
+    layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[frozen])), (0, 1), (0,))
+    (memory,) = rank_memory(layout, activation_bytes=(0,))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (100, 0, 0)
+
+
+def recompute_profile(rows: list[tuple[float, int]]) -> Profile:
+    """Costs of blocks as (forward seconds, saved bytes); inputs take 10 bytes."""
+    costs = {
+        f"c{i}": UnitCost(forward_s=seconds, backward_s=1.0, saved_bytes=saved, input_bytes=10)
+        for i, (seconds, saved) in enumerate(rows)
+    }
+    cheap = UnitCost(forward_s=0.1, backward_s=0.2)
+    return Profile(costs={**costs, "embed": cheap, "head": cheap})
+
+
+def peak(layout: Layout, flights: list[int], rank: int) -> int:
+    activations = [0] * layout.num_ranks
+    for cost, flight, owner in zip(layout.stage_costs(), flights, layout.ranks, strict=True):
+        activations[owner] += flight * cost.saved_bytes
+    return rank_memory(layout, activation_bytes=activations)[rank].peak
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(0.1, 5), st.integers(10, 2000)), min_size=2, max_size=6),
+    flights=st.lists(st.integers(1, 4), min_size=2, max_size=2),
+    limit=st.integers(5000, 30_000),
+    cut=st.integers(1, 7),
+)
+def test_recomputation_is_enough_and_nothing_of_it_is_idle(
+    rows: list[tuple[float, int]], flights: list[int], limit: int, cut: int
+) -> None:
+    classes = [f"c{i}" for i in range(len(rows))]
+    num_calls = len(rows) + 2
+    cuts = (0, min(cut, num_calls - 1), num_calls)
+    layout = lay_out(chain_graph(len(rows), classes=classes), cuts, (0, 1), recompute_profile(rows))
+    chosen = choose_recompute(layout, in_flight=flights, limit_bytes=limit)
+    for rank in range(2):
+        calls = list(layout.calls(rank))
+        picked = [call for call in calls if chosen.recompute[call]]
+        ways = itertools.chain.from_iterable(
+            itertools.combinations(calls, size) for size in range(len(calls) + 1)
+        )
+        possible = any(peak(layout.with_recompute(way), flights, rank) <= limit for way in ways)
+        if possible:
+            assert peak(chosen, flights, rank) <= limit
+            for call in picked:
+                without = layout.with_recompute([c for c in picked if c != call])
+                assert peak(without, flights, rank) > limit
+
+
+def test_recomputation_takes_the_cheapest_bytes() -> None:
+    profile = recompute_profile([(5.0, 1010), (1.0, 1010), (2.0, 1010)])
+    layout = lay_out(chain_graph(3, classes=["c0", "c1", "c2"]), (0, 5), (0,), profile)
+    # States take 8000 bytes, four microbatches 12120, and a recomputed unit 1000 while it is.
+    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 - 3000)
+    assert chosen.recompute.tolist() == [False, False, True, False, False]
+    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 - 3001)
+    assert chosen.recompute.tolist() == [False, False, True, True, False]
+
+
+def test_nothing_is_recomputed_without_need() -> None:
+    layout = lay_out(chain_graph(2), (0, 4), (0,))
+    assert not choose_recompute(layout, in_flight=[4], limit_bytes=0).recompute.any()
+    assert not choose_recompute(layout, in_flight=[4], limit_bytes=10**9).recompute.any()

@@ -1,0 +1,168 @@
+"""Cutting the chain: literals, and brute force on small chains."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from graphs import chain_graph, profile_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.cluster import Link
+from shardwright.errors import PlanError
+from shardwright.planner.chain import build_chain
+from shardwright.planner.objective import build_objective
+from shardwright.planner.partition import improve, manual_stages, split
+from shardwright.planner.tables import Floats, build_tables
+
+
+def additive(costs: list[float]) -> Floats:
+    ends = np.concatenate(([0.0], np.cumsum(costs)))
+    table = ends[None, :] - ends[:, None]
+    table[np.tri(len(ends), dtype=bool)] = np.inf
+    return table
+
+
+def all_cuts(num_atoms: int, num_stages: int) -> list[tuple[int, ...]]:
+    inner = itertools.combinations(range(1, num_atoms), num_stages - 1)
+    return [(0, *cuts, num_atoms) for cuts in inner]
+
+
+def stage_costs(cuts: tuple[int, ...], tables: list[Floats]) -> list[float]:
+    return [float(table[i, j]) for table, (i, j) in zip(tables, itertools.pairwise(cuts), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "cuts"),
+    [
+        ([1, 2, 3, 4], 1, (0, 4)),
+        ([1, 2, 3, 4], 2, (0, 3, 4)),
+        ([5, 1, 1, 1, 1, 1], 2, (0, 1, 6)),
+        ([1] * 10, 4, (0, 2, 4, 7, 10)),
+        ([0, 0, 0], 3, (0, 1, 2, 3)),
+        ([0, 0, 0], 2, (0, 2, 3)),
+        ([7], 1, (0, 1)),
+    ],
+)
+def test_split_literals(costs: list[float], num_stages: int, cuts: tuple[int, ...]) -> None:
+    table = additive(costs)
+    found = split(len(costs), num_stages=num_stages, cost_of_stage=lambda stage: table)
+    assert found is not None
+    assert sorted(stage_costs(found, [table] * num_stages)) == sorted(stage_costs(cuts, [table] * num_stages))
+
+
+@given(st.data())
+def test_split_agrees_with_brute_force(data: st.DataObject) -> None:
+    num_atoms = data.draw(st.integers(1, 8))
+    num_stages = data.draw(st.integers(1, num_atoms))
+    # Any costs at all: different for each stage, not monotone, partly forbidden.
+    entry = st.one_of(st.integers(0, 9).map(float), st.just(float("inf")))
+    tables = []
+    for _ in range(num_stages):
+        size = num_atoms + 1
+        rows = data.draw(
+            st.lists(st.lists(entry, min_size=size, max_size=size), min_size=size, max_size=size)
+        )
+        table = np.array(rows)
+        table[np.tri(size, dtype=bool)] = np.inf
+        tables.append(table)
+    found = split(num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: tables[stage])
+    ways = [stage_costs(cuts, tables) for cuts in all_cuts(num_atoms, num_stages)]
+    # The dearest stage first, then the sum, then the most even.
+    best = min((max(way), sum(way), sum(cost * cost for cost in way)) for way in ways)
+    if np.isinf(best[0]):
+        assert found is None
+        return
+    assert found is not None
+    way = stage_costs(found, tables)
+    assert (max(way), sum(way), sum(cost * cost for cost in way)) == best
+
+
+@given(
+    costs=st.lists(st.floats(0.01, 10), min_size=2, max_size=9),
+    num_stages=st.integers(2, 4),
+    limit=st.integers(500, 20_000),
+    flights=st.lists(st.integers(1, 4), min_size=4, max_size=4),
+)
+def test_memory_limits_hold(costs: list[float], num_stages: int, limit: int, flights: list[int]) -> None:
+    classes = {f"c{i}": (cost, 2 * cost) for i, cost in enumerate(costs)}
+    graph = chain_graph(len(costs), classes=list(classes))
+    profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.1, 0.2)}, work_bytes=64)
+    objective = build_objective(
+        build_tables(build_chain(graph, profile)), limit_bytes=limit, recompute="none"
+    )
+    tables = [objective.cost(flights[stage]) for stage in range(num_stages)]
+    num_atoms = len(costs) + 2
+    found = split(num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: tables[stage])
+
+    def peak(stage: int, i: int, j: int) -> int:
+        return (j - i) * (4 * 400 + flights[stage] * 1000) + 64
+
+    fitting = [
+        cuts
+        for cuts in all_cuts(num_atoms, num_stages)
+        if all(peak(s, i, j) <= limit for s, (i, j) in enumerate(itertools.pairwise(cuts)))
+    ]
+    assert (found is None) == (not fitting)
+    assert found is None or found in fitting
+
+
+def test_more_stages_than_atoms() -> None:
+    with pytest.raises(PlanError, match=r"5 stages were asked for, but the model has only 4 pieces"):
+        split(4, num_stages=5, cost_of_stage=lambda stage: additive([1, 1, 1, 1]))
+
+
+def test_a_thousand_atoms_on_64_stages_in_a_second() -> None:
+    objective = build_objective(
+        build_tables(build_chain(chain_graph(998, tied=True), profile_of())),
+        link=Link(latency_s=1e-5, bandwidth_Bps=1e9),
+        limit_bytes=10**9,
+    )
+    cost = objective.cost(1)
+    start = time.process_time()
+    assert split(1000, num_stages=64, cost_of_stage=lambda stage: cost) is not None
+    # 0.1 s on the machine where this was written.
+    assert time.process_time() - start < 1.0
+
+
+def test_improve_escapes_no_cut_past_its_neighbour() -> None:
+    assert improve((0, 2, 3, 9), key=lambda cuts: (abs(cuts[1] - 9),)) == (0, 7, 8, 9)
+    assert improve((0, 1, 2, 9), key=lambda cuts: (abs(cuts[1] - 4) + abs(cuts[2] - 6),)) == (0, 4, 6, 9)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=6, max_size=14), st.integers(2, 3))
+def test_improve_helps_ranks_with_several_stages(costs: list[float], num_ranks: int) -> None:
+    classes = {f"c{i}": (cost, 0.0) for i, cost in enumerate(costs)}
+    graph = chain_graph(len(costs), classes=list(classes))
+    profile = profile_of({**classes, "embed": (0.1, 0.0), "head": (0.1, 0.0)})
+    objective = build_objective(build_tables(build_chain(graph, profile)))
+    ranks = tuple(range(num_ranks)) * 2
+    start = split(len(costs) + 2, num_stages=len(ranks), cost_of_stage=lambda stage: objective.cost(1))
+    assert start is not None
+
+    def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
+        return objective.rank_key(cuts, ranks=ranks, in_flight=[1] * len(ranks))
+
+    better = improve(start, key=key)
+    assert key(better) <= key(start)
+    assert key(better)[1] >= (sum(costs) + 0.2) / num_ranks * 0.999
+
+
+def test_manual_stages_are_runs() -> None:
+    assert manual_stages([0, 0, 1, 1], num_ranks=2) == ((0, 2, 4), (0, 1))
+    assert manual_stages([0, 1, 0], num_ranks=2) == ((0, 1, 2, 3), (0, 1, 0))
+    assert manual_stages([1, 0], num_ranks=2) == ((0, 1, 2), (1, 0))
+    assert manual_stages([0], num_ranks=1) == ((0, 1), (0,))
+
+
+def test_manual_placement_on_a_rank_that_does_not_exist() -> None:
+    with pytest.raises(PlanError, match=r"partition 2, but there are 2: partitions run from 0 to 1"):
+        manual_stages([0, 2], num_ranks=2)
+
+
+def test_manual_placement_that_leaves_a_rank_idle() -> None:
+    with pytest.raises(
+        PlanError, match=r"partition 1 gets no module. Create one inside sw.partition\(1\), or"
+    ):
+        manual_stages([0, 0, 2], num_ranks=3)

@@ -1,0 +1,437 @@
+"""Plans: pins, limits, optimality on small models, reasons, refusals."""
+
+import itertools
+from typing import Any
+
+import pytest
+from graphs import GraphBuilder, chain_graph, profile_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.machines import machines
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import InfeasiblePlanError, PlanError
+from shardwright.mesh import Mesh
+from shardwright.plan import Plan
+from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.option import Demands, Workload
+
+BLOCKS = 6
+
+
+def candidates(*counts: int, blocks: int = BLOCKS, tied: bool = False, saved_bytes: int = 8000) -> Candidates:
+    """One model traced at several microbatch sizes: time and memory shrink in proportion."""
+    return {
+        m: (
+            chain_graph(blocks, tied=tied, output_bytes=800 // m // 4 * 4),
+            profile_of(
+                {"embed": (0.4 / m, 0.8 / m), "block": (0.8 / m, 1.6 / m), "head": (0.8 / m, 1.6 / m)},
+                saved_bytes=saved_bytes / m,
+                input_bytes=400 / m,
+            ),
+        )
+        for m in counts
+    }
+
+
+def plan(
+    options: Candidates,
+    ranks: int,
+    *,
+    replicas: int = 1,
+    cluster: Cluster | None = None,
+    placement: dict[str, int] | None = None,
+    **config: Any,
+) -> Plan:
+    return make_plan(
+        options,
+        cluster=cluster or machines(),
+        config=Config.parse(config),
+        mesh=Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas),
+        placement=placement,
+    )
+
+
+def units(found: Plan) -> list[tuple[str, ...]]:
+    return [stage.units for stage in found.stages]
+
+
+def test_two_ranks_share_the_work() -> None:
+    found = plan(candidates(4), 2, pipeline="1f1b")
+    assert units(found) == [("embed", "h.0", "h.1", "h.2"), ("h.3", "h.4", "h.5", "head")]
+    assert found.stage_ranks == (0, 1)
+    assert (found.schedule.kind, found.schedule.microbatches) == ("1f1b", 4)
+    assert found.prediction is not None
+    assert found.prediction.provenance == "measured"
+    # 8.4 s and 9.6 s of work for a batch; the last rank starts when the first forward has passed.
+    assert found.prediction.step_s == pytest.approx(9.6 + 8.4 / 4, rel=0.01)
+    assert found.pins == {"pipeline": "1f1b"}
+    assert Plan.parse(found.to_json()) == found
+
+
+def test_one_rank_takes_one_microbatch_where_nothing_is_gained_by_more() -> None:
+    found = plan(candidates(1, 2, 4), 1)
+    assert (found.schedule.kind, found.schedule.microbatches) == ("1f1b", 1)
+    assert len(found.stages) == 1
+
+
+def test_one_rank_takes_more_microbatches_where_memory_is_short() -> None:
+    states = 8 * 400 * 4
+    assert plan(candidates(1, 2, 4), 1, memory_limit=states + 20_000).schedule.microbatches == 4
+
+
+def test_more_microbatches_shrink_the_bubble() -> None:
+    assert plan(candidates(2, 4, 16), 2, pipeline="1f1b").schedule.microbatches == 16
+
+
+@pytest.mark.parametrize(
+    ("pins", "kind", "stages"),
+    [
+        ({"pipeline": "simple"}, "gpipe", 2),
+        ({"pipeline": "interleaved"}, "1f1b", 2),
+        ({"pipeline": "zb_h1"}, "zb_h1", 2),
+        ({"pipeline": "zb_v"}, "zb_v", 4),
+        ({"pipeline": "interleaved_1f1b", "virtual_stages": 3}, "interleaved_1f1b", 6),
+        ({"virtual_stages": 4}, "interleaved_1f1b", 8),
+    ],
+)
+def test_pins_are_kept(pins: dict[str, Any], kind: str, stages: int) -> None:
+    found = plan(candidates(4, 8), 2, microbatches=4, **pins)
+    assert (found.schedule.kind, len(found.stages), found.schedule.microbatches) == (kind, stages, 4)
+    assert found.pins["microbatches"] == 4
+    assert any("Fixed by the settings: microbatches 4" in reason for reason in found.why)
+
+
+def test_active_microbatches_bound_memory() -> None:
+    free = plan(candidates(8), 2, pipeline="gpipe")
+    bound = plan(candidates(8), 2, pipeline="gpipe", active_microbatches=2)
+    assert free.prediction is not None
+    assert bound.prediction is not None
+    assert bound.schedule.active_microbatches == 2
+    assert bound.prediction.memory[0].activations * 4 == free.prediction.memory[0].activations
+
+
+@given(
+    costs=st.lists(st.floats(0.1, 3), min_size=3, max_size=6),
+    pipeline=st.integers(2, 3),
+    kind=st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
+)
+@settings(max_examples=25)
+def test_close_to_the_best_of_all_partitions(costs: list[float], pipeline: int, kind: str) -> None:
+    classes = {f"c{i}": (cost, 2 * cost) for i, cost in enumerate(costs)}
+    graph = chain_graph(len(costs), classes=list(classes))
+    profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.5, 1.0)})
+    found = plan({4: (graph, profile)}, pipeline, pipeline=kind)
+    fabric = Fabric(machines(), Mesh(world_size=pipeline, pipeline=pipeline))
+    workload = Workload(build_chain(graph, profile), num_microbatches=4, fabric=fabric, demands=Demands())
+    num_calls = len(costs) + 2
+    best = min(
+        workload.draft(kind, tuple(range(pipeline)), cuts=(0, *inner, num_calls)).work_out().step_s
+        for inner in itertools.combinations(range(1, num_calls), pipeline - 1)
+    )
+    assert found.prediction is not None
+    assert found.prediction.step_s <= best * 1.03
+
+
+def test_transfers_decide_between_equal_splits() -> None:
+    builder = GraphBuilder()
+    value = builder.unit("a", output_bytes=4000)
+    value = builder.unit("b", [value], output_bytes=4)
+    value = builder.unit("c", [value], output_bytes=4000)
+    graph = builder.graph(loss=builder.op("loss", [builder.unit("d", [value])]))
+    found = plan({4: (graph, profile_of())}, 2, cluster=machines(intra=(0, 1e4)), pipeline="1f1b")
+    assert units(found) == [("a", "b"), ("c", "d")]
+
+
+def test_recomputation_only_where_memory_requires_it() -> None:
+    roomy = plan(candidates(4), 2, memory_limit="1GiB")
+    assert not any(stage.recompute for stage in roomy.stages)
+    tight = plan(candidates(4), 2, pipeline="1f1b", memory_limit=4 * 4 * 400 + 14_000)
+    assert any(stage.recompute for stage in tight.stages)
+    assert any("recomputed in the backward" in reason for reason in tight.why)
+    assert tight.prediction is not None
+    assert max(memory.peak for memory in tight.prediction.memory) <= 4 * 4 * 400 + 14_000
+
+
+def test_recomputation_everywhere() -> None:
+    found = plan(candidates(4), 2, pipeline="1f1b", activation_checkpointing="full")
+    assert all(stage.recompute == stage.units for stage in found.stages)
+    assert any("because activation_checkpointing is full" in reason for reason in found.why)
+
+
+def test_memory_weight_evens_out_memory() -> None:
+    builder = GraphBuilder()
+    big = builder.parameter("big", 40_000)
+    value = builder.unit("a", parameters=[big], cost_class="embed")
+    for index in range(5):
+        weight = builder.parameter(f"w{index}", 10_000)
+        value = builder.unit(f"b{index}", [value], parameters=[weight])
+    graph = builder.graph(loss=builder.op("loss", [value]))
+    options = {4: (graph, profile_of({"embed": (0.1, 0.1), "block": (1.0, 2.0)}))}
+    fast = plan(options, 2, pipeline="1f1b")
+    lean = plan(options, 2, pipeline="1f1b", optimize="memory")
+    assert len(units(lean)[0]) < len(units(fast)[0])
+    assert fast.prediction is not None
+    assert lean.prediction is not None
+    assert max(m.peak for m in lean.prediction.memory) < max(m.peak for m in fast.prediction.memory)
+
+
+def test_device_memory_is_the_default_limit() -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"nothing fits in 5.0 KiB a rank"):
+        plan(candidates(4), 2, cluster=machines(memory_bytes=5120))
+
+
+def test_ties_are_replicated_or_kept_together() -> None:
+    found = plan(candidates(4, tied=True), 2, pipeline="1f1b")
+    assert found.replicated == {"embed.weight": (0, 1)}
+    assert any("embed.weight is held by ranks 0, 1: summing the gradients takes" in why for why in found.why)
+    together = plan(candidates(4, tied=True), 2, pipeline="zb_v")
+    assert together.replicated == {}
+    assert any("embed.weight is used by several units, all on rank 0." in why for why in together.why)
+
+
+def test_dear_ties_keep_their_units_together() -> None:
+    builder = GraphBuilder()
+    table = builder.parameter("table", 10**6)
+    value = builder.unit("a", parameters=[table])
+    value = builder.unit("b", [value], parameters=[table])
+    value = builder.unit("c", [value])
+    graph = builder.graph(loss=builder.op("loss", [builder.unit("d", [value])]))
+    options = {4: (graph, profile_of({"block": (1.0, 2.0)}))}
+    slow = plan(options, 4, pipeline="1f1b")
+    assert slow.replicated == {"table": (0, 1)}
+    # On three ranks, the tie is cut only if the sum of its gradients costs less than the imbalance.
+    cheap = plan(options, 3, pipeline="1f1b", cluster=machines(intra=(0, 1e9)))
+    dear = plan(options, 3, pipeline="1f1b", cluster=machines(intra=(0, 1e4)))
+    assert units(dear)[0] == ("a", "b")
+    assert cheap.prediction is not None
+
+
+def test_replicas_add_the_sum_of_gradients() -> None:
+    one = plan(candidates(4), 2, pipeline="1f1b")
+    two = plan(candidates(4), 2, replicas=2, pipeline="1f1b", cluster=machines(intra=(0.0, 1e4)))
+    assert one.prediction is not None
+    assert two.prediction is not None
+    assert two.mesh.world_size == 4
+    assert any("Summing the gradients over 2 replicas takes 160 ms a step." in why for why in two.why)
+
+
+def test_shared_cores_make_a_pipeline_pointless_but_not_wrong() -> None:
+    found = plan(candidates(4), 2, pipeline="1f1b", cluster=machines(cores_per_node=1))
+    assert found.prediction is not None
+    assert found.prediction.step_s >= 18.0 - 1e-9
+
+
+def test_near_ties_go_to_the_simplest() -> None:
+    # With many microbatches every bubble is small: nothing is worth more than one stage a rank.
+    found = plan(candidates(64, blocks=6), 2)
+    assert found.schedule.kind == "1f1b"
+    assert any("but is more complicated" in why for why in found.why)
+
+
+def test_alternatives_say_what_they_cost() -> None:
+    found = plan(candidates(2, 4), 4)
+    assert 1 <= len(found.alternatives) <= 5
+    rows = {(a.schedule, a.microbatches, a.stages) for a in found.alternatives}
+    assert len(rows) == len(found.alternatives)
+    chosen = (found.schedule.kind, found.schedule.microbatches, len(found.stages))
+    assert chosen not in rows
+    assert all("%" in a.verdict or "does not fit" in a.verdict for a in found.alternatives)
+
+
+def test_alternatives_that_do_not_fit() -> None:
+    found = plan(candidates(8), 2, memory_limit=4 * 4 * 400 + 13_000, activation_checkpointing="none")
+    verdicts = {a.schedule: a.verdict for a in found.alternatives}
+    assert verdicts["gpipe"].startswith("does not fit: rank ")
+
+
+@given(st.integers(1, 4), st.sampled_from([0, 40_000, 60_000]))
+@settings(max_examples=10)
+def test_planning_is_deterministic(pipeline: int, limit: int) -> None:
+    pins = {"memory_limit": limit} if limit else {}
+    assert plan(candidates(2, 4), pipeline, **pins) == plan(candidates(4, 2), pipeline, **pins)
+
+
+# ---- placement by hand -----------------------------------------------------------------------------------
+
+
+def by_hand(placement: dict[str, int], **config: Any) -> Plan:
+    pins = {"auto_partition": False, "default_partition": 0, "pipeline": "1f1b", **config}
+    return plan(candidates(4, blocks=2), 2, placement=placement, **pins)
+
+
+def test_manual_placement() -> None:
+    found = by_hand({"h.1": 1, "head": 1})
+    assert units(found) == [("embed", "h.0"), ("h.1", "head")]
+    assert found.stage_ranks == (0, 1)
+
+
+def test_manual_placement_that_returns_to_a_rank() -> None:
+    found = by_hand({"h.0": 1, "h.1": 1})
+    assert units(found) == [("embed",), ("h.0", "h.1"), ("head",)]
+    assert found.stage_ranks == (0, 1, 0)
+
+
+def test_manual_placement_with_another_default() -> None:
+    found = by_hand({"embed": 0}, default_partition=1)
+    assert found.stage_ranks == (0, 1)
+
+
+def test_manual_placement_and_a_free_schedule() -> None:
+    assert by_hand({"h.1": 1, "head": 1}, pipeline="auto").schedule.kind in ("1f1b", "gpipe", "zb_h1")
+
+
+def test_automatic_partition_ignores_placement() -> None:
+    found = plan(candidates(4, blocks=2), 2, placement={"embed": 1, "head": 0}, pipeline="1f1b")
+    assert found.stage_ranks == (0, 1)
+
+
+def test_manual_placement_of_calls_that_share_buffers() -> None:
+    builder = GraphBuilder()
+    value = builder.unit("norm", mutates_buffers=True)
+    value = builder.unit("between", [value])
+    value = builder.unit("norm", [value], mutates_buffers=True)
+    graph = builder.graph(loss=value)
+    found = plan(
+        {4: (graph, profile_of())}, 2, placement={"between": 1}, auto_partition=False, default_partition=0
+    )
+    assert found.stage_ranks == (0, 1, 0)
+    assert units(found)[2] == ("norm#1",)
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        ({"h.0": 2}, "a module is placed on partition 2, but there are 2: partitions run from 0 to 1."),
+        ({}, "partition 1 gets no module."),
+    ],
+)
+def test_manual_placement_that_cannot_be(placement: dict[str, int], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        by_hand(placement)
+    assert str(caught.value).startswith(text)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_units() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(candidates(4, blocks=2), 5)
+    assert str(caught.value).startswith(
+        "pipeline_parallel_degree 5 needs at least 5 stages, but the model has 4 units to place. Use at most"
+    )
+
+
+def test_more_virtual_stages_than_units() -> None:
+    with pytest.raises(PlanError, match=r"needs at least 6 stages, but the model has 4 units"):
+        plan(candidates(4, blocks=2), 2, virtual_stages=3)
+
+
+def test_units_that_must_stay_together_are_counted_once() -> None:
+    builder = GraphBuilder()
+    value = builder.unit("norm", mutates_buffers=True)
+    value = builder.unit("norm", [builder.unit("a", [value])], mutates_buffers=True)
+    with pytest.raises(
+        PlanError, match=r"the model has 1 units to place \(3 unit calls, of which some update"
+    ):
+        plan({1: (builder.graph(loss=value), profile_of())}, 2)
+
+
+def test_pinned_microbatches_that_were_not_traced() -> None:
+    with pytest.raises(PlanError, match=r"microbatches is 3, but the model was traced for 2, 4 only"):
+        plan(candidates(2, 4), 2, microbatches=3)
+
+
+def test_nothing_traced() -> None:
+    with pytest.raises(PlanError, match="there is nothing to plan"):
+        plan({}, 2)
+
+
+def test_infeasible_says_what_is_missing_and_what_would_help() -> None:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(candidates(4), 2, memory_limit=12_000, activation_checkpointing="none")
+    first, heading, *remedies = str(caught.value).splitlines()
+    assert first.startswith("nothing fits in 11.7 KiB a rank. The closest of ")
+    assert "too much: " in first
+    assert " on rank " in first
+    assert "activations" in first
+    assert heading.strip() == "What would help:"
+    text = "\n".join(remedies)
+    assert "set activation_checkpointing to" in text
+    assert "set microbatches to " in text
+    assert "set pipeline_parallel_degree to " in text
+    assert "More memory: " in text
+
+
+@pytest.mark.parametrize("remedy", ["microbatches", "pipeline_parallel_degree", "memory"])
+def test_remedies_work(remedy: str) -> None:
+    pins = {"memory_limit": 12_000, "activation_checkpointing": "none", "pipeline": "1f1b"}
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(candidates(4), 2, **pins)
+    lines = [line for line in str(caught.value).splitlines() if remedy in line]
+    if remedy == "memory":
+        pins["memory_limit"] = 2 * 12_000
+        plan(candidates(4), 2, **pins)
+        return
+    number = int(lines[-1].split("to ")[1].split()[0])
+    if remedy == "microbatches":
+        plan(candidates(number), 2, **pins)
+    else:
+        plan(candidates(4), number, **pins)
+
+
+def test_states_alone_are_too_large() -> None:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(candidates(4, saved_bytes=0), 2, memory_limit=2000)
+    assert "set microbatches" not in str(caught.value)
+    assert "set pipeline_parallel_degree to 8" in str(caught.value)
+
+
+def test_infeasible_placement_by_hand_may_be_left_to_the_planner() -> None:
+    with pytest.raises(InfeasiblePlanError, match="set auto_partition to true"):
+        plan(
+            candidates(4),
+            2,
+            placement={"head": 1},
+            auto_partition=False,
+            default_partition=0,
+            memory_limit=24_000,
+            activation_checkpointing="none",
+        )
+
+
+# ---- how many microbatches -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "pipeline", "counts"),
+    [
+        (32, 4, (4, 8, 16, 32)),
+        (32, 1, (1, 2, 4, 8)),
+        (6, 2, (2, 3, 6)),
+        (7, 2, (2, 4, 7)),
+        (1, 4, (1,)),
+        (3, 8, (3,)),
+    ],
+)
+def test_microbatch_counts(batch_size: int, pipeline: int, counts: tuple[int, ...]) -> None:
+    assert microbatch_counts(batch_size, config=Config(), pipeline=pipeline) == counts
+
+
+def test_pinned_microbatch_count() -> None:
+    config = Config.parse({"microbatches": 3})
+    assert microbatch_counts(8, config=config, pipeline=2) == (3,)
+    with pytest.raises(
+        PlanError, match=r"microbatches is 3, but a batch of a replica has 2 samples. Set microb"
+    ):
+        microbatch_counts(2, config=config, pipeline=2)
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_counts_never_exceed_the_batch(batch_size: int, pipeline: int) -> None:
+    counts = microbatch_counts(batch_size, config=Config(), pipeline=pipeline)
+    assert 1 <= len(counts) <= 4
+    assert all(1 <= count <= batch_size for count in counts)
