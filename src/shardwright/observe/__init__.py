@@ -1,0 +1,43 @@
+"""What a run shows while it runs and leaves behind: progress, metrics, timelines. Knows no framework.
+
+::
+
+    front end ──► Observer ──► Console        lines on stderr, from one rank
+                     │
+                     └───────► RunFolder      config.json plan.json metrics.jsonl events.jsonl trace.json
+                                  │
+                                  └─► summarize ─► format_summary
+"""
+
+from shardwright.observe.chrome_trace import chrome_trace
+from shardwright.observe.console import Console, Phase
+from shardwright.observe.jsonl import JsonLines, read_json_lines
+from shardwright.observe.metrics import Metric, MetricsLog, StepRecord, metrics_of
+from shardwright.observe.observer import Observer
+from shardwright.observe.progress import Progress
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.summary import RunSummary, format_summary, summarize
+from shardwright.observe.timeline import MeasuredEvent, Row, bubble, idle_share, measured_events
+
+__all__ = [
+    "Console",
+    "JsonLines",
+    "MeasuredEvent",
+    "Metric",
+    "MetricsLog",
+    "Observer",
+    "Phase",
+    "Progress",
+    "Row",
+    "RunFolder",
+    "RunSummary",
+    "StepRecord",
+    "bubble",
+    "chrome_trace",
+    "format_summary",
+    "idle_share",
+    "measured_events",
+    "metrics_of",
+    "read_json_lines",
+    "summarize",
+]

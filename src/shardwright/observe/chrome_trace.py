@@ -1,0 +1,264 @@
+"""A timeline as Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) opens.
+
+One process a rank, and in it two threads: what the plan expects, above what was measured::
+
+    rank 0 (stages 0, 2)   predicted | 0F0 0F1 2F0 ...
+                           measured  | 0F0 0F1 wait 2F0 ...
+                           activations in flight (bytes), a curve each
+
+Arrows lead from the action that makes a message to the one that waits for it. Times are whole microseconds:
+Perfetto reads fractions as binary numbers and may then find that one action begins before the last has ended.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.errors import ScheduleError
+from shardwright.observe.timeline import MeasuredEvent
+from shardwright.schedule import Action, Kind, Simulation, chain_edges
+
+__all__ = ["chrome_trace"]
+
+_CATEGORIES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward input",
+    Kind.BACKWARD_WEIGHT: "backward weight",
+}
+# Colours of chrome://tracing; Perfetto makes its own from the name without digits, one for each kind.
+_COLORS = {
+    "forward": "thread_state_running",
+    "backward": "thread_state_runnable",
+    "backward input": "rail_animation",
+    "backward weight": "rail_load",
+    "transfer": "generic_work",
+    "wait": "grey",
+}
+# At one moment a slice stands before the arrow that binds to it.
+_ORDER = {"M": 0, "X": 1, "C": 2, "s": 3, "f": 4}
+
+Arrow = tuple[Kind, int, int, int]
+"""A message: SEND_F or SEND_B, the stage that sends, the stage that receives, the microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeline:
+    """One of the two timelines.
+
+    Attributes:
+        name: predicted or measured.
+        thread: number of its thread in every process.
+        events: aligned, so that the step begins at 0.
+    """
+
+    name: str
+    thread: int
+    events: Sequence[MeasuredEvent]
+
+
+def chrome_trace(
+    measured: Iterable[MeasuredEvent],
+    *,
+    simulation: Simulation | None = None,
+    world_ranks: Sequence[int] | None = None,
+    saved_bytes: Sequence[int] | None = None,
+    info: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The timelines of one step, ready for `json.dump`.
+
+    Args:
+        measured: the actions of all ranks; the step starts with the first.
+        simulation: of the same actions; None draws what was measured alone.
+        world_ranks: world rank of each pipeline rank; None: the same numbers.
+        saved_bytes: of each stage, bytes that one microbatch keeps for its backward; None counts
+            microbatches.
+        info: facts to keep in the file, such as the step.
+
+    Raises:
+        ScheduleError: what was measured and what was simulated are not the same actions.
+    """
+    timelines = [_Timeline("measured", 1, _aligned(measured))]
+    if simulation is not None:
+        predicted = [MeasuredEvent(*event) for event in simulation.events]
+        _check_same(predicted, timelines[0].events)
+        timelines.insert(0, _Timeline("predicted", 0, _aligned(predicted)))
+    pid_of = {
+        rank: rank if world_ranks is None else world_ranks[rank]
+        for rank in sorted({event.rank for timeline in timelines for event in timeline.events})
+    }
+    events = list(_names(timelines, pid_of))
+    arrow_id = 0
+    for timeline in timelines:
+        slices = {event.action: event for event in timeline.events}
+        for event in timeline.events:
+            events += _slices(event, timeline, pid_of[event.rank])
+        for rank, pid in pid_of.items():
+            own = [event for event in timeline.events if event.rank == rank]
+            events += _counters(own, timeline, pid, saved_bytes)
+        for start, end in _arrows(slices, simulation):
+            arrow_id += 1
+            events += _arrow(start, end, timeline, pid_of, arrow_id)
+    events.sort(key=lambda event: (_ORDER[event["ph"]] > 0, event.get("ts", 0), _ORDER[event["ph"]]))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(info or {})}
+
+
+def _aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
+    """Sorted, with the first start at 0."""
+    ordered = sorted(events, key=lambda event: (event.start_s, event.rank, event.end_s))
+    zero = ordered[0].start_s if ordered else 0.0
+    return [event._replace(start_s=event.start_s - zero, end_s=event.end_s - zero) for event in ordered]
+
+
+def _check_same(predicted: Sequence[MeasuredEvent], measured: Sequence[MeasuredEvent]) -> None:
+    expected = Counter((e.rank, e.action) for e in predicted)
+    found = Counter((e.rank, e.action) for e in measured if e.action.is_compute)
+    if expected == found:
+        return
+    rank, action = next(iter((expected - found) or (found - expected)))
+    raise ScheduleError(
+        f"{found.total()} actions were measured, but {expected.total()} were simulated: {action} on rank "
+        f"{rank} is {expected[rank, action]} times in the simulation and {found[rank, action]} times in the "
+        "measurement. Simulate the schedule that was run."
+    )
+
+
+def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+    """Names of processes and threads, and the order in which they are shown."""
+    for rank, pid in pid_of.items():
+        stages = {e.action.stage for timeline in timelines for e in timeline.events if e.rank == rank}
+        listed = ", ".join(map(str, sorted(stages)))
+        title = f"rank {pid} (stage{'s' if len(stages) > 1 else ''} {listed})"
+        yield _metadata("process_name", pid, 0, {"name": title})
+        yield _metadata("process_sort_index", pid, 0, {"sort_index": rank})
+        for timeline in timelines:
+            yield _metadata("thread_name", pid, timeline.thread, {"name": timeline.name})
+            yield _metadata("thread_sort_index", pid, timeline.thread, {"sort_index": timeline.thread})
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    """The waiting, if there was any, and the work.
+
+    How long was waited is known, not when. Both kinds of messages are asked for when an action begins, so
+    the waiting is drawn first.
+    """
+    work_us = _work_us(event)
+    start_us, end_us = _us(event.start_s), _us(event.end_s)
+    if work_us > start_us:
+        yield _slice("wait", "wait", (start_us, work_us), timeline, pid, {"for": str(event.action)})
+    action = event.action
+    args = {"stage": action.stage, "microbatch": action.microbatch, "kind": action.kind.value}
+    category = _CATEGORIES.get(action.kind, "transfer")
+    yield _slice(str(action), category, (work_us, end_us), timeline, pid, args)
+
+
+def _slice(
+    name: str, category: str, span_us: tuple[int, int], timeline: _Timeline, pid: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "cname": _COLORS[category],
+        "pid": pid,
+        "tid": timeline.thread,
+        "ts": span_us[0],
+        "dur": max(0, span_us[1] - span_us[0]),
+        "args": args,
+    }
+
+
+def _counters(
+    events: Sequence[MeasuredEvent], timeline: _Timeline, pid: int, saved_bytes: Sequence[int] | None
+) -> Iterator[dict[str, Any]]:
+    """What one rank keeps for backwards, after every change.
+
+    Kept from the start of ``F`` to the end of the last backward action of that stage and microbatch; to the
+    end of ``F`` where there is none.
+    """
+    last_end: dict[tuple[int, int], float] = {}
+    starts = []
+    for event in events:
+        if event.action.is_compute:
+            key = (event.action.stage, event.action.microbatch)
+            last_end[key] = max(event.end_s, last_end.get(key, 0.0))
+            if event.action.kind is Kind.FORWARD:
+                starts.append((_work_us(event), key))
+    changes = [(start_us, _size(key, saved_bytes)) for start_us, key in starts]
+    changes += [(_us(last_end[key]), -_size(key, saved_bytes)) for _, key in starts]
+    unit = "microbatches" if saved_bytes is None else "bytes"
+    name = f"activations in flight, {timeline.name} ({unit})"
+    held = 0
+    # At one moment, what ends makes room before what begins takes it, as memory does.
+    for moment_us, change in sorted(changes):
+        held += change
+        yield {
+            "ph": "C",
+            "name": name,
+            "pid": pid,
+            "tid": timeline.thread,
+            "ts": moment_us,
+            "args": {unit: held},
+        }
+
+
+def _size(key: tuple[int, int], saved_bytes: Sequence[int] | None) -> int:
+    return 1 if saved_bytes is None else saved_bytes[key[0]]
+
+
+def _arrows(
+    slices: Mapping[Action, MeasuredEvent], simulation: Simulation | None
+) -> Iterator[tuple[MeasuredEvent, MeasuredEvent]]:
+    """For every message between ranks, the action that makes it and the one that waits for it."""
+    if simulation is not None:
+        sends = [
+            (e.action.kind, e.action.stage, e.action.peer, e.action.microbatch) for e in simulation.transfers
+        ]
+    else:
+        sends = list(_chain_messages(slices))
+    for kind, source, target, microbatch in sends:
+        assert target is not None
+        kinds = (Kind.FORWARD,) if kind is Kind.SEND_F else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        ends = [
+            next((slices[a] for k in kinds if (a := Action(k, stage, microbatch)) in slices), None)
+            for stage in (source, target)
+        ]
+        if ends[0] is not None and ends[1] is not None and ends[0].rank != ends[1].rank:
+            yield ends[0], ends[1]
+
+
+def _chain_messages(slices: Iterable[Action]) -> Iterator[Arrow]:
+    """Where nothing was simulated: each stage feeds the next."""
+    actions = list(slices)
+    num_stages = max((action.stage for action in actions), default=0) + 1
+    for microbatch in sorted({action.microbatch for action in actions}):
+        for edge in chain_edges(num_stages):
+            yield Kind.SEND_F, edge.source, edge.target, microbatch
+            yield Kind.SEND_B, edge.target, edge.source, microbatch
+
+
+def _arrow(
+    start: MeasuredEvent, end: MeasuredEvent, timeline: _Timeline, pid_of: Mapping[int, int], arrow_id: int
+) -> Iterator[dict[str, Any]]:
+    # An arrow binds to the slice that is open at its moment: at the very end of a slice, none is.
+    leaves_us = max(_work_us(start), _us(start.end_s) - 1)
+    arrives_us = max(leaves_us, _work_us(end))
+    shared = {"name": "message", "cat": f"message {timeline.name}", "id": arrow_id, "tid": timeline.thread}
+    yield {"ph": "s", "pid": pid_of[start.rank], "ts": leaves_us, **shared}
+    yield {"ph": "f", "bp": "e", "pid": pid_of[end.rank], "ts": arrives_us, **shared}
+
+
+def _work_us(event: MeasuredEvent) -> int:
+    """When the waiting is over."""
+    return min(_us(event.end_s), _us(event.start_s + max(0.0, event.waited_s)))
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

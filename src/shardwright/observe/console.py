@@ -1,0 +1,141 @@
+"""What a person sees of a run while it runs: lines on stderr, from one rank.
+
+Results go to stdout, progress to stderr. ``-q`` (``SHARDWRIGHT_QUIET=1``) silences progress. Only a terminal
+gets colour, and lines that are rewritten in place; ``NO_COLOR`` turns the first off, ``CI`` the second.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TextIO
+
+from shardwright.units import format_seconds
+
+__all__ = ["Console", "Phase"]
+
+_PATIENCE_S = 2.0
+_DIM, _RESET = "\x1b[2m", "\x1b[0m"
+_CLEAR_LINE = "\r\x1b[K"
+
+
+class Console:
+    """Writes progress.
+
+    Args:
+        prints: whether this is the rank that prints; the others' consoles say nothing.
+        stream: where to; None: stderr.
+        environ: the environment variables.
+        clock: seconds from any fixed point.
+
+    >>> console = Console(stream=sys.stdout, environ={})
+    >>> console.status("joining 2 ranks")
+    joining 2 ranks
+    """
+
+    def __init__(
+        self,
+        *,
+        prints: bool = True,
+        stream: TextIO | None = None,
+        environ: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._live_line = False
+        self.prints = prints and not _is_set(environ, "SHARDWRIGHT_QUIET")
+        terminal = self._target.isatty() and environ.get("TERM") != "dumb"
+        # NO_COLOR counts with any value but the empty one (no-color.org).
+        self._color = terminal and not environ.get("NO_COLOR")
+        self._rewrites = terminal and not _is_set(environ, "CI")
+
+    def line(self, text: str) -> None:
+        """Prints text, of one line or several."""
+        if self.prints:
+            self._write(f"{text}\n")
+
+    def status(self, text: str) -> None:
+        """Prints what is going on now."""
+        if self.prints:
+            self._write(f"{self._dim(text)}\n")
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator["Phase"]:
+        """Says at once what begins, and at the end how long it took if it took longer than 2 s.
+
+        Args:
+            text: what happens, such as "tracing the model".
+
+        >>> console = Console(stream=sys.stdout, environ={})
+        >>> with console.phase("tracing the model"):
+        ...     pass
+        tracing the model ...
+        """
+        start = self._clock()
+        self.status(f"{text} ...")
+        phase = Phase(self, text, self._clock)
+        done = False
+        try:
+            yield phase
+            done = True
+        finally:
+            self._end_live_line()
+            elapsed_s = self._clock() - start
+            if elapsed_s > _PATIENCE_S:
+                verb = "" if done else "stopped after "
+                self.status(f"{text}: {verb}{format_seconds(elapsed_s)}")
+
+    def rewrite(self, text: str) -> bool:
+        """Replaces the last rewritten line; returns False where lines cannot be rewritten."""
+        if self.prints and self._rewrites:
+            self._write(self._dim(text))
+            self._live_line = True
+        return self._rewrites
+
+    @property
+    def _target(self) -> TextIO:
+        return self._stream if self._stream is not None else sys.stderr
+
+    def _dim(self, text: str) -> str:
+        return f"{_DIM}{text}{_RESET}" if self._color else text
+
+    def _end_live_line(self) -> None:
+        if self._live_line:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        # One write a line: ranks of a node that share a stderr do not tear each other's lines.
+        self._target.write((_CLEAR_LINE if self._live_line else "") + text)
+        self._target.flush()
+        self._live_line = False
+
+
+class Phase:
+    """A phase that is under way; made by `Console.phase`."""
+
+    def __init__(self, console: Console, text: str, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._text = text
+        self._clock = clock
+        self._said_at = clock()
+
+    def update(self, done: int, *, total: int) -> None:
+        """Shows how far it is, ``measuring units 3/12``: in place on a terminal, else every 2 s.
+
+        Args:
+            done: parts that are done.
+            total: all parts.
+        """
+        text = f"{self._text} {done}/{total}"
+        if self._console.rewrite(text):
+            return
+        now = self._clock()
+        if now - self._said_at > _PATIENCE_S:
+            self._said_at = now
+            self._console.status(text)
+
+
+def _is_set(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").lower() not in ("", "0", "false", "no")

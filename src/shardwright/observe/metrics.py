@@ -1,0 +1,144 @@
+"""What is measured in a step, and the names under which it is written.
+
+Every name is ``group/name(unit)``; a share is a number from 0 to 1.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwright.observe.jsonl import JsonLines
+
+__all__ = ["Metric", "MetricValue", "MetricsLog", "StepRecord", "metrics_of"]
+
+_GIB = 2**30
+
+MetricValue = float | list[float]
+"""A number, or one a rank."""
+
+
+class Metric(StrEnum):
+    """Names in ``metrics.jsonl``.
+
+    Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
+    recomputed does not count.
+    """
+
+    LOSS = "train/loss"
+    LEARNING_RATE = "train/learning_rate"
+    GRAD_NORM = "train/grad_norm"
+    STEP = "time/step(s)"
+    STEP_PREDICTED = "time/step_predicted(s)"
+    STEP_ERROR = "time/prediction_error(share)"
+    SAMPLES = "throughput/samples(1/s)"
+    TOKENS = "throughput/tokens(1/s)"
+    COMPUTE = "throughput/compute(FLOP/s)"
+    COMPUTE_PER_RANK = "throughput/compute_per_rank(FLOP/s)"
+    MEMORY = "memory/peak(GiB)"
+    MEMORY_BY_RANK = "memory/peak_by_rank(GiB)"
+    MEMORY_LIMIT = "memory/limit(GiB)"
+    BUBBLE = "pipeline/bubble(share)"
+    BUBBLE_PREDICTED = "pipeline/bubble_predicted(share)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What was measured in one step; None where it is not known.
+
+    Attributes:
+        step: number of the step.
+        seconds: duration of the step.
+        loss: mean over the batch.
+        samples: samples in the batches of all replicas.
+        tokens: tokens in the batches of all replicas.
+        flops: FLOPs of the model in forward and backward, all ranks together, recomputation not counted.
+        bubble_measured: idle share of the ranks' time, 0 to 1.
+        bubble_predicted: the same, as the plan expects it.
+        step_predicted_s: seconds of a step, as the plan expects them.
+        memory_bytes: peak memory of each rank.
+        memory_limit_bytes: memory that a rank may use.
+        learning_rate: of the first group of parameters.
+        grad_norm: norm of all gradients.
+    """
+
+    step: int
+    seconds: float
+    samples: int
+    loss: float | None = None
+    tokens: int | None = None
+    flops: float | None = None
+    bubble_measured: float | None = None
+    bubble_predicted: float | None = None
+    step_predicted_s: float | None = None
+    memory_bytes: tuple[int, ...] | None = None
+    memory_limit_bytes: int | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
+    """The metrics of a step; what is not known is left out.
+
+    Args:
+        record: the step.
+        world_size: number of ranks.
+
+    >>> metrics = metrics_of(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0), world_size=2)
+    >>> {str(name): value for name, value in metrics.items()}
+    {'train/loss': 2.0, 'time/step(s)': 0.5, 'throughput/samples(1/s)': 16.0}
+    """
+    seconds = record.seconds
+    found: dict[str, MetricValue | None] = {
+        Metric.LOSS: record.loss,
+        Metric.LEARNING_RATE: record.learning_rate,
+        Metric.GRAD_NORM: record.grad_norm,
+        Metric.STEP: seconds,
+        Metric.STEP_PREDICTED: record.step_predicted_s,
+        Metric.BUBBLE: record.bubble_measured,
+        Metric.BUBBLE_PREDICTED: record.bubble_predicted,
+    }
+    if seconds > 0:
+        if record.step_predicted_s is not None:
+            found[Metric.STEP_ERROR] = record.step_predicted_s / seconds - 1.0
+        found[Metric.SAMPLES] = record.samples / seconds
+        if record.tokens is not None:
+            found[Metric.TOKENS] = record.tokens / seconds
+        if record.flops is not None:
+            found[Metric.COMPUTE] = record.flops / seconds
+            found[Metric.COMPUTE_PER_RANK] = record.flops / seconds / world_size
+    if record.memory_bytes:
+        found[Metric.MEMORY] = max(record.memory_bytes) / _GIB
+        found[Metric.MEMORY_BY_RANK] = [num_bytes / _GIB for num_bytes in record.memory_bytes]
+    if record.memory_limit_bytes is not None:
+        found[Metric.MEMORY_LIMIT] = record.memory_limit_bytes / _GIB
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class MetricsLog:
+    """Appends one line a step to ``metrics.jsonl``.
+
+    A line holds ``step``, ``time/unix(s)`` (when it was written) and what `metrics_of` knows.
+
+    Args:
+        path: the file.
+        world_size: number of ranks.
+        wall: the clock, seconds since 1970.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, world_size: int, wall: Callable[[], float] = time.time
+    ) -> None:
+        self._lines = JsonLines(path)
+        self._world_size = world_size
+        self._wall = wall
+
+    def append(self, record: StepRecord) -> None:
+        """Writes the line of a step."""
+        metrics = metrics_of(record, world_size=self._world_size)
+        self._lines.append({"step": record.step, "time/unix(s)": round(self._wall(), 3), **metrics})
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()

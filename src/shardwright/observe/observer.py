@@ -1,0 +1,214 @@
+"""What a front end tells about a run, and where it goes.
+
+::
+
+    config_resolved ──► config.json
+    plan_made ────────► plan.json, the console
+    step_done ────────► metrics.jsonl, the console, TensorBoard
+    timeline ─────────► trace.json
+    event ────────────► events.jsonl
+
+Every rank has an observer and tells it the same; one of them writes and prints, the others are silent.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Self
+
+from shardwright.config import Config
+from shardwright.observe.chrome_trace import chrome_trace
+from shardwright.observe.console import Console, Phase
+from shardwright.observe.jsonl import JsonLines
+from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
+from shardwright.observe.progress import Progress
+from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.observe.tensorboard import TensorBoardWriter, check_tensorboard
+from shardwright.observe.timeline import MeasuredEvent
+from shardwright.plan import Plan
+from shardwright.schedule import Simulation
+from shardwright.units import format_seconds
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Reports a run.
+
+    Args:
+        config: `log_interval`, `tensorboard`.
+        rank: this world rank.
+        world_size: number of ranks.
+        pipeline_ranks: world ranks of this replica, by pipeline rank.
+        folder: the run folder; None writes no files.
+        prints: whether this is the rank that writes and prints; true on one rank.
+        console: for tests.
+        wall: the clock, seconds since 1970.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world_size: int,
+        pipeline_ranks: Sequence[int],
+        folder: RunFolder | None,
+        prints: bool,
+        console: Console | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        if config.tensorboard:
+            check_tensorboard()
+        self.folder = folder
+        self.console = console if console is not None else Console(prints=prints)
+        self._rank = rank
+        self._world_size = world_size
+        self._pipeline_ranks = tuple(pipeline_ranks)
+        self._wall = wall
+        self._plan: Plan | None = None
+        self._progress = Progress(self.console, log_interval=config.log_interval, world_size=world_size)
+        self._written = folder if prints else None
+        self._metrics: MetricsLog | None = None
+        self._events: JsonLines | None = None
+        self._tensorboard: TensorBoardWriter | None = None
+        if self._written is not None:
+            self._metrics = MetricsLog(self._written.metrics_file, world_size=world_size, wall=wall)
+            self._events = JsonLines(self._written.events_file)
+            if config.tensorboard:
+                self._tensorboard = TensorBoardWriter(self._written.tensorboard_dir)
+
+    def config_resolved(self, config: Config) -> None:
+        """The settings are known, what the launcher said included."""
+        if self._written is not None:
+            self._written.write(self._written.config_file.name, config.to_json())
+        self.event("config_resolved", world_size=self._world_size)
+
+    def plan_made(self, plan: Plan) -> None:
+        """The plan is known: made, or read from a file. Said once for each plan."""
+        if plan == self._plan:
+            return
+        self._plan = plan
+        self.console.line(_describe(plan, self._written))
+        if self._written is not None:
+            self._written.write(self._written.plan_file.name, plan.to_json())
+        self.event(
+            "plan_made",
+            schedule=plan.schedule.kind,
+            microbatches=plan.schedule.microbatches,
+            stages=len(plan.stages),
+        )
+
+    def step_done(self, record: StepRecord) -> None:
+        """A step ended."""
+        if self._metrics is not None:
+            self._metrics.append(record)
+        if self._tensorboard is not None:
+            metrics = metrics_of(record, world_size=self._world_size)
+            self._tensorboard.write(metrics, step=record.step)
+        self._progress.step_done(record)
+
+    def timeline(
+        self,
+        events: Sequence[MeasuredEvent],
+        simulation: Simulation | None,
+        *,
+        step: int | None = None,
+    ) -> None:
+        """The timeline of a step was gathered; the last one stays in the file.
+
+        Args:
+            events: the actions of all pipeline ranks of this replica.
+            simulation: of the schedule that was run; None where there are no costs to simulate with.
+            step: number of the step.
+
+        Raises:
+            ScheduleError: events and simulation are not of the same schedule.
+        """
+        if self._written is None:
+            return
+        trace = chrome_trace(
+            events,
+            simulation=simulation,
+            world_ranks=self._pipeline_ranks,
+            saved_bytes=self._saved_bytes(events),
+            info={} if step is None else {"step": step},
+        )
+        self._written.write(self._written.trace_file.name, json.dumps(trace) + "\n")
+        self.event("timeline_written", step=step)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something happened that a person may look for later.
+
+        Args:
+            kind: what, such as ``checkpoint_saved``.
+            **fields: facts about it, with the unit in their names.
+        """
+        if self._events is not None:
+            now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
+            self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
+
+    def status(self, text: str) -> None:
+        """Prints what is going on now."""
+        self.console.status(text)
+
+    def phase(self, text: str) -> AbstractContextManager[Phase]:
+        """Announces something that may take longer than 2 s; see `Console.phase`."""
+        return self.console.phase(text)
+
+    def expect_steps(self, total_steps: int) -> None:
+        """Says how many steps the run has, so that the console shows when it ends."""
+        self._progress.total_steps = total_steps
+
+    def close(self) -> None:
+        """Prints the line that is due and closes all files; may be called twice."""
+        self._progress.flush()
+        for file in (self._metrics, self._events, self._tensorboard):
+            if file is not None:
+                file.close()
+        self._metrics = self._events = self._tensorboard = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _saved_bytes(self, events: Sequence[MeasuredEvent]) -> tuple[int, ...] | None:
+        """What a microbatch keeps in each stage, if the plan knows all stages that ran."""
+        prediction = None if self._plan is None else self._plan.prediction
+        if prediction is None:
+            return None
+        num_stages = max((event.action.stage for event in events), default=-1) + 1
+        known = tuple(stage.saved_bytes for stage in prediction.stages)
+        return known if len(known) >= num_stages else None
+
+
+def _describe(plan: Plan, folder: RunFolder | None) -> str:
+    """The plan for the console: title, table, reasons, where the file is."""
+    mesh, schedule = plan.mesh, plan.schedule
+    title = (
+        f"plan: {schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages on "
+        f"{mesh.pipeline} ranks"
+    )
+    if mesh.data > 1:
+        title += f", {mesh.data} replicas"
+    if plan.prediction is not None:
+        predicted = plan.prediction
+        title += f"; predicted step {format_seconds(predicted.step_s)}, bubble {predicted.bubble:.0%}"
+    lines = [
+        title,
+        *(f"  {row}" for row in plan.table().splitlines()),
+        *(f"  {reason}" for reason in plan.why),
+    ]
+    if folder is not None:
+        lines.append(f"  written to {show_path(folder.plan_file)}")
+    return "\n".join(lines)

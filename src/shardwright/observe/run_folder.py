@@ -1,0 +1,163 @@
+"""The folder in which a run leaves what it did.
+
+::
+
+    runs/2026-11-20_12-30-05/
+      config.json      the settings in force
+      plan.json        the plan in force
+      metrics.jsonl    one line a step
+      events.jsonl     one line for each thing that happened
+      trace.json       a timeline, for Perfetto
+      logs/            what each rank printed; the launcher writes it
+
+All ranks of a job share one folder: the first rank makes it and the caller sends the path to the others.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from shardwright.errors import ConfigError
+
+__all__ = ["RunFolder", "show_path"]
+
+_VARIABLE = "SHARDWRIGHT_RUN_DIR"
+_LOGS = "logs"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths inside a run folder; to make one, use `create`.
+
+    Attributes:
+        path: the folder, absolute.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        base: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> "RunFolder":
+        """Makes the folder of a run, or takes the one that the launcher made; for the first rank only.
+
+        The contract with launchers: where ``SHARDWRIGHT_RUN_DIR`` names a folder that holds ``logs/``, that
+        folder *is* the run folder, and `base` and `name` are not looked at. Otherwise the run folder is made
+        inside `base`.
+
+        A run with a given name that is there already is continued in its folder: a job that was requeued
+        appends to its own metrics. A name made from the time is never shared.
+
+        Args:
+            base: the folder that holds the run folders; made if it is not there.
+            name: name of the run folder; None makes one from the time.
+            environ: the environment variables.
+            now: the clock.
+
+        Raises:
+            ConfigError: the name is no name of a folder, or the folder cannot be made.
+        """
+        launched = environ.get(_VARIABLE)
+        if launched and Path(launched, _LOGS).is_dir():
+            return cls(Path(launched).absolute())
+        if name is not None:
+            _check(name)
+        try:
+            path = _make(Path(base).absolute(), name, now)
+            (path / _LOGS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"a run folder cannot be made in run_dir {os.fspath(base)!r}: {error.strerror}. "
+                "Set run_dir to a folder that can be written."
+            ) from error
+        return cls(path)
+
+    @property
+    def config_file(self) -> Path:
+        """The settings in force."""
+        return self.path / "config.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan in force."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """One line for each thing that happened."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trace_file(self) -> Path:
+        """A timeline in Chrome's format."""
+        return self.path / "trace.json"
+
+    @property
+    def logs_dir(self) -> Path:
+        """What each rank printed."""
+        return self.path / _LOGS
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """Event files of TensorBoard."""
+        return self.path / "tensorboard"
+
+    def write(self, name: str, text: str) -> Path:
+        """Writes a file of this folder, whole or not at all; returns its path."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    def __str__(self) -> str:
+        """The path, as `show_path` shows it."""
+        return show_path(self.path)
+
+
+def show_path(path: Path) -> str:
+    """A path for a person: relative to the working directory where it lies inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _check(name: str) -> None:
+    if name in ("", ".", "..") or any(mark in name for mark in ("/", os.sep, "\0")):
+        raise ConfigError(
+            f"run_name is {name!r}, but it must be the name of one folder, such as first-try. "
+            "Set run_dir to choose where that folder lies."
+        )
+
+
+def _make(base: Path, name: str | None, now: Callable[[], datetime]) -> Path:
+    base.mkdir(parents=True, exist_ok=True)
+    if name is not None:
+        path = base / name
+        path.mkdir(exist_ok=True)
+        return path
+    stem = path_name = now().strftime("%Y-%m-%d_%H-%M-%S")
+    attempt = 1
+    while True:
+        # mkdir, not exists() and mkdir: of two runs that start in the same second, one must lose here.
+        try:
+            (base / path_name).mkdir()
+        except FileExistsError:
+            attempt += 1
+            path_name = f"{stem}-{attempt}"
+        else:
+            return base / path_name

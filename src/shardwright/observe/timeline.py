@@ -1,0 +1,97 @@
+"""When each action ran, and how much of the time the ranks were idle."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import Action
+
+__all__ = ["MeasuredEvent", "Row", "bubble", "idle_share", "measured_events"]
+
+Row = Sequence[tuple[Action, float, float, float]]
+"""What one rank did, in order: action, start, end, seconds spent waiting; seconds on that rank's clock."""
+
+
+class MeasuredEvent(NamedTuple):
+    """One action on the measured timeline.
+
+    Attributes:
+        rank: pipeline rank.
+        action: what was done.
+        start_s: seconds from the start of the step.
+        end_s: seconds from the start of the step.
+        waited_s: the part of the time in between in which a message was waited for.
+    """
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+    waited_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work, waiting left out."""
+        return max(0.0, self.end_s - self.start_s - self.waited_s)
+
+
+def measured_events(rows: Sequence[Row], *, step_starts: Sequence[float]) -> list[MeasuredEvent]:
+    """Brings what all ranks measured onto one clock that starts with the step.
+
+    Args:
+        rows: of each pipeline rank.
+        step_starts: of each pipeline rank, a moment on its own clock that is the same for all: right after a
+            barrier. Ranks of one host may all give the same number, since `time.perf_counter` is one clock
+            for all processes of a host.
+
+    Raises:
+        ScheduleError: there is not one start for every row.
+    """
+    if len(rows) != len(step_starts):
+        raise ScheduleError(f"{len(rows)} rows have {len(step_starts)} starts. Give one for each rank.")
+    return [
+        MeasuredEvent(rank, action, start - zero, end - zero, waited)
+        for rank, (row, zero) in enumerate(zip(rows, step_starts, strict=True))
+        for action, start, end, waited in row
+    ]
+
+
+def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | None = None) -> float:
+    """The idle share of the ranks' time, 0 to 1: ``1 - sum(busy) / (ranks * step)``.
+
+    Waiting is idle: a rank that holds an action up because its input is on the way does nothing.
+
+    Args:
+        events: of all ranks of one step.
+        num_ranks: pipeline ranks, also those without events.
+        step_s: duration of the step; None takes the time from the first start to the last end, as
+            the simulation does, so that the two can be compared.
+
+    >>> from shardwright.schedule import Kind
+    >>> forward = Action(Kind.FORWARD, 0, 0)
+    >>> bubble([MeasuredEvent(0, forward, 0, 3, 1), MeasuredEvent(1, forward, 0, 4)], num_ranks=2)
+    0.25
+    """
+    if step_s is None:
+        first = min((event.start_s for event in events), default=0.0)
+        step_s = max((event.end_s for event in events), default=0.0) - first
+    busy_s = [0.0] * num_ranks
+    for event in events:
+        busy_s[event.rank] += event.busy_s
+    return idle_share(busy_s, step_s=step_s)
+
+
+def idle_share(busy_s: Sequence[float], *, step_s: float) -> float:
+    """The same from sums, for ranks that exchange only how long they were busy.
+
+    Args:
+        busy_s: seconds of work of each rank.
+        step_s: duration of the step.
+
+    >>> idle_share([1.0, 2.0], step_s=2.0)
+    0.25
+    """
+    if not busy_s or step_s <= 0:
+        return 0.0
+    # Clocks of several ranks never agree to the last digit: a full step must not show as -0.01 %.
+    return min(1.0, max(0.0, 1.0 - sum(busy_s) / (len(busy_s) * step_s)))
