@@ -177,7 +177,7 @@ def _environ(rank: int, num_ranks: int, env: Environ | None) -> dict[str, str]:
         if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
-    environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    environ |= {"LOCAL_WORLD_SIZE": str(num_ranks)}
     environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     # The store has a process of its own, as under torchrun, so no rank may try to serve it.
     environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -1,0 +1,48 @@
+"""Slurm's short form of a list of hosts."""
+
+import re
+
+from shardwright.errors import LaunchError
+
+__all__ = ["expand_hosts"]
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Expands a list such as ``SLURM_NODELIST`` holds.
+
+    Args:
+        text: names separated by commas; brackets hold numbers and ranges, which keep their leading zeros.
+
+    Raises:
+        LaunchError: the text is not such a list.
+
+    >>> expand_hosts("login,gpu[01-03,7]-ib")
+    ['login', 'gpu01-ib', 'gpu02-ib', 'gpu03-ib', 'gpu7-ib']
+    >>> expand_hosts("rack[1-2]n[0-1]")
+    ['rack1n0', 'rack1n1', 'rack2n0', 'rack2n1']
+    """
+    names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
+    if not names or ",".join(names) != text:
+        raise LaunchError(f"{text!r} is not a list of hosts. Slurm writes one as in gpu[01-04,7],login.")
+    return [host for name in names for host in _expand(name, text)]
+
+
+def _expand(name: str, text: str) -> list[str]:
+    match = re.search(r"\[([^\[\]]*)\]", name)
+    if match is None:
+        return [name]
+    before, after = name[: match.start()], _expand(name[match.end() :], text)
+    return [f"{before}{number}{rest}" for number in _numbers(match[1], text) for rest in after]
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise LaunchError(
+                f"{part!r} in the list of hosts {text!r} is not a number or a range such as 01-04."
+            )
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

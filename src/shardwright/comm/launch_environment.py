@@ -1,0 +1,62 @@
+"""Where a process stands among all that run the same script."""
+
+from dataclasses import dataclass
+
+from shardwright.errors import LaunchError
+
+__all__ = ["LaunchEnvironment"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnvironment:
+    """Where a process stands among all that run the same script.
+
+    Attributes:
+        rank: number among all processes.
+        local_rank: number among those of this host.
+        world_size: how many there are.
+        local_world_size: how many run on this host.
+        node_rank: number of this host.
+        num_nodes: how many hosts there are.
+        master_addr: host of the key-value store at which the ranks meet.
+        master_port: its port.
+        restart_count: how often the launcher has started the ranks anew.
+        launcher_serves_store: the launcher runs that store; otherwise rank 0 has to.
+        source: which variables said so.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+    restart_count: int = 0
+    launcher_serves_store: bool = False
+    source: str
+
+    def __post_init__(self) -> None:
+        for name, value, limit_name, limit in (
+            ("rank", self.rank, "world size", self.world_size),
+            ("local rank", self.local_rank, "local world size", self.local_world_size),
+            ("node rank", self.node_rank, "number of nodes", self.num_nodes),
+        ):
+            if not 0 <= value < limit:
+                self._refuse(
+                    f"{name} {value} is not in 0 to {limit - 1}, although the {limit_name} is {limit}"
+                )
+        if self.local_world_size > self.world_size:
+            self._refuse(f"local world size {self.local_world_size} exceeds world size {self.world_size}")
+        if not 0 < self.master_port < 2**16:
+            self._refuse(f"port {self.master_port} of the master is not in 1 to 65535")
+
+    def _refuse(self, what: str) -> None:
+        raise LaunchError(
+            f"{self.source}: {what}. Correct these variables, or unset them to run a single process."
+        )
+
+    def __str__(self) -> str:
+        nodes = f" on node {self.node_rank} of {self.num_nodes}" if self.num_nodes > 1 else ""
+        return f"rank {self.rank} of {self.world_size}{nodes} (from {self.source})"

@@ -1,0 +1,128 @@
+"""The process group of all ranks: how it begins and how it ends."""
+
+import atexit
+import itertools
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from shardwright.comm.generation import agree_on_generation
+from shardwright.comm.launch_environment import LaunchEnvironment
+from shardwright.errors import LaunchError, UsageError
+
+__all__ = ["destroy_process_group", "init_process_group"]
+
+# Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
+# the one before.
+_NUMBER_OF_GROUP = itertools.count()
+
+
+def init_process_group(
+    environment: LaunchEnvironment,
+    *,
+    backend: str,
+    timeout_s: float,
+    device: torch.device | None = None,
+) -> Store:
+    """Joins all ranks in torch.distributed's default process group.
+
+    Under torchrun the ranks meet at the store that it serves, otherwise at one that rank 0 serves. All keys
+    get a prefix that is new after each restart: without it ranks that torchrun restarts after a failure read
+    the addresses of dead ones. When the interpreter ends, the group is destroyed.
+
+    Args:
+        environment: which rank this is, from `shardwright.comm.environment.detect`.
+        backend: as in ``torch.distributed.init_process_group``.
+        timeout_s: how long the start, and later each operation, may take.
+        device: the accelerator that this rank uses, to bind the group to it.
+
+    Returns:
+        The store of this group, for other keys.
+
+    Raises:
+        UsageError: there is a default process group already.
+        LaunchError: the ranks could not meet.
+    """
+    if dist.is_initialized():
+        raise UsageError("There is a default process group already. Call destroy_process_group() before.")
+    if environment.num_nodes == 1:
+        _stay_on_this_host()
+    store = _store(environment, timeout_s=timeout_s)
+    generation = agree_on_generation(store, environment, timeout_s=timeout_s)
+    prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
+    own_store = PrefixStore(prefix, store)
+    try:
+        dist.init_process_group(
+            backend,
+            store=own_store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device is not None and device.type != "cpu" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"{environment} could not join the {backend} process group within {timeout_s:g} s: {error}. "
+            "Another rank may have failed before; look into the logs of the others first."
+        ) from error
+    # A gloo process that ends with its group alive aborts now and then.
+    atexit.register(destroy_process_group)
+    return own_store
+
+
+def destroy_process_group() -> None:
+    """Ends the default process group, and all others, if there are any."""
+    atexit.unregister(destroy_process_group)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _stay_on_this_host() -> None:
+    """Has gloo use the loopback interface; it would look up the host's name, which need not resolve."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _store(environment: LaunchEnvironment, *, timeout_s: float) -> Store:
+    if environment.world_size == 1:
+        return HashStore()
+    host, port = environment.master_addr, environment.master_port
+    serves = environment.rank == 0 and not environment.launcher_serves_store
+    try:
+        socket.getaddrinfo(host, port)
+        return TCPStore(
+            host,
+            port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except socket.gaierror as error:
+        raise LaunchError(
+            f"{environment}: the host name {host!r} does not resolve ({error.strerror}). "
+            "Set MASTER_ADDR to a name or an address of rank 0 that all hosts know."
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise LaunchError(_no_store(environment, serves=serves, timeout_s=timeout_s, error=error)) from error
+
+
+def _no_store(environment: LaunchEnvironment, *, serves: bool, timeout_s: float, error: Exception) -> str:
+    address = f"{environment.master_addr}:{environment.master_port}"
+    first_line = str(error).splitlines()[0]
+    if serves:
+        return (
+            f"{environment} cannot serve the store at {address}: {first_line}. "
+            "If another job has the port, set MASTER_PORT to a free one."
+        )
+    whose = "the launcher" if environment.launcher_serves_store else "rank 0"
+    return (
+        f"{environment} did not reach the store of {whose} at {address} within {timeout_s:g} s: {first_line}."
+        " Check that it runs, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is between."
+    )

@@ -1,0 +1,74 @@
+"""Environment variables, read with care."""
+
+from collections.abc import Mapping
+
+from shardwright.errors import LaunchError
+
+__all__ = ["Variables"]
+
+
+class Variables:
+    """Environment variables of which some are numbers and some belong together; an empty one counts as unset.
+
+    >>> Variables({"RANK": "3"}).number("RANK")
+    3
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, *names: str) -> str | None:
+        """The first of these variables that is set."""
+        return next((self._environ[name] for name in names if self._environ.get(name)), None)
+
+    def number(self, *names: str) -> int | None:
+        """The first of these variables that is set, as a number.
+
+        Raises:
+            LaunchError: it is not a number.
+        """
+        name = next((name for name in names if self._environ.get(name)), None)
+        if name is None:
+            return None
+        value = self._environ[name]
+        try:
+            return int(value)
+        except ValueError:
+            raise LaunchError(
+                f"{name} is {value!r}, which is not a whole number. Correct or unset it."
+            ) from None
+
+    def required_number(self, name: str, *, because: str) -> int:
+        """A variable that must be set, as a number.
+
+        Args:
+            because: the variable that makes it necessary.
+
+        Raises:
+            LaunchError: it is not set, or not a number.
+        """
+        value = self.number(name)
+        if value is None:
+            raise LaunchError(
+                f"{because} is set but {name} is not. Set both, or neither for a single process."
+            )
+        return value
+
+    def together(self, *names: str) -> bool:
+        """Says whether variables that belong together are set.
+
+        Raises:
+            LaunchError: some are set and some are not.
+        """
+        there = [name for name in names if self._environ.get(name)]
+        missing = [name for name in names if name not in there]
+        if there and missing:
+            raise LaunchError(
+                f"{_list(there)} set but {_list(missing)} not. "
+                "Set all of them, or none to run a single process."
+            )
+        return bool(there)
+
+
+def _list(names: list[str]) -> str:
+    return f"{names[0]} is" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} are"
