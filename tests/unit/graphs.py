@@ -73,6 +73,7 @@ class GraphBuilder:
         *,
         output_bytes: int = 40,
         parameters: Sequence[str] = (),
+        cost_class: str = "",
         saved_bytes: int = 0,
         free: bool = False,
         requires_grad: bool = True,
@@ -83,6 +84,7 @@ class GraphBuilder:
             inputs=tuple(inputs),
             outputs=(),
             parameters=tuple(parameters),
+            cost_class=cost_class,
             saved_bytes=saved_bytes,
             free=free,
         )

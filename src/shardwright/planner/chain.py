@@ -69,13 +69,14 @@ class Chain:
     Attributes:
         labels: label of each call.
         starts: position of the first call of each atom, then the number of calls.
-        forward_s: seconds of the forward of each call.
-        backward_s: seconds of the whole backward, recomputation not counted.
+        forward_s: seconds of the forward of each call and of the operations whose home it is.
+        backward_s: seconds of their whole backward, recomputation not counted.
         weight_s: the part of `backward_s` that computes gradients of weights.
+        recompute_s: seconds of recomputing the call; operations are never recomputed.
         saved_bytes: bytes that a call keeps from forward to backward.
         kept_bytes: bytes that it keeps when it is recomputed.
-        glue_bytes: bytes kept by the operations whose home the call is; they are never recomputed.
-        work_bytes: temporary memory of the call.
+        glue_bytes: bytes kept by the operations whose home the call is.
+        work_bytes: temporary memory of the call, or of an operation at home with it.
         flows: what crosses when the chain is cut.
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.
@@ -86,6 +87,7 @@ class Chain:
     forward_s: Floats
     backward_s: Floats
     weight_s: Floats
+    recompute_s: Floats
     saved_bytes: Floats
     kept_bytes: Floats
     glue_bytes: Floats
@@ -146,20 +148,20 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     nodes = [graph.nodes[call] for call in calls]
     costs = _costs(nodes, profile)
     homes = _home_calls(graph)
-    glue_bytes = np.zeros(len(calls))
-    for node, home in zip(graph.nodes, homes, strict=True):
-        if node.kind == "op" and home is not None:
-            glue_bytes[home] += node.saved_bytes
+    glue = _glue(graph, homes, profile, num_calls=len(calls))
+    recompute_s = np.array([cost.forward_s for cost in costs])
+    work_bytes = np.array([float(cost.work_bytes) for cost in costs])
     chain = Chain(
         labels=tuple(node.label for node in nodes),
         starts=tuple(range(len(calls) + 1)),
-        forward_s=np.array([cost.forward_s for cost in costs]),
-        backward_s=np.array([cost.backward_s for cost in costs]),
+        forward_s=recompute_s + glue.forward_s,
+        backward_s=np.array([cost.backward_s for cost in costs]) + glue.backward_s,
         weight_s=np.array([min(cost.weight_s, cost.backward_s) for cost in costs]),
+        recompute_s=recompute_s,
         saved_bytes=np.array([float(cost.saved_bytes) for cost in costs]),
         kept_bytes=np.array([float(min(cost.input_bytes, cost.saved_bytes)) for cost in costs]),
-        glue_bytes=glue_bytes,
-        work_bytes=np.array([float(cost.work_bytes) for cost in costs]),
+        glue_bytes=glue.saved_bytes,
+        work_bytes=np.maximum(work_bytes, glue.gradient_bytes),
         flows=_flows(graph, homes),
         parameters=_parameter_uses(graph, homes),
         provenance="measured" if all(cost.provenance == "measured" for cost in costs) else "estimated",
@@ -176,6 +178,34 @@ def _costs(nodes: Sequence[Node], profile: Profile) -> list[UnitCost]:
             f"for example that of unit {label}. Profile the model anew."
         )
     return [profile.costs[node.cost_class] for node in nodes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Glue:
+    """What operations add to the calls that are their homes."""
+
+    forward_s: Floats
+    backward_s: Floats
+    saved_bytes: Floats
+    gradient_bytes: Floats
+
+
+def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, num_calls: int) -> _Glue:
+    glue = _Glue(*(np.zeros(num_calls) for _ in range(4)))
+    for node, home in zip(graph.nodes, homes, strict=True):
+        if home is None:
+            continue
+        # While a node's backward runs, the gradients of its results and of its inputs are there.
+        around = (graph.values[value].spec for value in (*node.inputs, *node.outputs))
+        gradients = sum(spec.num_bytes for spec in around if spec.requires_grad)
+        glue.gradient_bytes[home] = max(glue.gradient_bytes[home], gradients)
+        if node.kind == "op":
+            glue.saved_bytes[home] += node.saved_bytes
+            cost = profile.costs.get(node.cost_class)
+            if cost is not None:
+                glue.forward_s[home] += cost.forward_s
+                glue.backward_s[home] += cost.backward_s
+    return glue
 
 
 def _home_calls(graph: ModelGraph) -> list[int | None]:

@@ -2,8 +2,8 @@
 
 The forward of a unit takes ``overhead + flops / rate + bytes / bandwidth``: an additive roofline, smooth
 where one limit takes over from the other. Bytes are those of its inputs, outputs and parameters. The
-backward takes twice as long; of units that compute (matrix products with parameters), half of it is the
-gradient of the weights.
+backward takes twice as long; of units that compute with trained parameters, half of it is the gradient of
+the weights. Operations between units cost the same, without the overhead.
 """
 
 from shardwright.cluster import Device
@@ -17,41 +17,39 @@ _EFFICIENCY = 0.7
 
 
 def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
-    """Estimates the cost of every class of units.
+    """Estimates the cost of every class of units and operations.
 
     Args:
         graph: the traced model, with FLOPs and saved bytes.
         device: peak rates.
     """
     costs: dict[str, UnitCost] = {}
-    for call in graph.calls:
-        node = graph.nodes[call]
-        if node.cost_class not in costs:
-            costs[node.cost_class] = _unit_cost(graph, node, device)
+    for node in graph.nodes:
+        if not node.free and node.cost_class not in costs and (node.cost_class or node.kind == "unit"):
+            costs[node.cost_class] = _cost(graph, node, device)
     return Profile(costs=costs, device=device.name)
 
 
-def _unit_cost(graph: ModelGraph, node: Node, device: Device) -> UnitCost:
-    input_bytes = sum(graph.values[value].spec.num_bytes for value in node.inputs)
-    output_bytes = sum(graph.values[value].spec.num_bytes for value in node.outputs)
-    names = dict.fromkeys((*graph.units[node.name].parameters, *node.parameters))
-    held = [graph.parameters[name] for name in names]
-    parameter_bytes = sum(parameter.spec.num_bytes for parameter in held)
+def _cost(graph: ModelGraph, node: Node, device: Device) -> UnitCost:
+    inputs = [graph.values[value].spec for value in node.inputs]
+    outputs = [graph.values[value].spec for value in node.outputs]
+    own = graph.units[node.name].parameters if node.kind == "unit" else ()
+    held = [graph.parameters[name] for name in dict.fromkeys((*own, *node.parameters))]
+    input_bytes = sum(spec.num_bytes for spec in inputs)
+    num_bytes = input_bytes + sum(spec.num_bytes for spec in (*outputs, *(p.spec for p in held)))
     forward_s = (
-        device.overhead_s
+        device.overhead_s * (node.kind == "unit")
         + node.flops / (device.flops_per_s * _EFFICIENCY)
-        + (input_bytes + output_bytes + parameter_bytes) / device.memory_Bps
+        + num_bytes / device.memory_Bps
     )
+    backward_s = 2 * forward_s if any(spec.requires_grad for spec in outputs) else 0.0
     trained = any(parameter.spec.requires_grad and not parameter.is_buffer for parameter in held)
-    backward_s = 2 * forward_s
     return UnitCost(
         forward_s=forward_s,
         backward_s=backward_s,
-        weight_s=backward_s / 2 if trained and node.flops else 0.0,
+        weight_s=backward_s / 2 if trained and node.flops and node.kind == "unit" else 0.0,
         saved_bytes=node.saved_bytes,
         input_bytes=input_bytes,
-        # The gradients of its outputs and inputs, while the backward runs.
-        work_bytes=input_bytes + output_bytes,
         flops=node.flops,
         provenance="estimated",
     )

@@ -149,7 +149,7 @@ def _recomputation(best: Option) -> list[str]:
     number = int(layout.recompute.sum())
     if not number:
         return []
-    seconds = float(layout.chain.forward_s[layout.recompute].sum())
+    seconds = float(layout.chain.recompute_s[layout.recompute].sum())
     text = (
         f"{number} of {layout.chain.num_calls} units are recomputed in the backward, "
         f"{format_seconds(seconds)} a microbatch"

@@ -22,6 +22,7 @@ _PER_MICROBATCH = (
     "forward_s",
     "backward_s",
     "weight_s",
+    "recompute_s",
     "saved_bytes",
     "kept_bytes",
     "glue_bytes",

@@ -55,7 +55,7 @@ class Layout:
         """Seconds and bytes of each stage for one microbatch."""
         chain = self.chain
         saved = np.where(self.recompute, chain.kept_bytes, chain.saved_bytes) + chain.glue_bytes
-        again = np.where(self.recompute, chain.forward_s, 0.0)
+        again = np.where(self.recompute, chain.recompute_s, 0.0)
         columns = [
             np.add.reduceat(values, np.asarray(self.cuts[:-1])).tolist()
             for values in (chain.forward_s, chain.backward_s, chain.weight_s, saved, again)
@@ -65,11 +65,26 @@ class Layout:
                 forward_s=forward,
                 backward_s=max(backward, weight),
                 weight_s=weight,
-                saved_bytes=int(num_bytes),
+                saved_bytes=int(num_bytes) + sent,
                 recompute_s=recompute,
             )
-            for forward, backward, weight, num_bytes, recompute in zip(*columns, strict=True)
+            for forward, backward, weight, num_bytes, recompute, sent in zip(
+                *columns, self.sent_bytes(), strict=True
+            )
         )
+
+    def sent_bytes(self) -> list[int]:
+        """For each stage, the bytes of its values that get a gradient from another.
+
+        They are kept until its backward, which starts from them.
+        """
+        stage = self.stage_of_call.tolist()
+        sizes = [0] * self.num_stages
+        for flow in self.chain.flows:
+            source = stage[flow.source]
+            if flow.gradient_targets and stage[flow.gradient_targets[-1]] != source:
+                sizes[source] += flow.num_bytes
+        return sizes
 
     def edges(self) -> tuple[Edge, ...]:
         """What flows from stage to stage, each value once for each pair of stages."""

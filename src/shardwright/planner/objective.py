@@ -58,7 +58,7 @@ class Objective:
                 freeable=in_flight * tables.recomputable_bytes,
                 work=tables.work_bytes,
                 recomputed=tables.recomputed_bytes,
-                forward_s=tables.forward_s,
+                again_s=tables.recompute_s,
             )
             cost = self._mix(self.seconds + again, self.state_bytes + saved)
             possible = np.triu(overflow <= 0, 1)
@@ -104,7 +104,7 @@ class Objective:
             "freeable": total(flying * tables.recomputable_bytes[pick]),
             "work": largest(tables.work_bytes[pick]),
             "recomputed": largest(tables.recomputed_bytes[pick]),
-            "forward_s": total(tables.forward_s[pick]),
+            "again_s": total(tables.recompute_s[pick]),
         }
 
     def _relax(
@@ -115,7 +115,7 @@ class Objective:
         freeable: Floats,
         work: Floats,
         recomputed: Floats,
-        forward_s: Floats,
+        again_s: Floats,
     ) -> tuple[Floats, Floats]:
         """Seconds of recomputation that make it fit, and the bytes that are missing even then."""
         none = np.zeros_like(state)
@@ -132,7 +132,7 @@ class Objective:
         tight = missing > 0
         # Without anything to free, the larger work memory of recomputation does not count either.
         left = np.where(freeable > 0, to_free - freeable, missing)
-        return np.where(tight, fraction * forward_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
+        return np.where(tight, fraction * again_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
 
     def _mix(self, seconds: Floats, held: Floats) -> Floats:
         if self.memory_weight == 0:
@@ -166,7 +166,7 @@ def build_objective(
     """
     seconds = tables.forward_s + tables.backward_s
     if recompute == "full":
-        seconds = seconds + tables.forward_s
+        seconds = seconds + tables.recompute_s
     if link is not None and exposed > 0:
         for sent in (
             tables.receive_bytes,

@@ -37,9 +37,11 @@ def choose_recompute(
     weight = np.asarray(in_flight, dtype=float)[stage_of_call]
     plain = layout.with_recompute([])
     kept = weight * (layout.chain.saved_bytes + layout.chain.glue_bytes)
+    sent = layout.sent_bytes()
     for rank, (held, trained) in enumerate(layout.parameter_bytes()):
         calls = [call for stage in layout.stages_of(rank) for call in layout.calls(stage)]
         fixed = held + trained + round(trained * optimizer_factor) + float(kept[calls].sum())
+        fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
         if fixed + work_bytes(plain)[rank] > limit_bytes:
             chosen += _cheapest(layout, calls, weight, room=limit_bytes - fixed)
     return layout.with_recompute(chosen)
@@ -56,7 +58,7 @@ def _cheapest(layout: Layout, calls: Sequence[int], weight: Floats, *, room: flo
     """
     chain = layout.chain
     frees = weight * (chain.saved_bytes - chain.kept_bytes)
-    seconds = chain.forward_s
+    seconds = chain.recompute_s
     order = sorted(
         (call for call in calls if frees[call] > 0), key=lambda call: (seconds[call] / frees[call], call)
     )

@@ -33,7 +33,8 @@ class Tables:
         num_atoms: n; each table has n + 1 rows and columns.
         forward_s: seconds of the forward.
         backward_s: seconds of the backward, recomputation not counted.
-        saved_bytes: bytes kept for the backward.
+        recompute_s: seconds of recomputing all its calls.
+        saved_bytes: bytes kept for the backward, with the values that it sends: backward starts from them.
         recomputable_bytes: the part of them that recomputation sets free.
         work_bytes: temporary memory of its largest unit.
         recomputed_bytes: memory that its largest unit needs while it is recomputed.
@@ -48,6 +49,7 @@ class Tables:
     num_atoms: int
     forward_s: Floats
     backward_s: Floats
+    recompute_s: Floats
     saved_bytes: Floats
     recomputable_bytes: Floats
     work_bytes: Floats
@@ -84,11 +86,13 @@ def build_tables(chain: Chain) -> Tables:
         ([source, *_atoms(atom, flow.gradient_targets, after=source)], float(flow.gradient_bytes))
         for source, flow in zip(sources, chain.flows, strict=True)
     ]
+    sent_with_gradient = _leaving(n, gradients)
     return Tables(
         num_atoms=n,
         forward_s=sums(chain.forward_s),
         backward_s=sums(chain.backward_s),
-        saved_bytes=sums(chain.saved_bytes + chain.glue_bytes),
+        recompute_s=sums(chain.recompute_s),
+        saved_bytes=sums(chain.saved_bytes + chain.glue_bytes) + sent_with_gradient,
         recomputable_bytes=sums(recomputable),
         work_bytes=_maxima(chain.work_bytes, starts),
         recomputed_bytes=_maxima(recomputable + chain.work_bytes, starts),
@@ -96,7 +100,7 @@ def build_tables(chain: Chain) -> Tables:
         trained_bytes=_entering(n, [(at, size) for at, size, trained in parameters if trained]),
         receive_bytes=_entering(n, forward),
         send_bytes=_leaving(n, forward),
-        receive_gradient_bytes=_leaving(n, gradients),
+        receive_gradient_bytes=sent_with_gradient,
         send_gradient_bytes=_entering(n, gradients),
     )
 

@@ -43,6 +43,20 @@ def test_glue_belongs_to_its_latest_input() -> None:
     assert chain.glue_bytes.tolist() == [0.0, 8.0, 0.0]
 
 
+def test_glue_adds_its_time_and_is_never_recomputed() -> None:
+    builder = GraphBuilder()
+    a = builder.unit("a", output_bytes=40)
+    logits = builder.op("linear", [a], output_bytes=800, cost_class="linear")
+    chain = build_chain(
+        builder.graph(loss=builder.op("loss", [logits], output_bytes=4)),
+        profile_of({"block": (1.0, 2.0), "linear": (0.25, 0.5)}),
+    )
+    assert (chain.forward_s[0], chain.backward_s[0], chain.weight_s[0]) == (1.25, 2.5, 1.0)
+    assert chain.recompute_s[0] == 1.0
+    # The gradients of the logits and of their input are there at once.
+    assert chain.work_bytes[0] == 840
+
+
 def test_a_value_read_by_several_calls() -> None:
     builder = GraphBuilder()
     a = builder.unit("a")

@@ -70,7 +70,9 @@ def test_every_entry(graph: ModelGraph) -> None:
             free = chain.saved_bytes - chain.kept_bytes
             assert tables.forward_s[i, j] == chain.forward_s[part].sum()
             assert tables.backward_s[i, j] == chain.backward_s[part].sum()
-            assert tables.saved_bytes[i, j] == (chain.saved_bytes + chain.glue_bytes)[part].sum()
+            assert tables.recompute_s[i, j] == chain.recompute_s[part].sum()
+            kept = (chain.saved_bytes + chain.glue_bytes)[part].sum()
+            assert tables.saved_bytes[i, j] == kept + sent(chain, inside)[1]
             assert tables.recomputable_bytes[i, j] == free[part].sum()
             assert tables.work_bytes[i, j] == chain.work_bytes[part].max()
             assert tables.recomputed_bytes[i, j] == (free + chain.work_bytes)[part].max()
