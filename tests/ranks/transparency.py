@@ -1,0 +1,275 @@
+"""Compares a model that is pipelined with the same model in a plain loop.
+
+Every rank runs both: the plain loop computes the microbatches of all replicas one after the other, so that its losses,
+gradients, parameters and buffers are what the pipeline must arrive at.
+"""
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from shardwright.torch.tree import flatten
+
+__all__ = ["EVALUATION", "Case", "Iteration", "Recipe", "differences", "differences_by_case"]
+
+LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model is made and fed.
+
+    Attributes:
+        build: makes the model; called after `torch.manual_seed`, so every rank gets the same one.
+        batch: (batch size, length) -> the argument of `loss`; called after `torch.manual_seed`.
+        loss: (model, batch) -> one number, as a user would write it.
+        dtype: of parameters and floating-point inputs.
+        tolerance: largest difference, relative to the largest entry of a tensor, or to 0.01 if that is smaller.
+        loss_tolerance: the same for losses; some models compute theirs in float32 whatever their dtype.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-10
+    loss_tolerance: float = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """One batch of each replica.
+
+    Attributes:
+        batch_size: samples of one replica.
+        length: of sequences, or the edge of images.
+        train: backward and an optimizer step; else evaluation without gradients.
+        update: zero the gradients before and step the optimizer after; False accumulates.
+    """
+
+    batch_size: int = 8
+    length: int = 12
+    train: bool = True
+    zero_grad: bool = True
+    update: bool = True
+
+
+EVALUATION = Iteration(train=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to run a model.
+
+    Attributes:
+        config: what the script passes to `sw.init`.
+        iterations: what happens, one after the other.
+        frozen: parameters whose names begin so are not trained.
+        plain_backward: the script writes ``loss.backward()`` in place of ``model.backward(loss)``.
+        autocast: type for `torch.autocast` around the model call.
+        optimizer_first: the optimizer is made before the model is wrapped.
+        tolerance: replaces that of the recipe.
+    """
+
+    config: Mapping[str, Any] = field(default_factory=lambda: {"microbatches": 4})
+    iterations: Sequence[Iteration] = (Iteration(), Iteration())
+    frozen: tuple[str, ...] = ()
+    plain_backward: bool = False
+    autocast: torch.dtype | None = None
+    optimizer_first: bool = False
+    tolerance: float | None = None
+
+    def loss(self, recipe: Recipe, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of one microbatch."""
+        with nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast):
+            return recipe.loss(model, batch)
+
+
+def differences_by_case(recipe: Recipe, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    """What `differences` finds in several runs in one set of processes; cases without any are left out."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = differences(recipe, case)
+        except Exception as error:
+            error.add_note(f"This happened in the case {name!r}.")
+            raise
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def differences(recipe: Recipe, case: Case) -> list[str]:
+    """Runs a model plainly and pipelined, on every rank of a process group, and tells how they differ."""
+    _stand_in_for_comm()
+    sw.init(dict(case.config))
+    try:
+        return list(_Comparison(recipe, case).run())
+    finally:
+        sw.shutdown()
+
+
+class _Comparison:
+    """The plain model, the pipelined one, and their optimizers."""
+
+    def __init__(self, recipe: Recipe, case: Case):
+        self._recipe, self._case = recipe, case
+        torch.manual_seed(0)
+        self._plain = recipe.build().to(recipe.dtype).train()
+        for name, parameter in self._plain.named_parameters():
+            if name.startswith(case.frozen):
+                parameter.requires_grad_(False)
+        module = copy.deepcopy(self._plain)
+        self._plain_optimizer = _sgd(self._plain)
+        optimizer = _sgd(module) if case.optimizer_first else None
+        self._model = sw.DistributedModel(module)
+        self._optimizer = sw.DistributedOptimizer(optimizer or _sgd(self._model))
+        self._microbatches = case.config["microbatches"]
+
+    def run(self) -> Iterable[str]:
+        """Yields what differs after each iteration and at the end."""
+        train, evaluate = self._step_functions()
+        for number, iteration in enumerate(self._case.iterations):
+            for model, optimizer in ((self._plain, self._plain_optimizer), (self._model, self._optimizer)):
+                model.train(iteration.train)
+                if iteration.zero_grad:
+                    optimizer.zero_grad()
+            plain_losses = self._plain_iteration(number, iteration)
+            batch = self._batch(number, iteration, replica=sw.dp_rank())
+            torch.manual_seed(_seed(number, sw.dp_rank()))
+            with nullcontext() if iteration.train else torch.no_grad():
+                losses = (train if iteration.train else evaluate)(self._model, batch)
+            lines = [*self._compare_losses(losses.outputs, plain_losses), *self._compare_gradients()]
+            yield from (f"iteration {number}: {line}" for line in lines)
+            if iteration.train and iteration.update:
+                self._plain_optimizer.step()
+                self._optimizer.step()
+        yield from self._compare_states()
+
+    def _step_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        recipe, case = self._recipe, self._case
+
+        @sw.step
+        def train(model: Any, batch: Any) -> Tensor:
+            loss = case.loss(recipe, model, batch)
+            if case.plain_backward:
+                loss.backward()
+            else:
+                model.backward(loss)
+            return loss
+
+        @sw.step
+        def evaluate(model: Any, batch: Any) -> Tensor:
+            return case.loss(recipe, model, batch)
+
+        return train, evaluate
+
+    def _plain_iteration(self, number: int, iteration: Iteration) -> list[Tensor]:
+        """Computes the microbatches of all replicas; returns the losses of this rank's replica."""
+        losses: list[list[Tensor]] = []
+        for replica in range(sw.dp_size()):
+            batch = self._batch(number, iteration, replica=replica)
+            torch.manual_seed(_seed(number, replica))
+            losses.append([])
+            for part in _split(batch, self._microbatches):
+                with torch.set_grad_enabled(iteration.train):
+                    loss = self._case.loss(self._recipe, self._plain, part)
+                if iteration.train:
+                    (loss / (self._microbatches * sw.dp_size())).backward()
+                losses[-1].append(loss.detach())
+        return losses[sw.dp_rank()]
+
+    def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:
+        torch.manual_seed(1000 + _seed(number, replica))
+        items, structure = flatten(self._recipe.batch(iteration.batch_size, iteration.length))
+        return structure.rebuild([_cast(item, self._recipe.dtype) for item in items])
+
+    # ---- comparing --------------------------------------------------------------------------------------------------
+
+    def _compare_losses(self, losses: Sequence[Tensor], plain: Sequence[Tensor]) -> Iterable[str]:
+        limit = self._case.tolerance or self._recipe.loss_tolerance
+        for index, (loss, expected) in enumerate(zip(losses, plain, strict=True)):
+            yield from _difference(f"loss of microbatch {index}", loss, expected, limit)
+
+    def _compare_gradients(self) -> Iterable[str]:
+        limit = self._case.tolerance or self._recipe.tolerance
+        expected = dict(self._plain.named_parameters())
+        local = dict(self._model.local_named_parameters())
+        for name, parameter in local.items():
+            yield from _difference(f"gradient of {name}", parameter.grad, expected[name].grad, limit)
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, set(local))
+        for name in expected.keys() - set().union(*held):
+            yield f"no rank holds {name}"
+
+    def _compare_states(self) -> Iterable[str]:
+        limit = self._case.tolerance or self._recipe.tolerance
+        expected, state = self._plain.state_dict(), self._model.state_dict()
+        if list(state) != list(expected):
+            yield f"state_dict() has the names {list(state)}, not {list(expected)}"
+        for name in state.keys() & expected.keys():
+            yield from _difference(f"state of {name}", state[name], expected[name], limit)
+
+
+def _stand_in_for_comm() -> None:
+    """Lets `sw.init` find the ranks until `shardwright.comm` can; to be removed then."""
+    size = dist.get_world_size()
+    ranks = SimpleNamespace(local_rank=dist.get_rank(), world_size=size, local_world_size=size)
+    for name, attributes in (
+        ("environment", {"detect": lambda environ: ranks}),
+        ("process_group", {"init_process_group": None}),
+    ):
+        full_name = f"shardwright.comm.{name}"
+        if full_name not in sys.modules and importlib.util.find_spec(full_name) is None:
+            sys.modules[full_name] = ModuleType(full_name)
+            sys.modules[full_name].__dict__.update(attributes)
+
+
+def _seed(number: int, replica: int) -> int:
+    return 10 * number + replica
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def _cast(item: Any, dtype: torch.dtype) -> Any:
+    return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+
+def _split(batch: Any, num_microbatches: int) -> list[Any]:
+    items, structure = flatten(batch)
+    columns = [
+        torch.tensor_split(item, num_microbatches) if isinstance(item, Tensor) else [item] * num_microbatches
+        for item in items
+    ]
+    return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]
+
+
+def _difference(what: str, found: Tensor | None, expected: Tensor | None, limit: float) -> Iterable[str]:
+    if found is None or expected is None:
+        if found is not expected:
+            yield f"{what}: it is {_brief(found)}, not {_brief(expected)}"
+        return
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        yield f"{what}: {_brief(found)} is not {_brief(expected)}"
+        return
+    if found.numel() == 0:
+        return
+    found, expected = found.detach().double(), expected.detach().double()
+    scale = max(0.01, expected.abs().max().item())
+    error = (found - expected).abs().max().item() / scale
+    if not error <= limit:  # so that NaN counts
+        yield f"{what}: differs by {error:.1e}, more than {limit:.0e} of {scale:.1e}"
+
+
+def _brief(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
