@@ -51,7 +51,7 @@ class _Timeline:
 
     Attributes:
         name: predicted or measured.
-        thread: number of its thread in every process.
+        thread: number of its thread in every process, from 1 (older Perfettos take 0 and 1 for one).
         events: aligned, so that the step begins at 0.
     """
 
@@ -81,11 +81,11 @@ def chrome_trace(
     Raises:
         ScheduleError: what was measured and what was simulated are not the same actions.
     """
-    timelines = [_Timeline("measured", 1, _aligned(measured))]
+    timelines = [_Timeline("measured", 2, _aligned(measured))]
     if simulation is not None:
         predicted = [MeasuredEvent(*event) for event in simulation.events]
         _check_same(predicted, timelines[0].events)
-        timelines.insert(0, _Timeline("predicted", 0, _aligned(predicted)))
+        timelines.insert(0, _Timeline("predicted", 1, _aligned(predicted)))
     pid_of = {
         rank: rank if world_ranks is None else world_ranks[rank]
         for rank in sorted({event.rank for timeline in timelines for event in timeline.events})
@@ -132,15 +132,13 @@ def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterato
         stages = {e.action.stage for timeline in timelines for e in timeline.events if e.rank == rank}
         listed = ", ".join(map(str, sorted(stages)))
         title = f"rank {pid} (stage{'s' if len(stages) > 1 else ''} {listed})"
-        yield _metadata("process_name", pid, 0, {"name": title})
-        yield _metadata("process_sort_index", pid, 0, {"sort_index": rank})
+        process = {"ph": "M", "pid": pid}
+        yield {**process, "name": "process_name", "args": {"name": title}}
+        yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
         for timeline in timelines:
-            yield _metadata("thread_name", pid, timeline.thread, {"name": timeline.name})
-            yield _metadata("thread_sort_index", pid, timeline.thread, {"sort_index": timeline.thread})
-
-
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+            thread = {**process, "tid": timeline.thread}
+            yield {**thread, "name": "thread_name", "args": {"name": timeline.name}}
+            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": timeline.thread}}
 
 
 def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dict[str, Any]]:
@@ -199,14 +197,7 @@ def _counters(
     # At one moment, what ends makes room before what begins takes it, as memory does.
     for moment_us, change in sorted(changes):
         held += change
-        yield {
-            "ph": "C",
-            "name": name,
-            "pid": pid,
-            "tid": timeline.thread,
-            "ts": moment_us,
-            "args": {unit: held},
-        }
+        yield {"ph": "C", "name": name, "pid": pid, "ts": moment_us, "args": {unit: held}}
 
 
 def _size(key: tuple[int, int], saved_bytes: Sequence[int] | None) -> int:

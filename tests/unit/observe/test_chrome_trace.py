@@ -1,0 +1,228 @@
+"""The trace file: what Perfetto and chrome://tracing ask for, and that nothing is missing."""
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from observe.plans import measured_as, simulation
+from shardwright.errors import ScheduleError
+from shardwright.observe import MeasuredEvent, chrome_trace
+from shardwright.schedule import KINDS, Action, Edge, Kind, build_schedule, place_stages, simulate, unit_costs
+
+PREDICTED, MEASURED = 1, 2
+
+FIELDS: dict[str, dict[str, type]] = {
+    "M": {"name": str, "args": dict},
+    "X": {"name": str, "cat": str, "cname": str, "tid": int, "ts": int, "dur": int, "args": dict},
+    "C": {"name": str, "ts": int, "args": dict},
+    "s": {"name": str, "cat": str, "id": int, "tid": int, "ts": int},
+    "f": {"name": str, "cat": str, "id": int, "tid": int, "ts": int, "bp": str},
+}
+
+
+def check_schema(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises unless every event has exactly the fields of its phase; returns the events."""
+    trace = json.loads(json.dumps(trace, allow_nan=False))
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    for event in trace["traceEvents"]:
+        fields = {"ph": str, "pid": int, **FIELDS[event["ph"]]}
+        assert set(event) - {"tid"} == set(fields) - {"tid"}, event
+        assert all(type(event[name]) is kind for name, kind in fields.items()), event
+        assert event.get("ts", 0) >= 0
+        assert event.get("dur", 0) >= 0
+        assert event.get("tid", 1) > 0
+    times = [event["ts"] for event in trace["traceEvents"] if "ts" in event]
+    assert times == sorted(times)
+    phases = [event["ph"] for event in trace["traceEvents"]]
+    assert "M" not in phases[phases.count("M") :], "names come first"
+    return list(trace["traceEvents"])
+
+
+def slices(events: list[dict[str, Any]], tid: int) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == "X" and event["tid"] == tid]
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    num_ranks=st.integers(1, 4),
+    num_microbatches=st.integers(1, 5),
+    waited_s=st.sampled_from([0.0, 0.25, 5.0, -1e-9]),
+    speed=st.floats(1e-7, 3.0),
+)
+def test_every_action_once_in_order_and_apart(
+    kind: str, num_ranks: int, num_microbatches: int, waited_s: float, speed: float
+) -> None:
+    ranks = place_stages(
+        kind, num_ranks=num_ranks, stages_per_rank=2 if kind in ("interleaved_1f1b", "zb_v") else 1
+    )
+    simulated = simulation(kind, ranks, num_microbatches)
+    measured = [
+        MeasuredEvent(
+            event.rank, event.action, 17 + event.start_s * speed, 17 + event.end_s * speed, waited_s
+        )
+        for event in simulated.events
+    ]
+    events = check_schema(chrome_trace(measured, simulation=simulated))
+    expected = Counter((event.rank, str(event.action)) for event in simulated.events)
+    for tid in (PREDICTED, MEASURED):
+        own = slices(events, tid)
+        assert Counter((e["pid"], e["name"]) for e in own if e["cat"] != "wait") == expected
+        for pid in range(num_ranks):
+            row = [e for e in own if e["pid"] == pid]
+            for before, after in itertools.pairwise(row):
+                assert before["ts"] + before["dur"] <= after["ts"], "Perfetto hides slices that overlap"
+
+
+def test_rows_are_named_and_ordered() -> None:
+    simulated = simulation("interleaved_1f1b", (0, 1, 0, 1), 2)
+    trace = chrome_trace(measured_as(simulated), simulation=simulated, world_ranks=(4, 6))
+    names = [event for event in check_schema(trace) if event["ph"] == "M"]
+    assert [e["args"]["name"] for e in names if e["name"] == "process_name"] == [
+        "rank 4 (stages 0, 2)",
+        "rank 6 (stages 1, 3)",
+    ]
+    assert {e["pid"] for e in names} == {4, 6}
+    order = {e["tid"]: e["args"]["sort_index"] for e in names if e["name"] == "thread_sort_index"}
+    shown = {e["tid"]: e["args"]["name"] for e in names if e["name"] == "thread_name"}
+    assert [shown[tid] for tid in sorted(order, key=order.__getitem__)] == ["predicted", "measured"]
+
+
+def test_one_stage_is_a_stage() -> None:
+    names = chrome_trace(measured_as(simulation()))["traceEvents"]
+    assert names[0]["args"]["name"] == "rank 0 (stage 0)"
+
+
+def test_both_timelines_begin_with_the_step() -> None:
+    simulated = simulation()
+    events = check_schema(chrome_trace(measured_as(simulated, start_s=9e6), simulation=simulated))
+    for tid in (PREDICTED, MEASURED):
+        first, *_ = slices(events, tid)
+        assert (first["name"], first["ts"], first["dur"]) == ("0F0", 0, 1_000_000)
+
+
+def test_waiting_is_a_slice_before_the_work() -> None:
+    event = MeasuredEvent(0, Action(Kind.BACKWARD, 1, 2), 1.0, 1.5, 0.2)
+    wait, work = slices(check_schema(chrome_trace([event])), MEASURED)
+    assert (wait["name"], wait["cat"], wait["ts"], wait["dur"]) == ("wait", "wait", 0, 200_000)
+    assert wait["args"] == {"for": "1B2"}
+    assert (work["name"], work["cat"], work["ts"], work["dur"]) == ("1B2", "backward", 200_000, 300_000)
+    assert work["args"] == {"stage": 1, "microbatch": 2, "kind": "B"}
+
+
+def test_kinds_have_categories_and_colours() -> None:
+    simulated = simulation("zb_h1")
+    found = {
+        e["cat"]: e["cname"] for e in slices(check_schema(chrome_trace(measured_as(simulated))), MEASURED)
+    }
+    assert set(found) == {"forward", "backward", "backward input", "backward weight"}
+    assert len(set(found.values())) == 4
+    transfer = MeasuredEvent(0, Action(Kind.SEND_F, 0, 0, peer=1), 0.0, 1.0)
+    assert slices(check_schema(chrome_trace([transfer])), MEASURED)[0]["cat"] == "transfer"
+
+
+def arrows(events: list[dict[str, Any]], tid: int) -> set[tuple[str, str]]:
+    """Names of the slices that every arrow joins; an arrow that binds to none raises."""
+    ends: dict[int, dict[str, str]] = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf" and event["tid"] == tid:
+            [bound] = [
+                e
+                for e in slices(events, tid)
+                if e["pid"] == event["pid"] and e["ts"] <= event["ts"] < e["ts"] + e["dur"]
+            ]
+            ends[event["id"]][event["ph"]] = bound["name"]
+    return {(pair["s"], pair["f"]) for pair in ends.values()}
+
+
+@pytest.mark.parametrize("simulated_too", [True, False])
+def test_arrows_follow_the_messages(simulated_too: bool) -> None:
+    simulated = simulation(num_microbatches=2)
+    measured = measured_as(simulated, waited_s=0.1)
+    events = check_schema(chrome_trace(measured, simulation=simulated if simulated_too else None))
+    expected = {("0F0", "1F0"), ("0F1", "1F1"), ("1B0", "0B0"), ("1B1", "0B1")}
+    assert arrows(events, MEASURED) == expected
+    assert arrows(events, PREDICTED) == (expected if simulated_too else set())
+    ids = Counter(event["id"] for event in events if event["ph"] in "sf")
+    assert set(ids.values()) == {2}
+
+
+def test_arrows_of_a_split_backward_start_at_the_input_part() -> None:
+    simulated = simulation("zb_h1", num_microbatches=1)
+    events = check_schema(chrome_trace(measured_as(simulated), simulation=simulated))
+    assert arrows(events, MEASURED) == {("0F0", "1F0"), ("1I0", "0B0")}
+
+
+def test_arrows_follow_skip_connections_and_leave_out_what_stays_on_a_rank() -> None:
+    schedule = build_schedule("gpipe", stage_ranks=(0, 1, 2), num_microbatches=1)
+    edges = [Edge(0, 1), Edge(1, 2), Edge(0, 2, has_gradient=False)]
+    simulated = simulate(schedule, unit_costs(3), edges=edges)
+    events = check_schema(chrome_trace(measured_as(simulated), simulation=simulated))
+    assert ("0F0", "2F0") in arrows(events, MEASURED)
+    assert ("2B0", "0B0") not in arrows(events, MEASURED)
+    v = simulation("zb_v", (0, 1, 1, 0), 2)
+    joined = arrows(check_schema(chrome_trace(measured_as(v), simulation=v)), PREDICTED)
+    assert not any({a[0], b[0]} == {"1", "2"} for a, b in joined)
+
+
+def counter(events: list[dict[str, Any]], pid: int, name: str) -> list[tuple[int, int]]:
+    return [
+        (e["ts"] // 1_000_000, next(iter(e["args"].values())))
+        for e in events
+        if e["ph"] == "C" and e["pid"] == pid and e["name"] == name
+    ]
+
+
+def test_counters_show_the_bytes_kept_for_backwards() -> None:
+    simulated = simulation()
+    trace = chrome_trace(measured_as(simulated), simulation=simulated, saved_bytes=(100, 40))
+    events = check_schema(trace)
+    # rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===
+    # rank 1 | .  F0 B0=== F1 B1=== F2 B2===
+    of_rank_0 = [(0, 100), (1, 200), (6, 100), (6, 200), (9, 100), (12, 0)]
+    for timeline in ("predicted", "measured"):
+        name = f"activations in flight, {timeline} (bytes)"
+        assert counter(events, 0, name) == of_rank_0
+        assert {held for _, held in counter(events, 1, name)} == {40, 0}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1", "gpipe"])
+def test_the_highest_point_is_what_the_simulation_says(kind: str) -> None:
+    simulated = simulation(kind, (0, 1, 2), 5)
+    events = check_schema(chrome_trace(measured_as(simulated), saved_bytes=(1, 1, 1)))
+    for rank, peak in enumerate(simulated.peak_bytes):
+        heights = [held for _, held in counter(events, rank, "activations in flight, measured (bytes)")]
+        assert (max(heights), heights[-1]) == (peak, 0)
+
+
+def test_counts_microbatches_where_bytes_are_not_known() -> None:
+    events = check_schema(chrome_trace(measured_as(simulation())))
+    assert counter(events, 0, "activations in flight, measured (microbatches)")[:2] == [(0, 1), (1, 2)]
+
+
+def test_forward_only_keeps_nothing() -> None:
+    simulated = simulation("gpipe", num_microbatches=2, forward_only=True)
+    events = check_schema(chrome_trace(measured_as(simulated), simulation=simulated, saved_bytes=(5, 5)))
+    assert counter(events, 0, "activations in flight, measured (bytes)") == [(0, 5), (1, 0), (1, 5), (2, 0)]
+
+
+def test_refuses_two_different_schedules() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"8 actions were measured, but 12 .* Simulate the schedule that was run"
+    ):
+        chrome_trace(measured_as(simulation(num_microbatches=2)), simulation=simulation(num_microbatches=3))
+    measured = measured_as(simulation())
+    with pytest.raises(ScheduleError, match="1 times in the simulation and 2 times in the measurement"):
+        chrome_trace([*measured, measured[0]], simulation=simulation())
+
+
+def test_facts_are_kept_and_nothing_is_a_trace() -> None:
+    assert chrome_trace([], info={"step": 3}) == {
+        "traceEvents": [],
+        "displayTimeUnit": "ms",
+        "otherData": {"step": 3},
+    }

@@ -1,0 +1,134 @@
+"""Who prints what, where, and in which colours."""
+
+import io
+import sys
+
+import pytest
+
+from shardwright.observe import Console
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def plain() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_a_short_phase_says_only_that_it_begins(plain: io.StringIO, clock: Clock) -> None:
+    with Console(stream=plain, environ={}, clock=clock).phase("tracing the model"):
+        assert plain.getvalue() == "tracing the model ...\n"
+        clock.now += 2.0
+    assert plain.getvalue() == "tracing the model ...\n"
+
+
+def test_a_long_phase_says_how_long_it_took(plain: io.StringIO, clock: Clock) -> None:
+    with Console(stream=plain, environ={}, clock=clock).phase("tracing the model"):
+        clock.now += 3.4
+    assert plain.getvalue() == "tracing the model ...\ntracing the model: 3.40 s\n"
+
+
+def test_a_phase_that_fails_does_not_claim_to_be_done(plain: io.StringIO, clock: Clock) -> None:
+    phase = Console(stream=plain, environ={}, clock=clock).phase("tracing the model")
+    phase.__enter__()
+    clock.now += 75
+    assert not phase.__exit__(ValueError, ValueError("no"), None), "the error goes on"
+    assert plain.getvalue().splitlines()[-1] == "tracing the model: stopped after 1m15s"
+
+
+def test_parts_get_a_line_every_two_seconds(plain: io.StringIO, clock: Clock) -> None:
+    with Console(stream=plain, environ={}, clock=clock).phase("measuring units") as phase:
+        for done in range(1, 7):
+            clock.now += 1.0
+            phase.update(done, total=12)
+    assert plain.getvalue().splitlines() == [
+        "measuring units ...",
+        "measuring units 3/12",
+        "measuring units 6/12",
+        "measuring units: 6.00 s",
+    ]
+
+
+def test_parts_are_rewritten_in_place_on_a_terminal(clock: Clock) -> None:
+    terminal = Terminal()
+    console = Console(stream=terminal, environ={"NO_COLOR": "1"}, clock=clock)
+    with console.phase("measuring units") as phase:
+        phase.update(1, total=2)
+        phase.update(2, total=2)
+        console.line("something else")
+        phase.update(2, total=2)
+    assert terminal.getvalue() == (
+        "measuring units ...\n"
+        "measuring units 1/2"
+        "\r\x1b[Kmeasuring units 2/2"
+        "\r\x1b[Ksomething else\n"
+        "measuring units 2/2"
+        "\r\x1b[K"
+    )
+
+
+@pytest.mark.parametrize("environ", [{"CI": "true", "NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_control_characters_where_they_are_not_wanted(environ: dict[str, str], clock: Clock) -> None:
+    terminal = Terminal()
+    with Console(stream=terminal, environ=environ, clock=clock).phase("measuring units") as phase:
+        clock.now += 3
+        phase.update(1, total=2)
+    assert terminal.getvalue() == "measuring units ...\nmeasuring units 1/2\nmeasuring units: 3.00 s\n"
+
+
+def test_colour_only_on_a_terminal(plain: io.StringIO) -> None:
+    terminal = Terminal()
+    for stream in (terminal, plain):
+        console = Console(stream=stream, environ={})
+        console.status("joining")
+        console.line("step 1")
+    assert terminal.getvalue() == "\x1b[2mjoining\x1b[0m\nstep 1\n"
+    assert plain.getvalue() == "joining\nstep 1\n"
+
+
+@pytest.mark.parametrize(("value", "silent"), [("1", True), ("true", True), ("0", False), ("", False)])
+def test_quiet(value: str, silent: bool, plain: io.StringIO) -> None:
+    console = Console(stream=plain, environ={"SHARDWRIGHT_QUIET": value})
+    console.line("step 1")
+    assert (plain.getvalue() == "") is silent
+
+
+def test_the_other_ranks_are_silent(clock: Clock) -> None:
+    terminal = Terminal()
+    console = Console(prints=False, stream=terminal, environ={}, clock=clock)
+    with console.phase("measuring units") as phase:
+        clock.now += 10
+        phase.update(1, total=2)
+        console.line("a")
+        console.status("b")
+    assert terminal.getvalue() == ""
+
+
+def test_goes_to_stderr_as_it_is_when_the_line_is_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(environ={})
+    console.line("first")
+    elsewhere = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", elsewhere)
+    console.line("second")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err, elsewhere.getvalue()) == ("", "first\n", "second\n")

@@ -1,0 +1,82 @@
+"""Names and numbers of ``metrics.jsonl``."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.observe import Metric, MetricsLog, StepRecord, metrics_of, read_json_lines
+
+FULL = StepRecord(
+    step=120,
+    seconds=0.5,
+    loss=3.25,
+    samples=16,
+    tokens=4096,
+    flops=2e12,
+    bubble_measured=0.11,
+    bubble_predicted=0.1,
+    step_predicted_s=0.45,
+    memory_bytes=(2**30, 3 * 2**30),
+    memory_limit_bytes=24 * 2**30,
+    learning_rate=1e-3,
+    grad_norm=2.0,
+)
+BARE = StepRecord(step=1, seconds=2.0, samples=8)
+
+
+def test_everything_that_is_known(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", world_size=2, wall=lambda: 1_795_000_000.12345)
+    log.append(FULL)
+    log.append(BARE)
+    log.close()
+    first, second = read_json_lines(tmp_path / "metrics.jsonl")
+    assert first == {
+        "step": 120,
+        "time/unix(s)": 1_795_000_000.123,
+        "train/loss": 3.25,
+        "train/learning_rate": 1e-3,
+        "train/grad_norm": 2.0,
+        "time/step(s)": 0.5,
+        "time/step_predicted(s)": 0.45,
+        "time/prediction_error(share)": pytest.approx(-0.1),
+        "throughput/samples(1/s)": 32.0,
+        "throughput/tokens(1/s)": 8192.0,
+        "throughput/compute(FLOP/s)": 4e12,
+        "throughput/compute_per_rank(FLOP/s)": 2e12,
+        "memory/peak(GiB)": 3.0,
+        "memory/peak_by_rank(GiB)": [1.0, 3.0],
+        "memory/limit(GiB)": 24.0,
+        "pipeline/bubble(share)": 0.11,
+        "pipeline/bubble_predicted(share)": 0.1,
+    }
+    assert set(second) == {"step", "time/unix(s)", "time/step(s)", "throughput/samples(1/s)"}
+
+
+def test_zero_seconds_and_no_ranks_make_no_rates() -> None:
+    metrics = metrics_of(replace(FULL, seconds=0.0, memory_bytes=()), world_size=2)
+    assert not any(name.startswith("throughput/") for name in metrics)
+    assert "memory/peak(GiB)" not in metrics
+
+
+def test_zeros_are_known() -> None:
+    metrics = metrics_of(replace(BARE, loss=0.0, bubble_measured=0.0), world_size=1)
+    assert metrics[Metric.LOSS] == metrics[Metric.BUBBLE] == 0.0
+
+
+def test_a_lost_loss_is_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", world_size=1)
+    log.append(replace(BARE, loss=math.nan))
+    log.close()
+    assert read_json_lines(tmp_path / "metrics.jsonl")[0]["train/loss"] == "NaN"
+
+
+@pytest.mark.parametrize("name", list(Metric))
+def test_names_are_group_name_unit(name: str) -> None:
+    assert re.fullmatch(r"(train|time|throughput|memory|pipeline)/[a-z_]+(\([A-Za-z1/]+\))?", name)
+
+
+def test_every_metric_can_come_about() -> None:
+    assert set(metrics_of(FULL, world_size=2)) == set(Metric)

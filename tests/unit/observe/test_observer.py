@@ -1,0 +1,184 @@
+"""One rank writes and prints; the others are silent."""
+
+import io
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from observe.plans import measured_as, simulation, two_stage_plan
+from shardwright.config import Config
+from shardwright.errors import ConfigError
+from shardwright.observe import Console, Observer, RunFolder, StepRecord, read_json_lines, tensorboard
+from shardwright.plan import Plan
+
+WALL_S = 1_795_177_805.25
+
+
+class Run:
+    """An observer with its folder and what it prints."""
+
+    def __init__(self, path: Path, *, prints: bool = True, files: bool = True, **settings: Any) -> None:
+        self.folder = RunFolder.create(path, name="run", environ={}) if files else None
+        self.stream = io.StringIO()
+        self.observer = Observer(
+            Config.parse({"log_interval": 2, **settings}),
+            rank=0,
+            world_size=4,
+            pipeline_ranks=(0, 2),
+            folder=self.folder,
+            prints=prints,
+            console=Console(prints=prints, stream=self.stream, environ={}),
+            wall=lambda: WALL_S,
+        )
+
+    @property
+    def files(self) -> list[str]:
+        assert self.folder is not None
+        return sorted(path.name for path in self.folder.path.iterdir() if path.is_file())
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        assert self.folder is not None
+        return read_json_lines(self.folder.events_file)
+
+
+def tell_everything(observer: Observer) -> None:
+    observer.config_resolved(Config.parse({"partitions": 2}))
+    observer.plan_made(two_stage_plan())
+    observer.step_done(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0))
+    observer.timeline(measured_as(simulation()), simulation())
+    observer.event("checkpoint_saved", num_bytes=100)
+    with observer.phase("tracing the model") as phase:
+        phase.update(1, total=2)
+    observer.status("joining")
+    observer.close()
+    observer.close()
+
+
+def test_the_rank_that_writes_leaves_all_files(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    tell_everything(run.observer)
+    assert run.files == ["config.json", "events.jsonl", "metrics.jsonl", "plan.json", "trace.json"]
+    assert run.folder is not None
+    assert Config.parse(json.loads(run.folder.config_file.read_text())).pipeline_parallel_degree == 2
+    assert Plan.read(run.folder.plan_file) == two_stage_plan()
+    assert [record["train/loss"] for record in read_json_lines(run.folder.metrics_file)] == [2.0]
+
+
+def test_the_other_ranks_leave_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, prints=False)
+    tell_everything(run.observer)
+    assert run.files == []
+    assert run.stream.getvalue() == ""
+    assert run.observer.folder == run.folder, "other parts of a rank may need the path"
+
+
+def test_without_a_folder_it_only_prints(tmp_path: Path) -> None:
+    run = Run(tmp_path, files=False)
+    tell_everything(run.observer)
+    assert list(tmp_path.iterdir()) == []
+    assert "step 1 | loss 2.0000 | 16.0 samples/s\n" in run.stream.getvalue()
+
+
+def test_says_the_plan_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.folder is not None
+    run.observer.plan_made(two_stage_plan())
+    run.observer.plan_made(two_stage_plan())
+    assert run.stream.getvalue() == (
+        "plan: 1f1b, 3 microbatches, 2 stages on 2 ranks, 2 replicas; predicted step 1.20 s, bubble 25%\n"
+        "  stage  rank  units  first .. last  parameters  forward  backward  sends\n"
+        "  0      0     1      embed          2.0 KiB     100 ms   200 ms    0 B\n"
+        "  1      1     1      head           2.0 KiB     100 ms   200 ms    0 B\n"
+        "  1f1b keeps fewer microbatches.\n"
+        "  The times of the units were measured.\n"
+        f"  written to {run.folder.plan_file}\n"
+    )
+    assert [event["kind"] for event in run.events] == ["plan_made"]
+    run.observer.close()
+
+
+def test_a_plan_written_by_hand_promises_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, files=False)
+    run.observer.plan_made(two_stage_plan().model_copy(update={"prediction": None, "why": ()}))
+    first, *rest = run.stream.getvalue().splitlines()
+    assert first == "plan: 1f1b, 3 microbatches, 2 stages on 2 ranks, 2 replicas"
+    assert len(rest) == 3
+
+
+def test_events_carry_their_time(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.observer.event("peer_lost", lost_rank=3)
+    run.observer.close()
+    [event] = run.events
+    assert datetime.fromisoformat(event.pop("time")).timestamp() == WALL_S
+    assert event == {"kind": "peer_lost", "rank": 0, "lost_rank": 3}
+
+
+def test_the_timeline_has_world_ranks_and_bytes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.observer.plan_made(two_stage_plan())
+    run.observer.timeline(measured_as(simulation()), simulation(), step=3)
+    run.observer.close()
+    assert run.folder is not None
+    trace = json.loads(run.folder.trace_file.read_text())
+    assert trace["otherData"] == {"step": 3}
+    assert {event["pid"] for event in trace["traceEvents"]} == {0, 2}
+    held = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
+    assert {"bytes": 200} in held
+
+
+def test_the_timeline_counts_microbatches_where_the_plan_does_not_know_the_stages(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.observer.plan_made(two_stage_plan())
+    four_stages = simulation("interleaved_1f1b", (0, 1, 0, 1), 2)
+    run.observer.timeline(measured_as(four_stages), None)
+    run.observer.close()
+    assert run.folder is not None
+    assert "(microbatches)" in run.folder.trace_file.read_text()
+
+
+def test_the_last_line_comes_with_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.observer as observer:
+        observer.expect_steps(3)
+        for step in (1, 2, 3):
+            observer.step_done(StepRecord(step=step, seconds=0.5, samples=8))
+    lines = run.stream.getvalue().splitlines()
+    assert [line.split(" |")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    assert all(" | eta 00:0" in line for line in lines)
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_every_rank_refuses_a_missing_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: bool
+) -> None:
+    monkeypatch.setattr(tensorboard, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        Run(tmp_path, prints=prints, tensorboard=True)
+
+
+def test_tensorboard_gets_the_same_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+
+    class Fake:
+        def __init__(self, folder: Path) -> None:
+            written.append(folder.name)
+
+        def write(self, metrics: dict[str, Any], *, step: int) -> None:
+            written.append((step, metrics["train/loss"]))
+
+        def close(self) -> None:
+            written.append("close")
+
+    module = sys.modules[Observer.__module__]
+    monkeypatch.setattr(module, "check_tensorboard", lambda: None)
+    monkeypatch.setattr(module, "TensorBoardWriter", Fake)
+    run = Run(tmp_path, tensorboard=True)
+    run.observer.step_done(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0))
+    run.observer.close()
+    assert written == ["tensorboard", (1, 2.0), "close"]
