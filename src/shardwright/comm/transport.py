@@ -1,7 +1,8 @@
 """Point-to-point messages between the ranks of a pipeline.
 
-Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end gets the n-th
-tensor sent at the other. Receives are posted ahead of need, sends return at once, so transfers overlap compute.
+Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end
+gets the n-th tensor sent at the other. Receives are posted ahead of need, sends return at once, so
+transfers overlap compute.
 """
 
 from collections import deque
@@ -108,4 +109,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8) if tensor.dim() == 0 else tensor.flatten().view(torch.uint8)
 
 
-_KNOWN = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8})
+_KNOWN = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+)

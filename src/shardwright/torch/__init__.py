@@ -1,6 +1,9 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
+from shardwright.torch.activation_checkpointing import set_activation_checkpointing
 from shardwright.torch.context import is_initialized
+from shardwright.torch.data import distributed_sampler, seed_everything
+from shardwright.torch.manual_partition import partition, set_partition
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer, clip_grad_norm_
 from shardwright.torch.ranks import (
@@ -32,6 +35,7 @@ __all__ = [
     "StepOutput",
     "barrier",
     "clip_grad_norm_",
+    "distributed_sampler",
     "dp_rank",
     "dp_size",
     "get_dp_group",
@@ -42,11 +46,15 @@ __all__ = [
     "local_size",
     "mp_rank",
     "mp_size",
+    "partition",
     "pp_rank",
     "pp_size",
     "rank",
     "rdp_rank",
     "rdp_size",
+    "seed_everything",
+    "set_activation_checkpointing",
+    "set_partition",
     "shutdown",
     "size",
     "step",

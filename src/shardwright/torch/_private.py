@@ -19,6 +19,7 @@ __all__ = [
     "FAKE_FAILURES",
     "FakeTensor",
     "FakeTensorMode",
+    "TorchFunctionMode",
     "disabled_torch_function",
     "function_mode_depth",
     "make_wrapper",
@@ -37,7 +38,7 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 def make_wrapper(cls: type, like: torch.Tensor) -> Any:
     """Makes a tensor subclass without storage, with the metadata of `like`."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride() if like.layout == torch.strided else None,
@@ -55,7 +56,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, also for fake ones."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def function_mode_depth() -> int:

@@ -31,8 +31,8 @@ class _Leaf:
 class BatchBroadcast:
     """Gives all ranks of a replica the arguments of its first rank.
 
-    Tensors and plain values (numbers, text, None) come from the first rank; anything else (the model, an optimizer, a
-    namespace of options) is each rank's own object at the same place.
+    Tensors and plain values (numbers, text, None) come from the first rank; anything else (the model, an
+    optimizer, a namespace of options) is each rank's own object at the same place.
 
     Args:
         group: the ranks of the replica.
@@ -70,8 +70,10 @@ class BatchBroadcast:
                 taken.append(items[position])
             else:
                 raise UsageError(
-                    f"the first rank of the replica passes a {leaf.value} to the step function, which cannot be sent, "
-                    "and this rank passes other arguments. Pass the same objects on every rank; tensors may differ."
+                    f"the first rank of the replica passes a {leaf.value} to the step function, which "
+                    f"cannot be sent, "
+                    "and this rank passes other arguments. Pass the same objects on every rank; "
+                    "tensors may differ."
                 )
         args, kwargs = common.rebuild(taken)
         return args, kwargs
@@ -105,7 +107,17 @@ class BatchBroadcast:
 def _describe(item: Any) -> _Leaf:
     if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
         return _Leaf("tensor", tuple(item.shape), item.dtype, item.requires_grad)
-    if item is None or type(item) in (bool, int, float, str, bytes, complex, slice, torch.dtype, torch.device):
+    if item is None or type(item) in (
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        complex,
+        slice,
+        torch.dtype,
+        torch.device,
+    ):
         return _Leaf("value", value=item)
     return _Leaf("local", value=type(item).__name__)
 
@@ -115,7 +127,8 @@ class Splitter:
     """Cuts the arguments of a step function into microbatches.
 
     Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. Objects with
-    ``smp_slice(num_microbatches, microbatch, axis)`` cut themselves; anything else goes to every microbatch whole.
+    ``smp_slice(num_microbatches, microbatch, axis)`` cut themselves; anything else goes to every microbatch
+    whole.
 
     Attributes:
         names: names of the positional parameters of the step function.
@@ -134,7 +147,7 @@ class Splitter:
         return None
 
     def split(self, arguments: Arguments, num_microbatches: int) -> list[Arguments]:
-        """The arguments of each microbatch; the first ones are one sample larger where the sizes do not divide.
+        """The arguments of each microbatch; the first ones are larger where the sizes do not divide.
 
         Raises:
             UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
@@ -144,7 +157,10 @@ class Splitter:
         split_args = [self._split_one(self._name(i), arg, num_microbatches) for i, arg in enumerate(args)]
         split_kwargs = {name: self._split_one(name, arg, num_microbatches) for name, arg in kwargs.items()}
         return [
-            (tuple(parts[index] for parts in split_args), {name: parts[index] for name, parts in split_kwargs.items()})
+            (
+                tuple(parts[index] for parts in split_args),
+                {name: parts[index] for name, parts in split_kwargs.items()},
+            )
             for index in range(num_microbatches)
         ]
 
@@ -162,7 +178,9 @@ class Splitter:
             for name, tree in named
             if name not in self.non_split
             for item in flatten(tree)[0]
-            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.dim() > self._axis(name)
+            if isinstance(item, Tensor)
+            and not isinstance(item, nn.Parameter)
+            and item.dim() > self._axis(name)
         ]
 
     def _check(self, arguments: Arguments, num_microbatches: int) -> None:
@@ -173,13 +191,17 @@ class Splitter:
         for name, tensor, size in cut:
             if size != batch:
                 raise UsageError(
-                    f"{name} has {size} rows along axis {self._axis(name)} (shape {tuple(tensor.shape)}), but "
-                    f"{first_name} has {batch}, so the batch cannot be cut into microbatches. Name what must not be "
-                    f'cut: @sw.step(non_split_inputs=["{name}"]), or another axis: input_split_axes={{"{name}": 1}}.'
+                    f"{name} has {size} rows along axis {self._axis(name)} (shape "
+                    f"{tuple(tensor.shape)}), but "
+                    f"{first_name} has {batch}, so the batch cannot be cut into microbatches. Name "
+                    f"what must not be "
+                    f'cut: @sw.step(non_split_inputs=["{name}"]), or another axis: '
+                    f'input_split_axes={{"{name}": 1}}.'
                 )
         if batch < num_microbatches:
             raise UsageError(
-                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs at least one. "
+                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs "
+                f"at least one. "
                 f"Use a batch of {num_microbatches} or more, or set microbatches to {batch} or less."
             )
 
@@ -188,12 +210,14 @@ class Splitter:
             return [tree] * num_microbatches
         axis = self._axis(name)
         items, structure = flatten(tree)
-        columns = []
+        columns: list[Sequence[Any]] = []
         for item in items:
             if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.dim() > axis:
                 columns.append(torch.tensor_split(item, num_microbatches, dim=axis))
             elif hasattr(item, "smp_slice"):
-                columns.append([item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)])
+                columns.append(
+                    [item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)]
+                )
             else:
                 columns.append([item] * num_microbatches)
         return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
@@ -39,6 +40,7 @@ class Context:
         model: the wrapped model.
         optimizers: the wrapped optimizers.
         pinned: id of a module -> pipeline rank that the user gave it.
+        pinned_modules: those modules.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Context:
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
     pinned: dict[int, int] = field(default_factory=dict)
+    pinned_modules: list[nn.Module] = field(default_factory=list)
 
     @property
     def pipeline_rank(self) -> int:
@@ -83,7 +86,9 @@ def context() -> Context:
         UsageError: `init` was not called.
     """
     if _Current.context is None:
-        raise UsageError("shardwright is not initialised. Call shardwright.torch.init() first, once on every rank.")
+        raise UsageError(
+            "shardwright is not initialised. Call shardwright.torch.init() first, once on every rank."
+        )
     return _Current.context
 
 
@@ -100,8 +105,8 @@ def set_context(value: Context | None) -> None:
 def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     """Settings that the launcher passes by environment variables, weakest first.
 
-    ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object, ``SHARDWRIGHT_PLAN`` names
-    a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
+    ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
+    ``SHARDWRIGHT_PLAN`` names a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
     """
     import json
     from pathlib import Path
@@ -158,13 +163,12 @@ def make_context(config: Config, plan: Plan | None) -> Context:
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order, and returns the one with this rank."""
-    own = None
+    made: list[dist.ProcessGroup] = []
     for ranks in groups:
         group = dist.new_group(list(ranks))
         if rank in ranks:
-            own = group
-    assert own is not None
-    return own
+            made.append(group)
+    return made[0]
 
 
 def _device(local_rank: int) -> torch.device:

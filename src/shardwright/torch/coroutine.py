@@ -1,4 +1,5 @@
-"""A step function that can be left in the middle and entered again, with its own thread-local state of PyTorch."""
+"""A step function that can be left in the middle and entered again, with its own thread-local state "
+"of PyTorch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +8,12 @@ from typing import Any
 import greenlet
 import torch
 
-from shardwright.torch._private import TorchFunctionMode, function_mode_depth, pop_function_mode, push_function_mode
+from shardwright.torch._private import (
+    TorchFunctionMode,
+    function_mode_depth,
+    pop_function_mode,
+    push_function_mode,
+)
 from shardwright.torch.glue import Handler, active_handler, set_active_handler
 
 __all__ = ["Coroutine"]
@@ -35,7 +41,8 @@ class _ThreadState:
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _DEVICES
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in _DEVICES
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             modes=tuple(reversed(modes)),

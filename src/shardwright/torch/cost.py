@@ -4,7 +4,8 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["CostCounter", "class_key", "cost_class"]
 aten = torch.ops.aten
 
 
-class CostCounter(TorchDispatchMode):
+class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; enter it inside the fake mode, so that it sees operations first.
 
     Attributes:
@@ -33,6 +34,12 @@ class CostCounter(TorchDispatchMode):
     """
 
     _total = 0
+    _active: "list[CostCounter]" = []  # noqa: RUF012  (one stack for all counters)
+
+    @staticmethod
+    def active() -> "CostCounter | None":
+        """The innermost counter that is active, if any."""
+        return CostCounter._active[-1] if CostCounter._active else None
 
     @staticmethod
     def running_flops() -> int:
@@ -40,7 +47,7 @@ class CostCounter(TorchDispatchMode):
         return CostCounter._total
 
     def __init__(self, names: Mapping[int, str] | None = None):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws: list[Draw] = []
         self.parameters: set[str] = set()
@@ -61,12 +68,22 @@ class CostCounter(TorchDispatchMode):
 
     def __enter__(self) -> "CostCounter":
         self._hooks.__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        CostCounter._active.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
+        CostCounter._active.pop()
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._hooks.__exit__()
+
+    @contextmanager
+    def keeping_only(self, inputs: list[Tensor]) -> Iterator[None]:
+        """Counts these tensors as kept, and nothing of what is computed inside: that is recomputed."""
+        for tensor in inputs:
+            self._pack(tensor)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,8 +123,8 @@ class CostCounter(TorchDispatchMode):
 def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
     """Two batched matrix products: queries by keys, weights by values.
 
-    FlopCounterMode has no entry for attention on CPU and counts nothing. A causal mask is counted in full, as the
-    kernels for which torch has formulas do.
+    FlopCounterMode has no entry for attention on CPU and counts nothing. A causal mask is counted in full,
+    as the kernels for which torch has formulas do.
     """
     query_BHSD, key_BHTD, value_BHTE = args[:3]
     *batch, seq_q, dim = query_BHSD.shape
@@ -137,12 +154,17 @@ def class_key(module: nn.Module) -> str:
 
     Same classes with the same code, parameters of the same shapes and types, same plain attributes.
     """
-    rows = []
+    rows: list[Any] = []
     for name, sub in module.named_modules():
-        own = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in sub.named_parameters(recurse=False)]
+        own = [
+            (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in sub.named_parameters(recurse=False)
+        ]
         buffers = [(n, tuple(b.shape), str(b.dtype)) for n, b in sub.named_buffers(recurse=False)]
-        plain = sorted((k, v) for k, v in vars(sub).items() if type(v) in (bool, int, float, str) and k not in _POSITION)
-        rows.append((name, _code_of(type(sub)), plain, own, buffers))
+        plain = sorted(
+            (k, v) for k, v in vars(sub).items() if type(v) in (bool, int, float, str) and k not in _POSITION
+        )
+        kind: Any = type(sub)
+        rows.append((name, _code_of(kind), plain, own, buffers))
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
 
 

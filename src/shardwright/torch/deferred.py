@@ -19,9 +19,9 @@ REMEDY = (
 class DeferredTensor(torch.Tensor):
     """Stands for a value that some stage computes.
 
-    Inside a step function every operation on it is looked up in the program of this rank (see `glue.py`): it is done
-    here on real data, or it is another rank's business and gives another deferred tensor. Outside, it can be asked
-    for its shape, dtype and device, and nothing else.
+    Inside a step function every operation on it is looked up in the program of this rank (see `glue.py`):
+    it is done here on real data, or it is another rank's business and gives another deferred tensor.
+    Outside, it can be asked for its shape, dtype and device, and nothing else.
 
     Attributes:
         value: index of the value in the traced graph.
@@ -35,7 +35,7 @@ class DeferredTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, like: torch.Tensor, value: int) -> "DeferredTensor":
         """Makes a stand-in with the metadata of `like`."""
-        deferred = make_wrapper(cls, like)
+        deferred: DeferredTensor = make_wrapper(cls, like)
         deferred.value = value
         return deferred
 
@@ -43,13 +43,16 @@ class DeferredTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise DeferredReadError(
-            f"{func} was applied to a tensor whose data is on another rank, outside of the step function or in "
+            f"{func} was applied to a tensor whose data is on another rank, outside of the step "
+            f"function or in "
             f"a place that cannot be deferred. {REMEDY}"
         )
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __format__(self, format_spec: str) -> str:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.schedule import Edge, Schedule, build_schedule, lower
+from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import intercept_calls, set_active_handler
 from shardwright.torch.placement import (
-    CallPlacement,
     SharingGroups,
     call_placement,
     reduced_parameters,
@@ -23,8 +23,8 @@ from shardwright.torch.placement import (
 )
 from shardwright.torch.program import Program, build_program, home_stages
 from shardwright.torch.reducer import GradientReducer, Reduced
-from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.residency import Residency, release_remote
+from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.split_backward import split_linear_modules
 from shardwright.torch.trace import Trace, UnitMap, trace_step
 from shardwright.torch.tree import flatten
@@ -107,11 +107,13 @@ class _Plain:
         """Runs autograd, with the loss scaled so that microbatches are averaged."""
         if self.ran_backward:
             raise UsageError(
-                "backward is called a second time in one step function. Add the losses and call backward once."
+                "backward is called a second time in one step function. Add the losses and call "
+                "backward once."
             )
         if not loss.requires_grad:
             raise UsageError(
-                "the loss does not depend on any trained parameter of the model, so there is nothing to train."
+                "the loss does not depend on any trained parameter of the model, so there is nothing "
+                "to train."
             )
         self.ran_backward = True
         start = torch.ones_like(loss) if gradient is None else gradient
@@ -135,7 +137,7 @@ class _tensor_backward:  # noqa: N801  (a context manager)
         def backward(loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
             handler.backward(loss, gradient)
 
-        Tensor.backward = backward  # type: ignore[method-assign]
+        Tensor.backward = backward  # type: ignore[assignment,method-assign]
 
     def __exit__(self, *exc_info: object) -> None:
         Tensor.backward = self._original  # type: ignore[method-assign]
@@ -160,13 +162,16 @@ class PipelineEngine:
         self._model = model
         self._planner = planner
         self._broadcast = BatchBroadcast(
-            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device  # type: ignore[arg-type]
+            context.pipeline_group,
+            source=context.pipeline_ranks[0],
+            device=context.device,  # type: ignore[arg-type]
         )
         self._programs: dict[Any, tuple[Program, bool]] = {}
         self._schedules: dict[Any, Schedule] = {}
         self._unit_map: UnitMap | None = None
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
+        self._recompute: frozenset[str] = frozenset()
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
@@ -197,7 +202,8 @@ class PipelineEngine:
             self.reducer.finish()
         return self._exchange(results, programs)
 
-    # ---- the first step -----------------------------------------------------------------------------------------
+    # ---- the first step
+    # -----------------------------------------------------------------------------------------
 
     def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
         context, module = self._context, self._model.module
@@ -220,6 +226,12 @@ class PipelineEngine:
             device=context.device,
             on_last_backward=self.reducer.last_backward if self.reducer else None,
         )
+        marked = marked_inside(module, set(self._unit_map.units))
+        self._recompute = frozenset(
+            node.label
+            for node in trace.graph.nodes
+            if node.kind == "unit" and id(self._unit_map.modules[node.name]) in marked
+        ).union(*(stage.recompute for stage in plan.stages))
         self._residency = residency
         self._model.placed(residency)
 
@@ -238,7 +250,9 @@ class PipelineEngine:
         synchronise(residency, tensors, self._groups, rank=rank)
         release_remote(module, set(residency.held_by(rank)), self._unit_map.parameters)
         self._set_units(list(self._unit_map.modules))
-        parameters = {n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta}
+        parameters = {
+            n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta
+        }
         aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
@@ -257,10 +271,15 @@ class PipelineEngine:
             if fingerprint == gathered[0][0]:
                 continue
             pairs = zip(gathered[0][1], nodes, strict=False)
-            where = next((f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None)
+            where = next(
+                (f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None
+            )
             raise TraceMismatchError(
                 f"pipeline ranks 0 and {rank} trace different models: "
-                + (where or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes")
+                + (
+                    where
+                    or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes"
+                )
                 + ". Build the same model with the same settings on every rank."
             )
 
@@ -277,7 +296,8 @@ class PipelineEngine:
         assert agreed[0] is not None
         set_state((agreed[0], agreed[1]), context.device)
 
-    # ---- every step ---------------------------------------------------------------------------------------------
+    # ---- every step
+    # ---------------------------------------------------------------------------------------------
 
     def _program(self, function: Callable[..., Any], part: Arguments) -> Program:
         key = self._signature(function, part)
@@ -295,6 +315,7 @@ class PipelineEngine:
             stage_of_call=placed.stage_of_call,
             stage_ranks=placed.stage_ranks,
             rank=self._context.pipeline_rank,
+            recompute=self._recompute,
         )
         self._programs[key] = (program, trace.reads_data)
         return program
@@ -355,7 +376,9 @@ class PipelineEngine:
                 tensors = [flat[m][0][position].detach().contiguous() for m, position, _ in places]
                 payload = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
             else:
-                payload = torch.empty(sum(s.num_bytes for s in specs), dtype=torch.uint8, device=context.device)
+                payload = torch.empty(
+                    sum(s.num_bytes for s in specs), dtype=torch.uint8, device=context.device
+                )
             dist.broadcast(payload, source, group=context.pipeline_group)
             offset = 0
             for (microbatch, position, _), spec in zip(places, specs, strict=True):
@@ -371,7 +394,9 @@ def to_device(arguments: Arguments, device: torch.device) -> Arguments:
         return arguments
     items, structure = flatten(arguments)
     moved = [
-        item.to(device, non_blocking=True) if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) else item
+        item.to(device, non_blocking=True)
+        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+        else item
         for item in items
     ]
     args, kwargs = structure.rebuild(moved)

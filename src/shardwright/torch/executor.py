@@ -48,7 +48,8 @@ class Executor:
     Args:
         transport: messages to the other ranks of the pipeline.
         device: where received tensors are put.
-        on_gradient_ready: called with a stage when its last backward of the batch begins (`True`) and ended (`False`).
+        on_gradient_ready: called with a stage when its last backward of the batch begins (`True`) and ended
+            (`False`).
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Executor:
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
 
         Returns:
-            What the step function returned for each microbatch; deferred tensors where another rank has the value.
+            What the step function returned for each microbatch; deferred tensors where another rank has the
+            value.
         """
         self._inbox.clear()
         self.timeline = Timeline()
@@ -95,9 +97,7 @@ class Executor:
             Microbatch(index, program, function, args, self._receive_value, device=self._device)
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
-        self._backwards_left = {
-            stage: schedule.num_microbatches for stage in range(schedule.num_stages)
-        }
+        self._backwards_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
         self._weights_left = dict(self._backwards_left)
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._results: list[Any] = [None] * len(self._microbatches)
@@ -119,7 +119,9 @@ class Executor:
         """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""
         if not any(program.draws for program in programs):
             return None
-        steps = [[(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs]
+        steps = [
+            [(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs
+        ]
         states, final = run_ahead(steps, self._device)
         for microbatch, known in zip(self._microbatches, states, strict=True):
             microbatch.generator_states = known
@@ -145,7 +147,8 @@ class Executor:
             self._backward(action.stage, microbatch, split=kind is Kind.BACKWARD_INPUT)
         self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
 
-    # ---- transfers ----------------------------------------------------------------------------------------------
+    # ---- transfers
+    # ----------------------------------------------------------------------------------------------
 
     def _post(self, action: Action, microbatch: Microbatch) -> None:
         """Posts the receives of all values of one edge; `action.stage` is the stage that receives."""
@@ -156,8 +159,13 @@ class Executor:
         for crossing in microbatch.program.crossings.get(edge, ()):
             if backward and not crossing.has_gradient:
                 continue
-            self._inbox[microbatch.index, crossing.value, crossing.target, backward] = self._transport.post_receive(
-                crossing.spec.shape, source, dtype=getattr(torch, crossing.spec.dtype), device=self._device
+            self._inbox[microbatch.index, crossing.value, crossing.target, backward] = (
+                self._transport.post_receive(
+                    crossing.spec.shape,
+                    source,
+                    dtype=getattr(torch, crossing.spec.dtype),
+                    device=self._device,
+                )
             )
 
     def _send(self, action: Action, microbatch: Microbatch) -> None:
@@ -182,7 +190,8 @@ class Executor:
     def _receive_value(self, microbatch: Microbatch, crossing: Crossing) -> Tensor:
         return self._receive(microbatch, crossing, backward=False)
 
-    # ---- backward -----------------------------------------------------------------------------------------------
+    # ---- backward
+    # -----------------------------------------------------------------------------------------------
 
     def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
         program = microbatch.program
@@ -242,7 +251,9 @@ class Executor:
     def _free(self, stage: int, microbatch: Microbatch) -> None:
         """Drops what the stage kept for this microbatch, but for what the step function returns."""
         program = microbatch.program
-        for value in [v for v in microbatch.values if program.home_of[v] == stage and v not in program.outputs]:
+        for value in [
+            v for v in microbatch.values if program.home_of[v] == stage and v not in program.outputs
+        ]:
             del microbatch.values[value]
 
     def _finish(self, microbatch: Microbatch) -> None:

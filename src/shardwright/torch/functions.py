@@ -1,7 +1,7 @@
 """Which torch functions ask for metadata, and which read data.
 
-Between units every torch function passes through `glue.GlueMode`. Those that only ask for metadata are answered at
-once; those that read values into Python need data that most ranks do not have.
+Between units every torch function passes through `glue.GlueMode`. Those that only ask for metadata are
+answered at once; those that read values into Python need data that most ranks do not have.
 """
 
 from collections.abc import Callable
@@ -13,20 +13,24 @@ from torch import Tensor
 __all__ = ["READS_DATA", "SHAPE_FROM_DATA", "is_metadata", "is_random", "name_of"]
 
 _METADATA_PROPERTIES = (
-    "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu is_mps is_meta "
-    "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_ipu is_maia is_mtia itemsize nbytes "
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
+    "is_mps is_meta "
+    "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_ipu is_maia is_mtia "
+    "itemsize nbytes "
     "_version output_nr retains_grad name volatile _grad_fn"
 ).split()
 
 _METADATA_METHODS = (
-    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_signed "
+    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point "
+    "is_complex is_signed "
     "is_contiguous get_device is_same_size __len__ __hash__ is_inference is_pinned is_shared is_conj is_neg "
     "is_set_to is_coalesced has_names __repr__ __format__ __dir__ __reduce_ex__ __deepcopy__ dim_order "
     "is_distributed sparse_dim dense_dim type_as_nothing register_hook register_post_accumulate_grad_hook"
 ).split()
 
 _METADATA_FUNCTIONS = (
-    "is_floating_point is_complex is_signed numel is_tensor is_same_size result_type can_cast promote_types is_conj "
+    "is_floating_point is_complex is_signed numel is_tensor is_same_size result_type can_cast "
+    "promote_types is_conj "
     "is_neg is_inference is_storage get_device is_distributed broadcast_shapes is_autocast_enabled"
 ).split()
 
@@ -36,7 +40,11 @@ def _existing(owner: Any, names: list[str]) -> set[Any]:
 
 
 _METADATA: frozenset[Any] = frozenset(
-    {getattr(Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(getattr(Tensor, name, None), "__get__")}
+    {
+        getattr(Tensor, name).__get__
+        for name in _METADATA_PROPERTIES
+        if hasattr(getattr(Tensor, name, None), "__get__")
+    }
     | _existing(Tensor, _METADATA_METHODS)
     | _existing(torch, _METADATA_FUNCTIONS)
 )
@@ -46,7 +54,8 @@ READS_DATA: frozenset[Any] = frozenset(
     _existing(
         Tensor,
         (
-            "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ is_nonzero "
+            "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ "
+            "__array__ is_nonzero "
             "equal allclose __iter_data__ __dlpack__ data_ptr storage untyped_storage"
         ).split(),
     )
@@ -55,9 +64,12 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions whose result has a shape that depends on data.
 SHAPE_FROM_DATA: frozenset[Any] = frozenset(
-    _existing(Tensor, "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave".split())
+    _existing(
+        Tensor, "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave".split()
+    )
     | _existing(
-        torch, "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave where".split()
+        torch,
+        "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave where".split(),
     )
 )
 
@@ -67,9 +79,14 @@ _RANDOM: frozenset[Any] = frozenset(
     | _existing(torch, "multinomial poisson dropout alpha_dropout feature_dropout".split())
     | _existing(
         Tensor,
-        "bernoulli bernoulli_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ multinomial".split(),
+        (
+            "bernoulli bernoulli_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ "
+            "multinomial"
+        ).split(),
     )
-    | _existing(torch.nn.functional, "dropout dropout1d dropout2d dropout3d alpha_dropout gumbel_softmax".split())
+    | _existing(
+        torch.nn.functional, "dropout dropout1d dropout2d dropout3d alpha_dropout gumbel_softmax".split()
+    )
 )
 
 

@@ -1,4 +1,5 @@
-"""Where a step function meets the library: every torch function between units, and every unit call, comes by here.
+"""Where a step function meets the library: every torch function between units, and every unit call, comes
+by here.
 
 ::
 
@@ -24,7 +25,15 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.functions import is_metadata
 
-__all__ = ["GlueMode", "Handler", "active_handler", "intercept_calls", "plain_torch", "restore_calls", "set_active_handler"]
+__all__ = [
+    "GlueMode",
+    "Handler",
+    "active_handler",
+    "intercept_calls",
+    "plain_torch",
+    "restore_calls",
+    "set_active_handler",
+]
 
 
 class Handler(Protocol):
@@ -119,7 +128,8 @@ _INTERCEPTED: dict[type, type] = {}
 def intercept_calls(module: nn.Module) -> None:
     """Makes calls of this module go through the active handler.
 
-    The instance gets a subclass of its own class, with the same name: `isinstance` holds, hooks and attributes stay.
+    The instance gets a subclass of its own class, with the same name: `isinstance` holds, hooks and
+    attributes stay.
     """
     user_class = type(module)
     if issubclass(user_class, _UnitCall):
@@ -134,4 +144,3 @@ def restore_calls(module: nn.Module) -> None:
     """Takes back `intercept_calls`."""
     if isinstance(module, _UnitCall):
         module.__class__ = type(module).__mro__[2]
-

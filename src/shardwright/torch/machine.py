@@ -20,7 +20,8 @@ _MESSAGES = 5
 def present_cluster(context: Context) -> Cluster:
     """Describes the machines of this job; collective over all ranks.
 
-    Links are timed with a few messages between the first two ranks of a host, and between the first two hosts.
+    Links are timed with a few messages between the first two ranks of a host, and between the first two
+    hosts.
     """
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
     intra = _time_link(context, 0, 1) if context.local_size > 1 else None

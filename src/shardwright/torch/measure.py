@@ -1,8 +1,8 @@
 """Times units and glue operations on the present device.
 
-Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so that neither
-weights nor running statistics change. All ranks of a host measure at the same time, as many as it has cores, because
-that is how they will run: sharing memory bandwidth and caches.
+Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so
+that neither weights nor running statistics change. All ranks of a host measure at the same time, as many as
+it has cores, because that is how they will run: sharing memory bandwidth and caches.
 """
 
 import statistics

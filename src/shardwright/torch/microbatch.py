@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
+from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.functions import name_of
 from shardwright.torch.glue import GlueMode, set_active_handler
@@ -66,10 +67,12 @@ class Microbatch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
 
-    # ---- driven by the executor ---------------------------------------------------------------------------------
+    # ---- driven by the executor
+    # ---------------------------------------------------------------------------------
 
     def forward(self, stage: int) -> None:
-        """Runs the step function until work of another stage of this rank comes up, or backward, or the end."""
+        """Runs the step function until work of another stage of this rank comes up, or backward, or "
+        "the end."""
         if self._coroutine.finished or self.reached_backward:
             return
         if self.waiting_for is not None and self.waiting_for != stage:
@@ -87,7 +90,8 @@ class Microbatch:
         """Gives up a microbatch that failed."""
         self._coroutine.close()
 
-    # ---- called by the step function ----------------------------------------------------------------------------
+    # ---- called by the step function
+    # ----------------------------------------------------------------------------
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a torch function between units, or gives stand-ins for its result."""
@@ -121,10 +125,15 @@ class Microbatch:
             args, kwargs = self._cut(instruction, args, kwargs)
         if instruction.draws:
             self._restore_generators(position)
-        return self._keep(instruction, module(*args, **kwargs), args, kwargs)
+        if instruction.recompute:
+            result = call_recomputed(module, module, args, kwargs)
+        else:
+            result = module(*args, **kwargs)
+        return self._keep(instruction, result, args, kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Hands the loss to the executor; comes back when every backward of this microbatch here has ended."""
+        """Hands the loss to the executor; comes back when every backward of this microbatch here "
+        "has ended."""
         if self._position != self.program.backward_at:
             self._mismatch("backward()")
         if self.program.loss_stage in self.program.stages:
@@ -134,7 +143,8 @@ class Microbatch:
         self.reached_backward = True
         self._coroutine.pause()
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- inside
+    # -------------------------------------------------------------------------------------------------
 
     def _run(self) -> Any:
         assert self._arguments is not None
@@ -162,9 +172,12 @@ class Microbatch:
         elif position < len(self._instructions):
             expected = _name(self._instructions[position].func)
         raise TraceMismatchError(
-            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. The model takes "
-            "another path than when it was traced, for a reason that the batch does not show: a random choice, a "
-            "counter, a global. Make the path the same in every microbatch, or put the choice inside one module."
+            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. "
+            f"The model takes "
+            "another path than when it was traced, for a reason that the batch does not show: a "
+            "random choice, a "
+            "counter, a global. Make the path the same in every microbatch, or put the choice inside "
+            "one module."
         )
 
     def _enter(self, stage: int) -> None:
@@ -203,7 +216,9 @@ class Microbatch:
         args, kwargs = structure.rebuild(items)
         return args, kwargs
 
-    def _keep(self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _keep(
+        self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if instruction.keeps:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
             for position, value in instruction.keeps:
@@ -211,16 +226,18 @@ class Microbatch:
                 expected = self.program.specs[value]
                 if tuple(item.shape) != expected.shape:
                     raise TraceMismatchError(
-                        f"{instruction.line}: {_name(instruction.func)} gave a tensor of shape {tuple(item.shape)} "
-                        f"in microbatch {self.index}, but {expected.shape} in the trace. A tensor that another "
+                        f"{instruction.line}: {_name(instruction.func)} gave a tensor of shape "
+                        f"{tuple(item.shape)} "
+                        f"in microbatch {self.index}, but {expected.shape} in the trace. A tensor "
+                        f"that another "
                         "stage needs must have a shape that follows from the shapes of the batch alone."
                     )
                 self.values[value] = item
         if instruction.keeps_mutated:
             items = flatten((args, kwargs))[0]
-            for position, before, after in instruction.keeps_mutated:
-                if position is not None:
-                    self.values[after] = items[position]
+            for place, before, after in instruction.keeps_mutated:
+                if place is not None:
+                    self.values[after] = items[place]
                 else:
                     assert before is not None
                     self.values[after] = self.values[before]
@@ -242,4 +259,3 @@ def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str,
 
 def _name(func: Any) -> str:
     return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"
-

@@ -21,12 +21,13 @@ __all__ = ["DistributedModel"]
 class DistributedModel(nn.Module):
     """Wraps any `nn.Module`; inside a step function it is called as the module itself.
 
-    With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once the first
-    step has shown what the model does.
+    With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once
+    the first step has shown what the model does.
 
     Args:
         module: the model, the same on every rank. One per script.
-        average_grads_across_microbatches: gradients are the mean over the microbatches of a batch; else their sum.
+        average_grads_across_microbatches: gradients are the mean over the microbatches of a batch; else
+            their sum.
         overlapping_allreduce: reduce gradients over replicas during the last backward; else after it.
         bucket_cap_mb: most megabytes (2**20 bytes) reduced in one message.
 
@@ -78,18 +79,22 @@ class DistributedModel(nn.Module):
             self._engine = PipelineEngine(current, self, Planner(current, module))
         current.model = self
 
-    # ---- running ------------------------------------------------------------------------------------------------
+    # ---- running
+    # ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; with more than one stage, only inside a step function."""
         if active_handler() is None and context().mesh.pipeline > 1:
             raise UsageError(
-                "the model is spread over stages, so it can be called only inside a function decorated with @sw.step."
+                "the model is spread over stages, so it can be called only inside a function "
+                "decorated with @sw.step."
             )
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
-        """Runs the backward of a microbatch; call it once, inside the step function, in place of ``loss.backward()``.
+        """Runs the backward of a microbatch.
+
+        Call it once, inside the step function, in place of ``loss.backward()``.
 
         Args:
             loss: one number, or any tensor if `gradient` is given.
@@ -105,7 +110,8 @@ class DistributedModel(nn.Module):
         """Runs a step function on a batch; `sw.step` calls it."""
         return self._engine.run(function, arguments, splitter)
 
-    # ---- what lives here ----------------------------------------------------------------------------------------
+    # ---- what lives here
+    # ----------------------------------------------------------------------------------------
 
     @property
     def partitioned(self) -> bool:
@@ -148,7 +154,7 @@ class DistributedModel(nn.Module):
             return state
         return self._gathered(state)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes what it holds."""
         if self._residency is None:
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
@@ -166,7 +172,8 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return handle
 
-    # ---- called by the engine -----------------------------------------------------------------------------------
+    # ---- called by the engine
+    # -----------------------------------------------------------------------------------
 
     def placed(self, residency: Residency) -> None:
         """Takes note of where parameters live, and tells optimizers and hooks."""
@@ -196,7 +203,7 @@ class DistributedModel(nn.Module):
         assert self._residency is not None
         full: dict[str, Any] = type(state)() if isinstance(state, dict) else {}
         first_names = {id(t): n for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
-        by_key = dict(self.module.named_parameters(remove_duplicate=False))
+        by_key: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
         by_key.update(self.module.named_buffers(remove_duplicate=False))
         for key, value in state.items():
             name = first_names.get(id(by_key[key])) if key in by_key else None

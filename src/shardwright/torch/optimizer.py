@@ -17,8 +17,8 @@ __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 class DistributedOptimizer(Optimizer):
     """Wraps an optimizer, made before or after the model was wrapped.
 
-    It may be given all parameters of the model: once the model is placed, it keeps those of this rank, so only they
-    have state. Learning-rate schedulers take it as they take any optimizer.
+    It may be given all parameters of the model: once the model is placed, it keeps those of this rank, so
+    only they have state. Learning-rate schedulers take it as they take any optimizer.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -109,8 +109,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients so that their norm over all stages is at most `max_norm`.
 
-    Call it on every rank, with the model or with ``model.parameters()``. Parameters that several stages hold count
-    once.
+    Call it on every rank, with the model or with ``model.parameters()``. Parameters that several stages
+    hold count once.
 
     Args:
         parameters: the model, or parameters; those of other ranks are passed over.
@@ -141,7 +141,8 @@ def clip_grad_norm_(
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of the p-th powers of all entries, or the largest entry; float64, so that the order does not matter."""
+    """Sum of the p-th powers of all entries, or the largest entry; float64, so that the order does "
+    "not matter."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient, norm_type).double()

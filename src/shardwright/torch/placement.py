@@ -1,4 +1,5 @@
-"""Puts a plan into effect on a rank: which stage each call belongs to, which parameters stay, who shares them."""
+"""Puts a plan into effect on a rank: which stage each call belongs to, which parameters stay, who "
+"shares them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ class CallPlacement:
 def call_placement(graph: ModelGraph, plan: Plan, residency: Residency | None) -> CallPlacement:
     """Places the calls of a trace as the plan says.
 
-    The step function for which the plan was made calls units in the order of the stages. Another one (an evaluation)
-    may call them in another order, or call other units; then every run of calls on one rank becomes a stage.
+    The step function for which the plan was made calls units in the order of the stages. Another one (an
+    evaluation) may call them in another order, or call other units; then every run of calls on one rank
+    becomes a stage.
     """
     stages = stage_of_label(plan)
     labels = [graph.nodes[call].label for call in graph.calls]
@@ -96,8 +98,13 @@ class SharingGroups:
 
 
 def reduced_parameters(
-    residency: Residency, parameters: Mapping[str, nn.Parameter], aliased: set[str], groups: SharingGroups,
-    *, stage_ranks: Sequence[int], rank: int,
+    residency: Residency,
+    parameters: Mapping[str, nn.Parameter],
+    aliased: set[str],
+    groups: SharingGroups,
+    *,
+    stage_ranks: Sequence[int],
+    rank: int,
 ) -> list[Reduced]:
     """The parameters of this rank whose gradients other ranks also contribute to."""
     found = []

@@ -13,12 +13,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.config import Config
 from shardwright.errors import DeferredReadError, PlanError, ShardwrightError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -83,7 +81,8 @@ class Planner:
         batch_size = splitter.batch_size(arguments)
         if batch_size is None:
             raise PlanError(
-                "the step function gets no tensor that can be cut into microbatches. Pass the batch as an argument."
+                "the step function gets no tensor that can be cut into microbatches. Pass the batch "
+                "as an argument."
             )
         return microbatch_counts(batch_size, config=config, pipeline=pipeline)
 
@@ -100,7 +99,10 @@ class Planner:
             for module in unit_map.modules.values():
                 intercept_calls(module)
             try:
-                return {m: trace_step(unit_map, function, part, device=context.device) for m, part in parts.items()}
+                return {
+                    m: trace_step(unit_map, function, part, device=context.device)
+                    for m, part in parts.items()
+                }
             except DeferredReadError as error:
                 whole = self._smallest_around(error, forced)
                 if whole is None:

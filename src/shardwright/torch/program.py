@@ -1,8 +1,8 @@
 """What one rank does at each step of a traced step function.
 
-Every node of the graph has a *home*: the stage that computes it. Units have the stage that the plan gives them; an
-operation between units is computed where its latest input is made; an operation on parameters alone, where its result
-is first needed. A value crosses stages once for each other stage that reads it::
+Every node of the graph has a *home*: the stage that computes it. Units have the stage that the plan gives
+them; an operation between units is computed where its latest input is made; an operation on parameters
+alone, where its result is first needed. A value crosses stages once for each other stage that reads it::
 
       stage 0              stage 1                     instruction on the rank of stage 1
     ┌───────────┐        ┌───────────┐
@@ -62,8 +62,8 @@ class Instruction:
         func: the torch function or unit expected here.
         place: on this rank, on another, or on all.
         stage: home of the node.
-        cuts: (position among the leaves of the arguments, value, clone) of inputs that come from another stage;
-            clone where the step changes its input in place, which a leaf of autograd does not allow.
+        cuts: (position among the leaves of the arguments, value, clone) of inputs that come from another
+            stage; clone where the step changes its input in place, which a leaf of autograd does not allow.
         keeps: (position among the leaves of the result, value) of tensors that another stage, the loss or the
             result needs.
         keeps_mutated: (position among the leaves of the arguments or None, value before, value after).
@@ -72,6 +72,7 @@ class Instruction:
         passed: (position in the result, position in the arguments).
         line: where in the user's code.
         draws: random numbers that it takes.
+        recompute: drop its activations, and compute them again in the backward.
     """
 
     func: Any
@@ -85,6 +86,7 @@ class Instruction:
     passed: tuple[tuple[int, int], ...] = ()
     line: str = ""
     draws: tuple[Draw, ...] = ()
+    recompute: bool = False
 
 
 @dataclass(slots=True)
@@ -141,12 +143,11 @@ class Program:
         ]
 
 
-def home_stages(
-    graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]
-) -> list[int]:
+def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
     """The stage that computes each node.
 
-    A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend along the
+    A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend
+    along the
     program: an operation that comes up when its rank has gone on to a later stage is computed there.
 
     Args:
@@ -177,7 +178,8 @@ def home_stages(
 def _place_parameter_operations(
     graph: ModelGraph, homes: list[int | None], stage_ranks: Sequence[int]
 ) -> None:
-    """Places what rests on parameters alone where it is first needed, or where the program has got to by then."""
+    """Places what rests on parameters alone where it is first needed, or where the program has got "
+    "to by then."""
     consumers = graph.consumers()
     running: list[int] = []
     for home in homes:
@@ -195,7 +197,12 @@ def _place_parameter_operations(
 
 
 def build_program(
-    trace: Trace, *, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int], rank: int
+    trace: Trace,
+    *,
+    stage_of_call: Mapping[int, int],
+    stage_ranks: Sequence[int],
+    rank: int,
+    recompute: frozenset[str] = frozenset(),
 ) -> Program:
     """Works out what a rank computes, sends and receives.
 
@@ -204,6 +211,7 @@ def build_program(
         stage_of_call: stage of every node that calls a unit.
         stage_ranks: pipeline rank of each stage.
         rank: this pipeline rank.
+        recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
     homes = home_stages(graph, stage_of_call, stage_ranks)
@@ -214,15 +222,18 @@ def build_program(
     if graph.loss is not None:
         needed.add(graph.loss)
     _check_after_backward(trace, homes, home_of, needed)
-    instructions = [
-        _instruction(step, homes, home_of, stage_ranks, rank, needed) for step in trace.steps
-    ]
+    instructions = [_instruction(step, homes, home_of, stage_ranks, rank, needed) for step in trace.steps]
     _track_aliases(trace, instructions, needed)
+    for step, instruction in zip(trace.steps, instructions, strict=True):
+        node = None if step.node is None else graph.nodes[step.node]
+        instruction.recompute = node is not None and node.kind == "unit" and node.label in recompute
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     return Program(
         instructions=instructions,
         crossings=crossings,
-        sends={s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local},
+        sends={
+            s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local
+        },
         receives={
             s: tuple(c for (_, b), group in sorted(crossings.items()) if b == s for c in group) for s in local
         },
@@ -293,7 +304,9 @@ def _instruction(
         place=place,
         stage=stage,
         cuts=tuple(
-            (position, value, position in changed) for position, value in step.reads if home_of[value] != stage
+            (position, value, position in changed)
+            for position, value in step.reads
+            if home_of[value] != stage
         ),
         keeps=tuple((position, value) for position, value in step.writes if value in needed),
         keeps_mutated=tuple(row for row in step.mutations if row[2] in needed),

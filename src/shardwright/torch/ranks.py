@@ -5,8 +5,23 @@ import torch.distributed as dist
 from shardwright.torch.context import context
 
 __all__ = [
-    "barrier", "dp_rank", "dp_size", "get_dp_group", "get_mp_group", "local_rank", "local_size", "mp_rank", "mp_size",
-    "pp_rank", "pp_size", "rank", "rdp_rank", "rdp_size", "size", "tp_rank", "tp_size",
+    "barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_mp_group",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "size",
+    "tp_rank",
+    "tp_size",
 ]
 
 

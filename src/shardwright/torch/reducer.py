@@ -1,18 +1,19 @@
 """Sums gradients over replicas, and over stages that hold the same parameter.
 
-Gradients are packed into buckets. A bucket is reduced as soon as the last backward of the batch has filled it, while
-the rest of the backward goes on; buckets start in the same order on every rank::
+Gradients are packed into buckets. A bucket is reduced as soon as the last backward of the batch has filled
+it, while the rest of the backward goes on; buckets start in the same order on every rank::
 
     last backward   │ head │ block 5 │ block 4 │ ...
     bucket 0                 ░░░░░░░░ all-reduce
     bucket 1                           ░░░░░░░░ all-reduce
 
-A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so that what
-nobody used keeps no gradient at all.
+A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
+that what nobody used keeps no gradient at all.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,12 @@ class GradientReducer:
     """
 
     def __init__(
-        self, members: Sequence[Reduced], *, divisor: int, bucket_bytes: int = 25 * 2**20, overlap: bool = True
+        self,
+        members: Sequence[Reduced],
+        *,
+        divisor: int,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
     ):
         self._divisor = divisor
         self._overlap = overlap
@@ -94,8 +100,8 @@ class GradientReducer:
         if begins:
             for member in self._by_stage.get(stage, ()):
                 if not member.late and self._stages_left[id(member.parameter)] == {stage}:
-                    hook = member.parameter.register_post_accumulate_grad_hook(self._mark_ready)
-                    self._hooks.append(hook)
+                    register: Any = member.parameter.register_post_accumulate_grad_hook
+                    self._hooks.append(register(self._mark_ready))
             notify_gradients(self._mark_ready)
             return
         notify_gradients(None)

@@ -1,9 +1,9 @@
 """Random numbers as a single process would draw them.
 
-A plain loop draws for microbatch 0 from top to bottom, then for microbatch 1, and so on, all from one generator. A rank
-of a pipeline runs only some of these calls, in another order. So the trace notes every draw, and before a batch the
-rank goes through them in the order of the plain loop: what other ranks draw is drawn into scratch memory, and where a
-draw of its own comes up, the state of the generator is kept::
+A plain loop draws for microbatch 0 from top to bottom, then for microbatch 1, and so on, all from one
+generator. A rank of a pipeline runs only some of these calls, in another order. So the trace notes every
+draw, and before a batch the rank goes through them in the order of the plain loop: what other ranks draw is
+drawn into scratch memory, and where a draw of its own comes up, the state of the generator is kept::
 
     plain loop        mb 0: [stage 0 draws][stage 1 draws]   mb 1: [stage 0 draws][stage 1 draws]
     rank of stage 1          scratch       state kept               scratch       state kept
@@ -56,7 +56,8 @@ def describe_draw(func: Any, args: Any, kwargs: Any) -> Draw | None:
         return None
     items, structure = flatten((tuple(args), dict(kwargs)))
     shapes = tuple(
-        _Shape(tuple(item.shape), item.dtype, item.device) if isinstance(item, Tensor) else item for item in items
+        _Shape(tuple(item.shape), item.dtype, item.device) if isinstance(item, Tensor) else item
+        for item in items
     )
     return Draw(func, shapes, structure.without_template())
 
@@ -88,7 +89,8 @@ def run_ahead(
     """Goes through all draws of a batch in the order of the plain loop.
 
     Args:
-        microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the step.
+        microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the
+            step.
         device: where this rank computes.
 
     Returns:

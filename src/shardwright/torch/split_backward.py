@@ -1,9 +1,10 @@
 """Splits the backward of linear layers: gradients of inputs now, gradients of weights when there is time.
 
-A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the gradients of
-the weights (``W``) while it would otherwise wait. Autograd does both at once, so the weight gradient of the modules
-listed here is taken out of the graph: their backward returns the input's gradient and leaves a closure behind.
-Anything else (norms, embeddings, unusual modules) is computed in ``I`` as ever: correct, only less is put off.
+A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the
+gradients of the weights (``W``) while it would otherwise wait. Autograd does both at once, so the weight
+gradient of the modules listed here is taken out of the graph: their backward returns the input's gradient
+and leaves a closure behind. Anything else (norms, embeddings, unusual modules) is computed in ``I`` as
+ever: correct, only less is put off.
 """
 
 from collections.abc import Callable, Iterator
@@ -121,9 +122,8 @@ def _notify(uses: dict[int, int] | None, weight: Tensor, bias: Tensor | None) ->
 
 def _is_plain(parameter: Any) -> bool:
     """Whether a gradient may be written past autograd: nobody listens, and it is an ordinary tensor."""
-    return (
-        parameter is None
-        or type(parameter) is nn.Parameter
+    return parameter is None or (
+        type(parameter) is nn.Parameter
         and not parameter._backward_hooks
         and not getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
@@ -141,7 +141,8 @@ class _SplitForward:
         plain = type(x) is Tensor and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
         if not plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
-        result: Tensor = _SplitLinear.apply(x, weight, bias, self._transposed)  # type: ignore[no-untyped-call]
+        apply: Any = _SplitLinear.apply
+        result: Tensor = apply(x, weight, bias, self._transposed)
         return result
 
 

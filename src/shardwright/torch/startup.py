@@ -9,6 +9,7 @@ from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
 from shardwright.torch.context import is_initialized, make_context, set_context, settings_from
+from shardwright.torch.data import seed_everything
 
 __all__ = ["init", "shutdown"]
 
@@ -16,8 +17,8 @@ __all__ = ["init", "shutdown"]
 def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
     """Starts a run; call it first, once, on every rank.
 
-    Finds the ranks from the environment (torchrun, Slurm, MPI, ... or a single process), joins them, and reads the
-    settings. What the launcher was told (``--set``, ``--config``, ``--plan``) wins over `config`.
+    Finds the ranks from the environment (torchrun, Slurm, MPI, ... or a single process), joins them, and
+    reads the settings. What the launcher was told (``--set``, ``--config``, ``--plan``) wins over `config`.
 
     Args:
         config: settings, or a plan, or the path of a plan file.
@@ -41,6 +42,8 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     if settings.plan is not None:
         plan = Plan.read(settings.plan)
     set_context(make_context(settings, plan))
+    if settings.seed is not None:
+        seed_everything(settings.seed)
 
 
 def shutdown() -> None:

@@ -35,8 +35,9 @@ def step(
 ) -> Any:
     """Makes a function run once for each microbatch, pipelined over the stages.
 
-    The function is ordinary Python: it calls the model, computes a loss, calls ``model.backward(loss)``. Without
-    ``backward`` it evaluates. What it returns comes back as `StepOutput`, one tensor a microbatch, on every rank.
+    The function is ordinary Python: it calls the model, computes a loss, calls ``model.backward(loss)``.
+    Without ``backward`` it evaluates. What it returns comes back as `StepOutput`, one tensor a microbatch,
+    on every rank.
 
     Args:
         function: the step function.

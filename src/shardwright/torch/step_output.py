@@ -1,6 +1,6 @@
 """What a step gives back: one value a microbatch, and ways to reduce them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class StepOutput:
         shapes = [tuple(output.shape) for output in self.outputs]
         if len(set(shapes)) > 1:
             raise UsageError(
-                f"the microbatches have different shapes {shapes}, so they cannot be combined element by element. "
+                f"the microbatches have different shapes {shapes}, so they cannot be combined element "
+                f"by element. "
                 "Use concat()."
             )
         return torch.stack(self.outputs, dim)
@@ -70,7 +71,7 @@ def gather_outputs(results: Sequence[Any]) -> Any:
     A result that is None in every microbatch stays None.
     """
     first, structure = flatten(results[0])
-    columns = [[] for _ in first] if first else []
+    columns: list[list[Any]] = [[] for _ in first]
     for result in results:
         for column, item in zip(columns, flatten(result)[0], strict=True):
             column.append(item)
@@ -83,6 +84,3 @@ def _combine(column: list[Any]) -> Any:
     if all(item is None for item in column):
         return None
     return column
-
-
-Reduction = Callable[[StepOutput], Tensor]

@@ -1,8 +1,8 @@
 """Runs a step function once on tensors without data, and writes down what it does.
 
-Units run under fake tensors: shapes, no memory, no weights needed. Operations between units that depend on no unit
-and no parameter (*free*: masks, positions) run for real, so Python may look at their values. What a unit returns is a
-`DeferredTensor`.
+Units run under fake tensors: shapes, no memory, no weights needed. Operations between units that depend on
+no unit and no parameter (*free*: masks, positions) run for real, so Python may look at their values. What a
+unit returns is a `DeferredTensor`.
 """
 
 import copy
@@ -22,9 +22,9 @@ from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
-from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.glue import GlueMode, active_handler, set_active_handler
 from shardwright.torch.rng import Draw
+from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.tree import Structure, flatten, leaves
 
 log = logging.getLogger(__name__)
@@ -91,10 +91,12 @@ class Step:
         node: index of its node in the graph; None for free operations.
         reads: (position among the leaves of the arguments, value) of each value that it reads.
         writes: (position among the leaves of the result, value).
-        mutations: (position of an argument, or None; value before, or None; value after) of what it changed in place.
+        mutations: (position of an argument, or None; value before, or None; value after) of what it changed
+            in place.
         structure: structure of the result.
         result: leaves of the result as a rank that does not execute it returns them.
-        passed: (position in the result, position in the arguments) of arguments that are returned as they are.
+        passed: (position in the result, position in the arguments) of arguments that are returned as they
+            are.
         line: where in the user's code.
         draws: random numbers that it takes.
     """
@@ -177,7 +179,8 @@ class Tracer:
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
 
-    # ---- what the step function calls ---------------------------------------------------------------------------
+    # ---- what the step function calls
+    # ---------------------------------------------------------------------------
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a torch function; executes it for real if it is free, else on fake tensors."""
@@ -191,7 +194,8 @@ class Tracer:
         line = user_line()
         if func in functions.READS_DATA:
             raise DeferredReadError(
-                f"{line}: {functions.name_of(func)}() reads the value of a tensor that only one rank has. {REMEDY}"
+                f"{line}: {functions.name_of(func)}() reads the value of a tensor that only one rank "
+                f"has. {REMEDY}"
             )
         arguments = structure.rebuild([self._fake(item) for item in items])
         cost = CostCounter()
@@ -267,23 +271,25 @@ class Tracer:
             )
         if gradient is None and self.values[value].fake.numel() != 1:
             raise UsageError(
-                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for example with "
+                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for "
+                f"example with "
                 "loss.mean()."
             )
         self.loss = value
         self.backward_at = len(self.steps)
 
-    def _sample(
-        self, func: Any, kind: str, items: list[Any], fakes: list[Any], structure: Structure
-    ) -> str:
+    def _sample(self, func: Any, kind: str, items: list[Any], fakes: list[Any], structure: Structure) -> str:
         """The cost class of a call, whose arguments are kept if it is the first."""
         key = cost_class(func, kind, fakes)
         if key not in self.samples:
-            kept = [_copy_of(fake) if _is_opaque(item) else fake for item, fake in zip(items, fakes, strict=True)]
+            kept = [
+                _copy_of(fake) if _is_opaque(item) else fake for item, fake in zip(items, fakes, strict=True)
+            ]
             self.samples[key] = Sample(func, kept, structure.without_template())
         return key
 
-    # ---- recording ----------------------------------------------------------------------------------------------
+    # ---- recording
+    # ----------------------------------------------------------------------------------------------
 
     def _free_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], items: list[Any]
@@ -291,8 +297,8 @@ class Tracer:
         step = Step(func=func, node=None)
         self.steps.append(step)
         varying = any(id(item) in self._varying for item in items) or functions.is_random(func)
-        # Values made of shapes alone (position numbers) are the same next time: only what depends on the batch,
-        # or on random numbers, can lead Python another way.
+        # Values made of shapes alone (position numbers) are the same next time: only what depends on the
+        # batch, or on random numbers, can lead Python another way.
         if varying and (func in functions.READS_DATA or func in functions.SHAPE_FROM_DATA):
             self.reads_data = True
         with CostCounter() as cost:
@@ -427,7 +433,9 @@ class Tracer:
             current = recorded.holder is not None and self._value_of.get(id(recorded.holder)) == value
             if current and id(recorded.holder) not in done and storage_key(recorded.fake) in keys:
                 done.add(id(recorded.holder))
-                mutations.append((None, value, self._new_value(node, -1, recorded.fake, holder=recorded.holder)))
+                mutations.append(
+                    (None, value, self._new_value(node, -1, recorded.fake, holder=recorded.holder))
+                )
         return tuple(mutations)
 
     def _new_value(self, producer: int, position: int, fake: Tensor, holder: Tensor | None = None) -> int:
@@ -449,7 +457,8 @@ class Tracer:
         self._keep_alive.append(fake)
         return fake
 
-    # ---- looking things up --------------------------------------------------------------------------------------
+    # ---- looking things up
+    # --------------------------------------------------------------------------------------
 
     def _value(self, item: Any) -> int | None:
         return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
@@ -462,7 +471,8 @@ class Tracer:
                 found.append((position, value))
             elif isinstance(item, DeferredTensor):
                 raise UsageError(
-                    f"{user_line()}: a tensor of an earlier call of a step function is used here. Its data is on "
+                    f"{user_line()}: a tensor of an earlier call of a step function is used here. Its "
+                    f"data is on "
                     "another rank and gone: return what you need from the step function as a StepOutput."
                 )
         return found
@@ -487,7 +497,8 @@ class Tracer:
             self._keep_alive.append(tensor)
         return self._fakes[id(tensor)]
 
-    # ---- the result ---------------------------------------------------------------------------------------------
+    # ---- the result
+    # ---------------------------------------------------------------------------------------------
 
     def finish(self, result: Any, batch_size: int) -> Trace:
         """Makes the graph."""
@@ -562,8 +573,8 @@ def trace_step(
 class _Unchanged:
     """Keeps a model as it is while it is traced.
 
-    Takes back what forwards write to attributes of modules (it would leave fake tensors there), and lends fake tensors
-    on the right device to modules whose parameters live on other ranks.
+    Takes back what forwards write to attributes of modules (it would leave fake tensors there), and lends
+    fake tensors on the right device to modules whose parameters live on other ranks.
     """
 
     def __init__(self, tracer: "Tracer"):
@@ -650,7 +661,8 @@ def _is_opaque(item: Any) -> bool:
 
 
 def _copy_of(item: Any) -> Any:
-    """A copy of an argument that the call may change (a cache); the thing itself where it cannot be copied."""
+    """A copy of an argument that the call may change (a cache); the thing itself where it cannot be "
+    "copied."""
     try:
         return copy.deepcopy(item)
     except Exception:

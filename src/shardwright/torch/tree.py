@@ -1,7 +1,7 @@
 """Nested containers of tensors: flatten, rebuild, map.
 
-Covers what step functions and forwards really pass around: dicts and their subclasses (``ModelOutput``), named tuples,
-dataclasses, ``UserDict`` (``BatchEncoding``), lists, tuples and sets. Anything else is a leaf.
+Covers what step functions and forwards really pass around: dicts and their subclasses (``ModelOutput``),
+named tuples, dataclasses, ``UserDict`` (``BatchEncoding``), lists, tuples and sets. Anything else is a leaf.
 """
 
 import copy
@@ -18,8 +18,8 @@ __all__ = ["Structure", "flatten", "leaves", "map_tree"]
 class Structure:
     """The shape of a tree: where its leaves go.
 
-    A container is rebuilt from a shallow copy of the one that was flattened, so subclasses keep their class and their
-    other attributes.
+    A container is rebuilt from a shallow copy of the one that was flattened, so subclasses keep their class
+    and their other attributes.
     """
 
     __slots__ = ("_keys", "_kind", "_template", "children", "num_leaves")
@@ -29,7 +29,7 @@ class Structure:
         self._template = template
         self._keys = keys
         self.children = children
-        self.num_leaves = 1 if kind == "leaf" else sum(child.num_leaves for child in children)
+        self.num_leaves: int = 1 if kind == "leaf" else sum(child.num_leaves for child in children)
 
     @property
     def key(self) -> Any:

@@ -1,9 +1,9 @@
 """Chooses the units of a model: the modules that are placed whole.
 
-One forward on fake tensors tells which modules are called, how often, and what share of the work each does. Then the
-tree is walked from the root: a module becomes a unit when it is a repeated block, when splitting it would buy nothing,
-or when it is a leaf with parameters; else the walk goes on with its children. Modules without parameters (activations,
-dropout, containers) are glue between units.
+One forward on fake tensors tells which modules are called, how often, and what share of the work each does.
+Then the tree is walked from the root: a module becomes a unit when it is a repeated block, when splitting
+it would buy nothing, or when it is a leaf with parameters; else the walk goes on with its children. Modules
+without parameters (activations, dropout, containers) are glue between units.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from torch import nn
 
 __all__ = ["ModuleCost", "choose_units"]
 
-# A module with less than this share of a stage's work is not split further: its pieces could not balance anything.
+# A module with less than this share of a stage's work is not split further: its pieces could not balance
+# anything.
 _SMALL_SHARE_OF_STAGE = 0.125
 # A repeated block is split only where it alone is this much of a stage.
 _LARGE_SHARE_OF_STAGE = 0.67
@@ -96,7 +97,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Children by name, and whether each is one of several siblings of one class with children of their own."""
+    """Children by name, and whether each is one of several siblings of one class with children of "
+    "their own."""
     counts: dict[type, int] = {}
     for child in module.children():
         if next(child.children(), None) is not None:

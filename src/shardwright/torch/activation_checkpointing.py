@@ -1,0 +1,219 @@
+"""Recomputation: activations of a module are dropped after its forward and computed again in the backward."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import UsageError
+from shardwright.torch.cost import CostCounter
+from shardwright.torch.tree import flatten, leaves
+
+__all__ = ["call_recomputed", "is_marked", "marked_inside", "set_activation_checkpointing"]
+
+log = logging.getLogger(__name__)
+
+_MARK = "_shardwright_recomputation"
+
+
+class _Recomputed:
+    """Mixed into the class of a module whose activations are recomputed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        preserve = vars(self)[_MARK]
+        if preserve is None:
+            return call(*args, **kwargs)
+        return call_recomputed(self, call, args, kwargs, preserve_rng_state=preserve)  # type: ignore[arg-type]
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def set_activation_checkpointing(
+    module: nn.Module,
+    *,
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+    strategy: str = "each",
+) -> None:
+    """Recomputes the activations of a module in the backward, instead of keeping them.
+
+    Call it before the first step. A module that is spread over stages is recomputed unit by unit.
+
+    Args:
+        module: any module of the model. For an `nn.Sequential`, its children are recomputed by `strategy`.
+        preserve_rng_state: draw the same random numbers again (dropout); False is faster where nothing is
+            drawn.
+        pack_args_as_tuple: accepted for scripts written for other libraries; arguments are passed as they
+            come.
+        strategy: for `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all children of a stage,
+            or ``"group_N"`` N at a time. Children that are placed one by one are always recomputed one by
+            one.
+
+    Raises:
+        UsageError: the strategy is unknown, or the module is not one.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> sw.set_activation_checkpointing(model, strategy="each")
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"set_activation_checkpointing takes an nn.Module, not a {type(module).__name__}.")
+    size = _group_size(strategy)
+    if not isinstance(module, nn.Sequential):
+        if strategy != "each":
+            raise UsageError(
+                f"strategy {strategy!r} is for nn.Sequential, but this is a {type(module).__name__}."
+            )
+        _mark(module, preserve_rng_state)
+        return
+    if size == 1:
+        for child in module:
+            _mark(child, preserve_rng_state)
+        return
+    module.__dict__["forward"] = _GroupedForward(module, size, preserve_rng_state)
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Whether the activations of a module are recomputed on the user's wish."""
+    return vars(module).get(_MARK) is not None
+
+
+def marked_inside(model: nn.Module, unit_ids: set[int]) -> set[int]:
+    """Units to recompute because a module around them is marked; that module's own mark is taken off.
+
+    Args:
+        model: the whole model.
+        unit_ids: ids of the units.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        grouped = isinstance(vars(module).get("forward"), _GroupedForward)
+        if id(module) in unit_ids or not (is_marked(module) or grouped):
+            continue
+        inside = [sub for sub in module.modules() if id(sub) in unit_ids]
+        if not inside:
+            continue
+        if grouped:
+            log.warning(
+                "%s is placed child by child, so each child is recomputed by itself", type(module).__name__
+            )
+            del vars(module)["forward"]
+        else:
+            vars(module)[_MARK] = None
+        found.update(id(sub) for sub in inside)
+    return found
+
+
+def call_recomputed(
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Calls a module so that its activations are recomputed in the backward."""
+    args, kwargs = _without_caches(args, kwargs)
+    counter = CostCounter.active()
+    if counter is not None:
+        with counter.keeping_only([leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
+            return call(*args, **kwargs)
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _buffers_kept(module)
+
+    return checkpoint(
+        call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
+    )
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Takes back what a second forward does to buffers: running statistics count a batch once."""
+    kept = [
+        (sub, key, buffer)
+        for sub in module.modules()
+        for key, buffer in sub._buffers.items()
+        if buffer is not None
+    ]
+    for sub, key, buffer in kept:
+        sub._buffers[key] = buffer.clone()
+    try:
+        yield
+    finally:
+        for sub, key, buffer in kept:
+            sub._buffers[key] = buffer
+
+
+def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Drops key-value caches, which a second forward would fill a second time; training does not "
+    "read them."""
+    items, structure = flatten((args, kwargs))
+    if not any(_is_cache(item) for item in items):
+        return args, kwargs
+    args, kwargs = structure.rebuild([None if _is_cache(item) else item for item in items])
+    return args, kwargs
+
+
+def _is_cache(item: Any) -> bool:
+    return callable(getattr(item, "update", None)) and callable(getattr(item, "get_seq_length", None))
+
+
+def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
+    vars(module)[_MARK] = preserve_rng_state
+    user_class = type(module)
+    if issubclass(user_class, _Recomputed):
+        return
+    if user_class not in _CLASSES:
+        namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+        _CLASSES[user_class] = type(user_class.__name__, (_Recomputed, user_class), namespace)
+    module.__class__ = _CLASSES[user_class]
+
+
+class _GroupedForward:
+    """The forward of an `nn.Sequential` that recomputes several children at a time."""
+
+    def __init__(self, module: nn.Sequential, size: int, preserve_rng_state: bool):
+        self._module = module
+        self._size = size
+        self._preserve = preserve_rng_state
+
+    def __call__(self, value: Any) -> Any:
+        children = list(self._module)
+        size = self._size or len(children)
+        for first in range(0, len(children), size):
+            group = children[first : first + size]
+            value = call_recomputed(
+                nn.ModuleList(group), _in_sequence(group), (value,), {}, preserve_rng_state=self._preserve
+            )
+        return value
+
+
+def _in_sequence(group: list[nn.Module]) -> Callable[[Any], Any]:
+    def run(value: Any) -> Any:
+        for module in group:
+            value = module(value)
+        return value
+
+    return run
+
+
+def _group_size(strategy: str) -> int:
+    """Children that are recomputed together; 0 for all."""
+    if strategy == "each":
+        return 1
+    if strategy == "contiguous":
+        return 0
+    prefix, _, number = strategy.partition("_")
+    if prefix == "group" and number.isdigit() and int(number) > 0:
+        return int(number)
+    raise UsageError(f"strategy {strategy!r} is unknown. Use each, contiguous, or group_N such as group_2.")
