@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.observe import JsonLines, read_json_lines
@@ -68,10 +68,11 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(), json_values, max_size=3), max_size=4))
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, object]]) -> None:
-    path = tmp_path_factory.mktemp("records") / "records.jsonl"
-    path.touch()
+    path = tmp_path_factory.getbasetemp() / "records.jsonl"
+    path.write_bytes(b"")
     lines = JsonLines(path)
     for record in records:
         lines.append(record)
