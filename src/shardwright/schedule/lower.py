@@ -5,9 +5,10 @@ some actions before the one that uses it, which then waits. Both kinds of messag
 form one queue, its *channel*: receives are posted in the order in which the sends are made, which NCCL
 needs::
 
-    lookahead 2
-    rank 0 | 0F0 SEND->1 0F1 SEND->1 RECV<-1          ...  0B0
-    rank 1 | RECV<-0 RECV<-0 1F0  1B0 SEND->0  1F1 ...
+    1f1b, 2 ranks, 3 microbatches, lookahead 2; each receive is posted before its send
+
+    rank 0 | 0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 0SEND_F2 0B1 0B2
+    rank 1 | 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2
 
 A receive is never posted later than its message is made: in the replay of the compute actions, before any
 action that starts at the same time as the one that makes it, or after. So the rows can be run, one action at

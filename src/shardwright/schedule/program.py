@@ -88,11 +88,34 @@ class _Compiler:
                 "microbatches it has no such work. Move the action to the rank of its stage, or remove it."
             )
 
+    def check_complete(self) -> None:
+        """Refuses rows that leave out a microbatch of some stage."""
+        has_backward = max(self.backward) >= 0 or max(self.weight) >= 0
+        for key, forward in enumerate(self.forward):
+            backward, weight = self.backward[key], self.weight[key]
+            is_split = backward >= 0 and self.program.actions[backward].kind is Kind.BACKWARD_INPUT
+            if forward < 0:
+                self._refuse_missing(Kind.FORWARD, key)
+            if backward < 0 and has_backward:
+                self._refuse_missing(Kind.BACKWARD if weight < 0 else Kind.BACKWARD_INPUT, key)
+            if is_split and weight < 0:
+                self._refuse_missing(Kind.BACKWARD_WEIGHT, key)
+            if weight >= 0 and not is_split:
+                whole, half = self.program.actions[backward], self.program.actions[weight]
+                raise ScheduleError(f"{whole} and its half {half} are both there. Keep B, or I and W.")
+
+    def _refuse_missing(self, kind: Kind, key: int) -> None:
+        stage, microbatch = divmod(key, self.m)
+        raise ScheduleError(
+            f"{Action(kind, stage, microbatch)} is missing. "
+            f"Add it to the row of rank {self.ranks[stage]}, which runs stage {stage}."
+        )
+
     def check_rows(self) -> None:
         """Refuses rows in which an action stands before another of the same rank that it needs."""
         for table, earlier in ((self.backward, self.forward), (self.weight, self.backward)):
             for number, need in zip(table, earlier, strict=True):
-                if 0 <= number <= need or (number >= 0 and need < 0):
+                if 0 <= number < need:
                     self._refuse(number, need)
         m = self.m
         for edge in self.edges:
@@ -105,14 +128,13 @@ class _Compiler:
                     self._check_pair(self.backward[target], self.backward[source])
 
     def _check_pair(self, first: int, second: int) -> None:
-        if second >= 0 and not 0 <= first < second:
+        if second < first:
             self._refuse(second, first)
 
     def _refuse(self, number: int, need: int) -> None:
         actions = self.program.actions
-        missing = f"{actions[need]}, which comes after it" if need >= 0 else "an action that is not there"
         raise ScheduleError(
-            f"{actions[number]} needs {missing}. Put it later in its row, or add what it needs."
+            f"{actions[number]} needs {actions[need]}, which comes after it. Put it later in its row."
         )
 
     def derive_messages(self) -> None:
@@ -128,12 +150,6 @@ class _Compiler:
                 continue
             for peer, channel, price in routes:
                 consumer = table[peer * m + action.microbatch]
-                if consumer < 0:
-                    verb = "forward" if table is self.forward else "backward"
-                    raise ScheduleError(
-                        f"{action} feeds the {verb} of stage {peer}, microbatch {action.microbatch}, "
-                        "which is not in the schedule. Add it."
-                    )
                 program.sends[number].append((consumer, channel, price))
                 program.num_inputs[consumer] += 1
 
@@ -203,11 +219,12 @@ def compile_program(
         edges: sorted by source and target (see `check_edges`).
 
     Raises:
-        ScheduleError: an action is on the wrong rank, twice there, or before one that it needs on its own
-            rank.
+        ScheduleError: an action is missing, on the wrong rank, twice there, or before one that it needs on
+            its own rank.
     """
     compiler = _Compiler(stage_ranks, num_microbatches, edges)
     compiler.number(rows)
+    compiler.check_complete()
     compiler.check_rows()
     if any(not action.is_compute for row in rows for action in row):
         compiler.read_messages(rows)

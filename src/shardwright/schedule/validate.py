@@ -2,19 +2,19 @@
 
 What is proved, for a schedule with transfers (one without gets those of `lower`):
 
-1. Each stage runs each microbatch once, on its own rank: ``F``, and where there is a backward, ``B``, or ``I``
-   and ``W``.
-2. On each rank, ``F`` comes before ``B`` or ``I``, ``I`` before ``W``, and stages that feed one another stand in
-   order.
-3. Every message that the edges ask for is sent once, after the action that makes it, and received once, before
-   the action that uses it.
-4. On each channel, a directed pair of ranks, receives are posted in the order in which the sends are made.
-5. With no help from the transport, the rows reach their end: posting a receive does not wait; a send blocks its
-   rank until its receive has been posted; a compute action waits for its messages.
+1. Each stage runs each microbatch once, on its own rank: ``F``, and where there is a backward, ``B``, or
+   ``I`` and ``W``.
+2. On each rank, ``F`` comes before ``B`` or ``I``, ``I`` before ``W``, and stages that feed one another stand
+   in order.
+3. Every message that the edges ask for is sent once, after the action that makes it, and received once,
+   before the action that uses it.
+4. On each channel, a directed pair of ranks, receives are posted in the order of the sends.
+5. With no help from the transport, the rows reach their end: posting a receive does not wait; a send blocks
+   its rank until its receive has been posted; a compute action waits for its messages.
 
-A transport that buffers messages or sends in the background waits in fewer places. And whether a rank can go on
-depends only on what has happened, never on who was faster; so one run of 5 stands for all runs, and rows that end
-with blocking sends end with any.
+A transport that buffers messages or sends in the background waits in fewer places. And whether a rank can go
+on depends only on what has happened, never on who was faster; so one run of 5 stands for all runs, and rows
+that end with blocking sends end with any.
 """
 
 from collections.abc import Iterator, Sequence

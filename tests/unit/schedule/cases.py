@@ -1,0 +1,66 @@
+"""Placements, families and small tools that the tests of schedules share."""
+
+import itertools
+from collections.abc import Iterator
+
+from shardwright.schedule import KINDS, Action, Edge, Kind, Schedule, parse_torch_csv, place_stages
+
+ODD_PLACEMENTS = (
+    (0,),
+    (0, 0, 0),
+    (0, 1, 1),
+    (0, 0, 1),
+    (0, 1, 0),
+    (1, 0, 1),
+    (1, 0),
+    (2, 1, 0),
+    (0, 1, 0, 1, 0),
+    (0, 1, 1, 0, 1),
+    (0, 1, 2, 1, 0),
+    (0, 2, 1, 1, 2, 0),
+    (0, 1, 2, 3, 0, 1),
+)
+"""Placements that no paper draws."""
+
+
+def classic_cases(
+    max_ranks: int, max_microbatches: int, max_stages_per_rank: int
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Every family at home: kind, placement, microbatches."""
+    for kind, p, v in itertools.product(KINDS, range(1, max_ranks + 1), range(1, max_stages_per_rank + 1)):
+        if kind == "zb_v" and v != 2:
+            continue
+        for m in range(1, max_microbatches + 1):
+            yield kind, place_stages(kind, num_ranks=p, stages_per_rank=v), m
+
+
+def all_placements(num_stages: int, max_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Every map of stages to ranks in which each rank up to the last has a stage."""
+    for ranks in itertools.product(range(max_ranks), repeat=num_stages):
+        if set(ranks) == set(range(max(ranks) + 1)):
+            yield ranks
+
+
+def all_edges(num_stages: int) -> tuple[Edge, ...]:
+    """Every stage feeds every later one; the gradient of each third edge stays away."""
+    pairs = itertools.combinations(range(num_stages), 2)
+    return tuple(Edge(s, t, num_bytes=8, has_gradient=(s + t) % 3 != 0) for s, t in pairs)
+
+
+def schedule_of(*rows: str) -> Schedule:
+    """A schedule from rows such as ``"0F0 0SEND_F0 0B0"``; transfers go to neighbours."""
+    return parse_torch_csv("\n".join(row.replace(" ", ",") for row in rows), source="test")
+
+
+def text_of(schedule: Schedule) -> list[str]:
+    """The rows of a schedule as such text."""
+    return [" ".join(map(str, row)) for row in schedule.actions]
+
+
+def count_kept(row: tuple[Action, ...], *, until: tuple[Kind, ...]) -> int:
+    """The most activations of stages that a rank keeps from ``F`` to an action of the kinds `until`."""
+    kept = most = 0
+    for action in row:
+        kept += (action.kind is Kind.FORWARD) - (action.kind in until)
+        most = max(most, kept)
+    return most

@@ -1,0 +1,150 @@
+"""Actions, schedules, placements: the plain objects."""
+
+import pickle
+
+import pytest
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import (
+    KINDS,
+    Action,
+    Edge,
+    Kind,
+    Schedule,
+    StageCost,
+    build_schedule,
+    chain_edges,
+    lower,
+    place_stages,
+    unit_costs,
+)
+
+from .cases import schedule_of, text_of
+
+
+def test_an_action_is_written_as_in_torch():
+    assert str(Action(Kind.FORWARD, 2, 3)) == "2F3"
+    assert str(Action(Kind.BACKWARD_INPUT, 0, 1)) == "0I1"
+    assert str(Action(Kind.SEND_F, 1, 0, peer=2)) == "1SEND_F0"
+
+
+def test_only_compute_is_compute():
+    assert [kind for kind in Kind if Action(kind, 0, 0).is_compute] == ["F", "B", "I", "W"]
+
+
+def test_schedules_are_values():
+    one = build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=3)
+    other = build_schedule("zb_v", stage_ranks=[0, 1, 1, 0], num_microbatches=3)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(AttributeError):
+        one.kind = "other"  # type: ignore[misc]
+
+
+def test_a_schedule_knows_what_it_holds():
+    whole = build_schedule("1f1b", stage_ranks=(0, 1, 2), num_microbatches=2)
+    assert (whole.num_ranks, whole.num_stages) == (3, 3)
+    assert (whole.has_backward, whole.splits_backward, whole.has_transfers) == (True, False, False)
+    assert lower(whole).has_transfers
+    assert build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=4).splits_backward
+    assert not build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2, forward_only=True).has_backward
+
+
+@pytest.mark.parametrize(
+    ("stage_ranks", "num_microbatches", "rows", "words"),
+    [
+        ((), 1, (), "0 stages"),
+        ((0,), 0, ((),), "0 microbatches"),
+        ((0, 1), 1, ((),), "1 rows"),
+        ((-1,), 1, ((),), "one row for each rank"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(stage_ranks, num_microbatches, rows, words):
+    with pytest.raises(ScheduleError, match=words):
+        Schedule("test", stage_ranks, num_microbatches, rows)
+
+
+def test_str_is_one_line_a_rank():
+    schedule = schedule_of("0F0 0B0", "1F0 1B0")
+    assert str(schedule) == "rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0"
+    assert text_of(schedule) == ["0F0 0B0", "1F0 1B0"]
+
+
+def test_draw_shows_idle_time_long_actions_and_stages_where_they_matter():
+    chain = build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=2)
+    assert chain.draw().splitlines() == [
+        "rank 0 | F0 F1 .  B0=== B1===",
+        "rank 1 | .  F0 I0 F1 I1 W0 W1",
+    ]
+    several = build_schedule("1f1b", stage_ranks=(0, 1, 0), num_microbatches=1)
+    assert several.draw().splitlines() == [
+        "rank 0 | 0F0 .   2F0 2B0==== .   .   0B0====",
+        "rank 1 | .   1F0 .   .   .   1B0====",
+    ]
+
+
+def test_draw_leaves_transfers_out():
+    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3)
+    assert lower(schedule).draw() == schedule.draw()
+
+
+def test_draw_aligns_wide_labels():
+    schedule = build_schedule("gpipe", stage_ranks=tuple(range(11)), num_microbatches=11)
+    lines = schedule.draw().splitlines()
+    assert {line.index("|") for line in lines} == {8}
+    assert lines[10].startswith("rank 10 | .   .")
+
+
+def test_place_stages():
+    assert place_stages("gpipe", num_ranks=3) == (0, 1, 2)
+    assert place_stages("1f1b", num_ranks=2, stages_per_rank=2) == (0, 1, 0, 1)
+    assert place_stages("interleaved_1f1b", num_ranks=2) == (0, 1, 0, 1)
+    assert place_stages("interleaved_1f1b", num_ranks=2, stages_per_rank=3) == (0, 1, 0, 1, 0, 1)
+    assert place_stages("zb_h1", num_ranks=2) == (0, 1)
+    assert place_stages("zb_v", num_ranks=3) == (0, 1, 2, 2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: place_stages("simple", num_ranks=2), "Choose one of gpipe, 1f1b"),
+        (lambda: place_stages("gpipe", num_ranks=0), "0 ranks"),
+        (lambda: place_stages("zb_v", num_ranks=2, stages_per_rank=3), "exactly 2 stages"),
+        (lambda: place_stages("1f1b", num_ranks=2, stages_per_rank=0), "Give 1 or more"),
+        (lambda: StageCost(-1.0, 1.0), "forward_s of a stage is -1.0"),
+        (lambda: StageCost(1.0, float("nan")), "backward_s of a stage is nan"),
+        (lambda: StageCost(1.0, 1.0, 2.0), r"weight_s \(2.0\) of a stage is larger than backward_s \(1.0\)"),
+        (lambda: StageCost(1.0, 1.0).seconds(Kind.SEND_F), "priced by their link"),
+        (
+            lambda: lower(schedule_of("0F0", "1F0"), [Edge(1, 0)]),
+            "edge 1 -> 0 is not possible among 2 stages",
+        ),
+        (lambda: lower(schedule_of("0F0", "1F0"), [Edge(0, 2)]), "edge 0 -> 2 is not possible"),
+        (lambda: lower(schedule_of("0F0", "1F0"), [Edge(0, 1), Edge(0, 1)]), "2 edges join only 1 pairs"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_remedy(call, words):
+    with pytest.raises(ScheduleError, match=words):
+        call()
+
+
+def test_seconds_of_a_stage():
+    cost = StageCost(forward_s=1.0, backward_s=2.5, weight_s=1.0, recompute_s=0.5)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    assert [cost.seconds(kind) for kind in kinds] == [1.0, 3.0, 2.0, 1.0]
+    assert unit_costs(2) == (StageCost(1.0, 2.0, 1.0, 1),) * 2
+
+
+def test_edges_say_what_goes_back():
+    assert Edge(0, 1, num_bytes=6).backward_bytes == 6
+    assert Edge(0, 1, num_bytes=6, gradient_bytes=2).backward_bytes == 2
+    assert Edge(0, 1, num_bytes=6, has_gradient=False).backward_bytes == 0
+    assert chain_edges(3, num_bytes=4) == (Edge(0, 1, 4), Edge(1, 2, 4))
+    assert chain_edges(1) == ()
+
+
+def test_kinds_are_those_of_the_plan_file():
+    from shardwright.plan import SchedulePlan
+
+    assert set(SchedulePlan.model_fields["kind"].annotation.__args__) == set(KINDS)

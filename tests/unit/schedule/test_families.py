@@ -1,0 +1,299 @@
+"""Each family: its classic rows as literals, its bubble and memory against the closed form."""
+
+import importlib
+import re
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import (
+    KINDS,
+    Kind,
+    StageCost,
+    bubble_seconds,
+    build_schedule,
+    peak_activations,
+    place_stages,
+    simulate,
+    unit_costs,
+)
+
+from .cases import count_kept, text_of
+
+
+def build(kind, stage_ranks, m, **options):
+    return build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=m, **options)
+
+
+def home(kind, p, m, v=None, **options):
+    return build(kind, place_stages(kind, num_ranks=p, stages_per_rank=v), m, **options)
+
+
+def test_gpipe_rows():
+    assert text_of(home("gpipe", 2, 3)) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+
+
+def test_gpipe_goes_in_waves_when_few_microbatches_may_be_active():
+    assert text_of(home("gpipe", 2, 5, active_microbatches=2)) == [
+        "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3 0F4 0B4",
+        "1F0 1F1 1B0 1B1 1F2 1F3 1B2 1B3 1F4 1B4",
+    ]
+
+
+def test_gpipe_with_two_stages_on_a_rank():
+    assert text_of(build("gpipe", (0, 1, 0), 2)) == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+
+
+def test_1f1b_rows():
+    assert text_of(home("1f1b", 4, 5)) == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4",
+        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2B4",
+        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4",
+    ]
+
+
+def test_1f1b_with_fewer_microbatches_than_ranks():
+    assert text_of(home("1f1b", 3, 1)) == ["0F0 0B0", "1F0 1B0", "2F0 2B0"]
+
+
+def test_1f1b_with_few_active_microbatches():
+    assert text_of(home("1f1b", 3, 3, active_microbatches=2)) == [
+        "0F0 0F1 0B0 0F2 0B1 0B2",
+        "1F0 1F1 1B0 1F2 1B1 1B2",
+        "2F0 2B0 2F1 2B1 2F2 2B2",
+    ]
+
+
+def test_interleaved_rows():
+    # Rank r runs 2 (p - r - 1) + (v - 1) p + 1 forwards before its first backward: 5 and 3.
+    assert text_of(home("interleaved_1f1b", 2, 4)) == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+def test_interleaved_rows_with_a_remainder_take_even_groups():
+    assert text_of(home("interleaved_1f1b", 2, 3)) == [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
+    ]
+
+
+def test_interleaved_with_one_stage_a_rank_is_1f1b():
+    assert home("interleaved_1f1b", 4, 6, v=1).actions == home("1f1b", 4, 6).actions
+
+
+def test_zb_h1_rows():
+    assert text_of(home("zb_h1", 3, 5)) == [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1F4 1I3 1W2 1I4 1W3 1W4",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2F4 2I4 2W2 2W3 2W4",
+    ]
+
+
+def test_zb_v_rows():
+    assert text_of(home("zb_v", 2, 3)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 0B0 3F2 3B2 0B1 0B2",
+        "1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2B1 1I1 2I2 1I2 1W1 1W2 2W2",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_and_one_stage_runs_microbatch_by_microbatch(kind):
+    rows = text_of(build(kind, (0,), 3))
+    assert rows == (["0F0 0F1 0F2 0B0 0B1 0B2"] if kind == "gpipe" else ["0F0 0B0 0F1 0B1 0F2 0B2"])
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "stage_ranks", "m", "forward_only"),
+    [
+        ("gpipe", "gpipe", (0, 1), 4, False),
+        ("one_f_one_b", "1f1b", (0, 1, 2), 4, False),
+        ("interleaved", "interleaved_1f1b", (0, 1, 0, 1), 4, False),
+        ("zb_h1", "zb_h1", (0, 1, 2), 5, False),
+        ("zb_v", "zb_v", (0, 1, 1, 0), 4, False),
+        ("forward_only", "1f1b", (0, 1, 0), 3, True),
+        ("schedule", "1f1b", (0, 1), 3, False),
+    ],
+)
+def test_the_picture_above_a_family_is_what_it_builds(module, kind, stage_ranks, m, forward_only):
+    document = importlib.import_module(f"shardwright.schedule.{module}").__doc__
+    pictured = re.findall(r"^ *(rank \d .*)$", document, re.MULTILINE)
+    drawn = build(kind, stage_ranks, m, forward_only=forward_only).draw().splitlines()
+    assert len(pictured) == len(drawn)
+    for picture, line in zip(pictured, drawn, strict=True):
+        assert line.startswith(picture.removesuffix("...").rstrip() if "..." in picture else line)
+        assert "..." in picture or picture == line
+
+
+def bubble(schedule, costs):
+    """Idle seconds of a rank in a step; all ranks have the same work."""
+    simulation = simulate(schedule, costs)
+    return simulation.step_s - max(simulation.busy_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [("gpipe", 1), ("1f1b", 1), *(("interleaved_1f1b", v) for v in (1, 2, 3, 4)), ("zb_h1", 1), ("zb_v", 2)],
+)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_bubble_of_equal_stages_is_the_closed_form(kind, stages, p):
+    """The stages of a rank take 6 s forward and 12 s backward together, however many they are."""
+    costs = [StageCost(6 / stages, 12 / stages, 6 / stages)] * (p * stages)
+    expected = bubble_seconds(
+        kind, num_ranks=p, forward_s=6, backward_s=12, weight_s=6, stages_per_rank=stages
+    )
+    for m in (2 * p - 1, 2 * p, 2 * p + 1, 4 * p):
+        schedule = home(kind, p, m, v=stages)
+        assert bubble(schedule, costs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("forward_s", "input_s", "weight_s"), [(1, 1, 1), (2, 3, 1), (3, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize("p", [2, 4, 7])
+def test_zb_h1_bubble_for_unequal_parts(p, forward_s, input_s, weight_s):
+    """(p - 1)(tF + tI - tW); a W longer than I is worth no more than one as long."""
+    costs = [StageCost(forward_s, input_s + weight_s, weight_s)] * p
+    expected = (p - 1) * (forward_s + input_s - min(weight_s, input_s))
+    for m in (p, p + 1, 3 * p):
+        assert bubble(home("zb_h1", p, m, costs=costs), costs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_zb_v_ranks_never_idle_once_started(p):
+    """From 2p - 1 microbatches on, each rank is busy from its first action to its last."""
+    for m in (2 * p - 1, 2 * p, 2 * p + 3, 4 * p):
+        simulation = simulate(home("zb_v", p, m), unit_costs(2 * p))
+        for rank in range(p):
+            events = [event for event in simulation.events if event.rank == rank]
+            assert events[0].start_s == rank
+            assert all(a.end_s == b.start_s for a, b in pairwise(events))
+
+
+def test_zb_v_with_few_microbatches():
+    """Below 2p - 2 the paper's order leaves gaps; the best order played out leaves fewer, and often none."""
+    bubbles = {
+        p: [bubble(home("zb_v", p, m), unit_costs(2 * p)) for m in range(p, 2 * p)] for p in (2, 3, 4, 6, 8)
+    }
+    assert bubbles == {
+        2: [1, 1],
+        3: [2, 2, 2],
+        4: [3, 3, 3, 3],
+        6: [5, 7, 5, 5, 5, 5],
+        8: [7, 11, 9, 7, 9, 8, 7, 7],
+    }
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1"])
+def test_the_order_of_the_chain_families_follows_no_clock(kind):
+    slow_end = [StageCost(1.0, 2.0, 1.0)] * 3 + [StageCost(5.0, 9.0, 4.0)]
+    forwards = [
+        [str(action) for action in row if action.kind is Kind.FORWARD]
+        for row in home(kind, 4, 6, costs=slow_end).actions
+    ]
+    assert forwards == [[f"{s}F{k}" for k in range(6)] for s in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_memory_of_the_classic_rows_is_the_closed_form(kind, p):
+    for v in {"interleaved_1f1b": (1, 2, 4), "zb_v": (2,)}.get(kind, (1,)):
+        for m in (1, p, 2 * p + 1, 4 * p):
+            schedule = home(kind, p, m, v=v)
+            for rank, row in enumerate(schedule.actions):
+                kept = count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+                bound = peak_activations(kind, num_ranks=p, rank=rank, num_microbatches=m, stages_per_rank=v)
+                # ZB-H1 keeps p on every rank at most; ranks that can join I and W keep fewer.
+                assert kept <= bound if kind in ("zb_h1", "zb_v") else kept == bound
+            most = max(
+                count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)) for row in schedule.actions
+            )
+            assert most == max(
+                peak_activations(kind, num_ranks=p, rank=rank, num_microbatches=m, stages_per_rank=v)
+                for rank in range(p)
+            )
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_stage_s_keeps_at_most_p_minus_s_between_forward_and_input_gradient(kind):
+    for p in (1, 3, 5, 8):
+        for row, stage in zip(home(kind, p, 16).actions, range(p), strict=True):
+            assert count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_INPUT)) == p - stage
+
+
+def test_zb_v_keeps_no_more_than_1f1b():
+    for p in (1, 2, 3, 4, 8):
+        for m in (1, p, 2 * p, 5 * p + 1):
+            for row in home("zb_v", p, m).actions:
+                assert count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)) <= 2 * p
+
+
+def test_zb_v_joins_most_halves():
+    schedule = home("zb_v", 4, 16)
+    kinds = [action.kind for row in schedule.actions for action in row]
+    assert kinds.count(Kind.BACKWARD) > 2 * kinds.count(Kind.BACKWARD_INPUT)
+
+
+@pytest.mark.parametrize("kind", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("p", [2, 3, 5])
+def test_joining_halves_costs_no_time(kind, p):
+    """Split again, the joined rows take as long: the split gained nothing there."""
+    schedule = home(kind, p, 3 * p)
+    costs = [StageCost(1.0, 2.25, 1.0)] * schedule.num_stages
+    schedule = home(kind, p, 3 * p, costs=costs)
+    from shardwright.schedule import Action, Schedule
+
+    split = Schedule(
+        "split",
+        schedule.stage_ranks,
+        schedule.num_microbatches,
+        tuple(
+            tuple(
+                part
+                for action in row
+                for part in (
+                    (
+                        Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch),
+                        Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch),
+                    )
+                    if action.kind is Kind.BACKWARD
+                    else (action,)
+                )
+            )
+            for row in schedule.actions
+        ),
+    )
+    assert simulate(split, costs).step_s == pytest.approx(simulate(schedule, costs).step_s)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "simple"}, "there is no schedule 'simple'. Choose one of gpipe"),
+        ({"stage_ranks": ()}, "stage_ranks is empty"),
+        ({"stage_ranks": (0, 2)}, "rank 1 has no stage"),
+        ({"stage_ranks": (0, -1)}, "rank -1 is negative"),
+        ({"num_microbatches": 0}, "0 microbatches. Give 1 or more"),
+        ({"active_microbatches": 0}, "active_microbatches 0: nothing could start. The minimum is 1"),
+        ({"costs": unit_costs(3)}, "3 costs were given for 2 stages"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(options, words):
+    arguments = {"kind": "1f1b", "stage_ranks": (0, 1), "num_microbatches": 2} | options
+    with pytest.raises(ScheduleError, match=words):
+        build_schedule(arguments.pop("kind"), **arguments)
+
+
+def test_closed_forms_refuse_unknown_families():
+    with pytest.raises(ScheduleError, match="there is no schedule"):
+        bubble_seconds("pipedream", num_ranks=2, forward_s=1, backward_s=2)
+    with pytest.raises(ScheduleError, match="there is no schedule"):
+        peak_activations("pipedream", num_ranks=2, rank=0, num_microbatches=2)
+
+
+def test_bubble_share_of_a_published_example():
+    """p = 8, m = 24: (p - 1) / (m + p - 1) = 0.226 of the step (zero-bubble paper, table 5, 1F1B)."""
+    simulation = simulate(home("1f1b", 8, 24), [StageCost(1.0, 2.0)] * 8)
+    assert simulation.bubble == pytest.approx(float(Fraction(7, 31)))

@@ -1,0 +1,174 @@
+"""Any placement, any costs, any bound: the schedule is complete, ends, and keeps to its bounds."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.schedule import (
+    KINDS,
+    Kind,
+    StageCost,
+    build_schedule,
+    simulate,
+    unit_costs,
+    validate,
+)
+from shardwright.schedule.in_flight import most_in_flight
+from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
+from shardwright.schedule.placement import hops_to_end
+from shardwright.schedule.request import check_request
+from shardwright.schedule.schedule import Schedule
+
+from .cases import ODD_PLACEMENTS, count_kept, text_of
+
+PLACEMENTS = st.lists(st.integers(0, 3), min_size=1, max_size=7).map(
+    lambda ranks: tuple(sorted(set(ranks)).index(rank) for rank in ranks)
+)
+SECONDS = st.floats(0.0, 4.0)
+
+
+@st.composite
+def stage_costs(draw, num_stages):
+    costs = []
+    for _ in range(num_stages):
+        weight_s = draw(SECONDS)
+        costs.append(StageCost(draw(SECONDS), weight_s + draw(SECONDS), weight_s))
+    return costs
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), kind=st.sampled_from(KINDS), stage_ranks=PLACEMENTS, m=st.integers(1, 9))
+def test_any_placement_costs_and_bound(data, kind, stage_ranks, m):
+    active = data.draw(st.none() | st.integers(1, 5))
+    costs = data.draw(st.none() | stage_costs(len(stage_ranks)))
+    forward_only = data.draw(st.booleans())
+    schedule = build_schedule(
+        kind,
+        stage_ranks=stage_ranks,
+        num_microbatches=m,
+        active_microbatches=active,
+        costs=costs,
+        forward_only=forward_only,
+    )
+    validate(schedule)
+    assert schedule.has_backward is not forward_only
+    if active is not None and not forward_only:
+        assert max(map(most_in_flight, schedule.actions)) <= active
+
+
+@pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_active_microbatch_is_enough_everywhere(kind, stage_ranks):
+    """A naive scheduler would fill rank 0 of (0, 1, 0) with early work and stop."""
+    schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=3, active_microbatches=1)
+    validate(schedule)
+    assert max(map(most_in_flight, schedule.actions)) == 1
+
+
+@pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
+def test_1f1b_keeps_one_microbatch_for_each_rank_still_ahead(stage_ranks):
+    schedule = build_schedule("1f1b", stage_ranks=stage_ranks, num_microbatches=12)
+    peaks = simulate(schedule, unit_costs(len(stage_ranks))).peak_microbatches
+    assert all(peak <= hops + 1 for peak, hops in zip(peaks, hops_to_end(stage_ranks), strict=True))
+
+
+@pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
+def test_zb_v_keeps_p_microbatches_of_a_whole_rank(stage_ranks):
+    schedule = build_schedule("zb_v", stage_ranks=stage_ranks, num_microbatches=12)
+    for rank, row in enumerate(schedule.actions):
+        bound = schedule.num_ranks * stage_ranks.count(rank)
+        assert count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)) <= bound
+
+
+@pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
+def test_odd_placements_are_nearly_as_fast_as_their_busiest_rank(stage_ranks):
+    """The busiest rank, after what it must wait for, bounds every order from below."""
+    m, costs = 16, unit_costs(len(stage_ranks))
+    bound = 0.0
+    for rank in range(max(stage_ranks) + 1):
+        first = stage_ranks.index(rank)
+        bound = max(bound, first * 1.0 + 3.0 * m * stage_ranks.count(rank))
+    for kind, slack in (("zb_h1", 1.03), ("zb_v", 1.03), ("1f1b", 1.28), ("interleaved_1f1b", 1.28)):
+        schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=m)
+        assert bound <= simulate(schedule, costs).step_s <= slack * bound, kind
+
+
+def test_room_for_deeper_stages_is_kept_free():
+    """Three places on rank 0 of (0, 1, 0): the third is kept for stage 2 until that has run."""
+    request = check_request(
+        "test", stage_ranks=(0, 1, 0), num_microbatches=4, active_microbatches=None, costs=None
+    )
+    policy = Policy(
+        ration=Ration(rank=[3, 1]),
+        forward_order=lambda stage, microbatch: (stage, microbatch),  # early stages first: the trap
+        backward_order=deepest_first,
+    )
+    rows = list_schedule(policy, request)
+    schedule = Schedule("test", (0, 1, 0), 4, tuple(map(tuple, rows)))
+    validate(schedule)
+    assert text_of(schedule)[0].startswith("0F0 0F1 2F0 2B0")
+    assert count_kept(schedule.actions[0], until=(Kind.BACKWARD,)) <= 3
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    data=st.data(),
+    stage_ranks=PLACEMENTS,
+    m=st.integers(1, 6),
+    splits=st.booleans(),
+    orders=st.tuples(*[st.sampled_from([deepest_first, oldest_first, lambda s, k: (s, k)])] * 2),
+)
+def test_no_ration_deadlocks_however_tight_and_whatever_the_order(data, stage_ranks, m, splits, orders):
+    """The promise of list_scheduler.py, for policies that no family uses."""
+    least = [stage_ranks.count(rank) for rank in range(max(stage_ranks) + 1)]
+    ration = Ration(
+        stage=data.draw(st.none() | st.tuples(*[st.integers(1, 3)] * len(stage_ranks))),
+        rank=data.draw(st.none() | st.tuples(*[st.integers(n, n + 2) for n in least])),
+        microbatches=data.draw(st.none() | st.integers(1, 3)),
+    )
+    request = check_request(
+        "test",
+        stage_ranks=stage_ranks,
+        num_microbatches=m,
+        active_microbatches=None,
+        costs=data.draw(stage_costs(len(stage_ranks))),
+    )
+    policy = Policy(ration=ration, forward_order=orders[0], backward_order=orders[1], splits_backward=splits)
+    rows = list_schedule(policy, request)
+    validate(Schedule("test", stage_ranks, m, tuple(map(tuple, rows))))
+    for rank, row in enumerate(rows):
+        kept = count_kept(tuple(row), until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        assert ration.rank is None or kept <= ration.rank[rank]
+        assert ration.microbatches is None or most_in_flight(row) <= ration.microbatches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
+@pytest.mark.parametrize("active", [None, 1, 2])
+def test_forward_only(kind, stage_ranks, active):
+    schedule = build_schedule(
+        kind, stage_ranks=stage_ranks, num_microbatches=5, active_microbatches=active, forward_only=True
+    )
+    validate(schedule)
+    assert {action.kind for row in schedule.actions for action in row} == {Kind.FORWARD}
+    for rank, row in enumerate(schedule.actions):
+        last = max(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
+        begun: set[int] = set()
+        for action in row:
+            begun.add(action.microbatch)
+            assert active is None or len(begun) <= active
+            if action.stage == last:
+                begun.remove(action.microbatch)
+
+
+def test_forward_only_lets_results_leave_early():
+    schedule = build_schedule("gpipe", stage_ranks=(0, 1, 0), num_microbatches=4, forward_only=True)
+    assert text_of(schedule) == ["0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3", "1F0 1F1 1F2 1F3"]
+
+
+def test_costs_change_the_order_where_they_should():
+    """A slow stage in the middle: ZB-V played out beats the paper's order, which expects equal stages."""
+    costs = [StageCost(1, 2, 1), StageCost(1, 2, 1), StageCost(3, 6, 3), StageCost(1, 2, 1)]
+    blind = build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=8)
+    aware = build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=8, costs=costs)
+    assert simulate(aware, costs).step_s <= simulate(blind, costs).step_s

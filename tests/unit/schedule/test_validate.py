@@ -1,0 +1,299 @@
+"""The validator refuses what is broken, says where, and lets the rest pass."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule import (
+    KINDS,
+    Action,
+    Edge,
+    Kind,
+    Schedule,
+    build_schedule,
+    chain_edges,
+    lower,
+    place_stages,
+    validate,
+)
+
+from .cases import ODD_PLACEMENTS, all_edges, schedule_of
+
+LOWERED = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
+
+
+def test_a_sound_schedule_passes():
+    validate(schedule_of("0F0 0B0", "1F0 1B0"))
+    validate(schedule_of(*LOWERED))
+    validate(schedule_of("0F0 0F1 0I0 0W0 0B1"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        # 1. Each stage runs each microbatch once.
+        (("0F0 0B0", "1F0"), "1B0 is missing. Add it to the row of rank 1, which runs stage 1"),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0"), "1F1 is missing"),
+        (("0F0 0I0",), "0W0 is missing"),
+        (("0F0 0W0",), "0I0 is missing"),
+        (("0F0 0F1 0B0",), "0B1 is missing"),
+        (("0F0 0F0 0B0",), "rank 0 runs 0F0 twice"),
+        (("0F0 0B0 0B0",), "rank 0 runs 0B0 twice"),
+        (("0F0 0B0 0W0",), "runs 0W0 and the whole backward 0B0 too"),
+        (("0F0 0I0 0W0 0B0",), "runs 0I0 and the whole backward 0B0 too"),
+        # 2. In order.
+        (("0B0 0F0",), "rank 0 runs 0B0 before 0F0, which it needs"),
+        (("0F0 0W0 0I0",), "rank 0 runs 0W0 before 0I0"),
+        (("0F0 1F0 0B0 1B0",), "rank 0 runs 0B0 before 1B0"),
+        (("1F0 0F0 1B0 0B0",), "rank 0 runs 1F0 before 0F0"),
+        # Compute alone can deadlock across ranks.
+        (("0F0 2F0 0F1 2F1 2B0 2B1 0B0 0B1", "1F1 1F0 1B0 1B1"), "2F0 on rank 0 waits for ever"),
+        # 3. Each message is sent and received once, in time.
+        (("0F0 0RECV_B0 0B0", LOWERED[1]), "0SEND_F0 with stage 1 is missing. Add it to the row of rank 0"),
+        (("0F0 0SEND_F0 0B0", LOWERED[1]), "0RECV_B0 with stage 1 is missing. Add it to the row of rank 0"),
+        ((LOWERED[0], "1F0 1B0 1SEND_B0"), "1RECV_F0 with stage 0 is missing. Add it to the row of rank 1"),
+        ((LOWERED[0], "1RECV_F0 1F0 1B0"), "1SEND_B0 with stage 0 is missing"),
+        (("0F0 0SEND_F0 0SEND_F0 0RECV_B0 0B0", LOWERED[1]), "0SEND_F0 with stage 1 is there twice"),
+        (("0F0 0SEND_F0 0RECV_B0 0RECV_B0 0B0", LOWERED[1]), "0RECV_B0 with stage 1 is there twice"),
+        (
+            ("0SEND_F0 0F0 0RECV_B0 0B0", LOWERED[1]),
+            "rank 0: 0SEND_F0 with stage 1 comes before it is made by 0F0. Put it later",
+        ),
+        ((LOWERED[0], "1RECV_F0 1F0 1SEND_B0 1B0"), "1SEND_B0 with stage 0 comes before it is made by 1B0"),
+        (
+            (LOWERED[0], "1F0 1RECV_F0 1B0 1SEND_B0"),
+            "rank 1: 1RECV_F0 with stage 0 comes after it is needed by 1F0. Put it earlier",
+        ),
+        (("0F0 0SEND_F0 0B0 0RECV_B0", LOWERED[1]), "0RECV_B0 with stage 1 comes after it is needed by 0B0"),
+        # 4. One order for both ends of a channel.
+        (
+            (
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F1 1RECV_F0 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1",
+            ),
+            r"transfer 0 from rank 0 to rank 1 is sent as 0SEND_F0 \(to stage 1\) but received as 1RECV_F1",
+        ),
+        # 5. Blocking sends: 0SEND_F1 waits for a receive that stands behind 1SEND_B0, which waits for one
+        # that stands behind 0SEND_F1.
+        (
+            (
+                "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+                "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
+            ),
+            "deadlocks when sends block until their receive is posted: rank 0 stands at 0SEND_F1 and waits "
+            "for 1RECV_F1 of rank 1; rank 1 stands at 1SEND_B0 and waits for 0RECV_B0 of rank 0. Post the",
+        ),
+    ],
+)
+def test_each_way_to_break_a_schedule_is_named(rows, words):
+    with pytest.raises(ScheduleError, match=words):
+        validate(schedule_of(*rows))
+
+
+def test_crossed_sends_on_a_v_deadlock():
+    """Both ranks send before they post what the other one sends."""
+    crossed = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1",
+        "1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1",
+    )
+    with pytest.raises(
+        ScheduleError,
+        match="rank 0 stands at 0SEND_F1 and waits for 1RECV_F1 of rank 1; "
+        "rank 1 stands at 2SEND_F0 and waits for 3RECV_F0 of rank 0",
+    ):
+        validate(schedule_of(*crossed))
+    validate(schedule_of("3RECV_F0 0F0 0SEND_F0 0F1 0SEND_F1 3F0 3RECV_F1 3F1", crossed[1]))
+
+
+def _rows(*rows: tuple[Action, ...], stage_ranks: tuple[int, ...] = (0, 1)) -> Schedule:
+    return Schedule("test", stage_ranks, 1, rows)
+
+
+F0, B0 = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+F1, B1 = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (_rows((F1, B0), (F0, B1)), "rank 0 holds 1F0, but stage 1 is on rank 1. Move the action there"),
+        (_rows((F0, B0, Action(Kind.FORWARD, 2, 0)), (F1, B1)), "rank 0 holds 2F0, but there are 2 stages"),
+        (_rows((F0, B0, Action(Kind.FORWARD, 0, 1)), (F1, B1)), "but there are 2 stages and 1 microbatches"),
+        (_rows((replace(F0, peer=1), B0), (F1, B1)), "0F0 names peer stage 1. Compute has none"),
+        (_rows((F0, Action(Kind.SEND_F, 0, 0), B0), (F1, B1)), "0SEND_F0 names peer stage None"),
+        (_rows((F0, Action(Kind.SEND_F, 0, 0, 2), B0), (F1, B1)), "0SEND_F0 names peer stage 2"),
+        (_rows((F0, Action(Kind.SEND_F, 0, 0, 0), B0), (F1, B1)), "no edge between two ranks leads there"),
+        (_rows((F0, F1, Action(Kind.SEND_F, 0, 0, 1), B1, B0), stage_ranks=(0, 0)), "no edge between two"),
+    ],
+)
+def test_actions_that_make_no_sense(schedule, words):
+    with pytest.raises(ScheduleError, match=words):
+        validate(schedule)
+
+
+def test_the_edges_must_be_those_of_the_lowering():
+    skip = (Edge(0, 1), Edge(1, 2), Edge(0, 2))
+    schedule = build_schedule("1f1b", stage_ranks=(0, 1, 2), num_microbatches=3)
+    lowered = lower(schedule, skip)
+    validate(lowered, skip)
+    with pytest.raises(ScheduleError, match="0SEND_F0 with stage 2: no edge between two ranks leads there"):
+        validate(lowered)
+    with pytest.raises(ScheduleError, match="0SEND_F0 with stage 2 is missing"):
+        validate(lower(schedule), skip)
+
+
+CASES = st.tuples(
+    st.sampled_from(KINDS), st.sampled_from([*ODD_PLACEMENTS[2:], (0, 1, 2), (0, 1, 0, 1)]), st.integers(1, 4)
+)
+
+
+def lowered_case(case, *, skips: bool):
+    kind, stage_ranks, m = case
+    edges = all_edges(len(stage_ranks)) if skips else chain_edges(len(stage_ranks))
+    schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=m)
+    return lower(schedule, edges), edges
+
+
+def with_row(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
+    rows = list(schedule.actions)
+    rows[rank] = tuple(row)
+    return replace(schedule, actions=tuple(rows))
+
+
+@settings(deadline=None, max_examples=120)
+@given(case=CASES, skips=st.booleans(), seed=st.integers(0, 2**32))
+def test_any_dropped_action_is_missed(case, skips, seed):
+    schedule, edges = lowered_case(case, skips=skips)
+    validate(schedule, edges)
+    chance = random.Random(seed)
+    rank = chance.randrange(schedule.num_ranks)
+    row = list(schedule.actions[rank])
+    row.pop(chance.randrange(len(row)))
+    with pytest.raises(ScheduleError):
+        validate(with_row(schedule, rank, row), edges)
+
+
+@settings(deadline=None, max_examples=120)
+@given(case=CASES, skips=st.booleans(), seed=st.integers(0, 2**32))
+def test_any_doubled_action_is_noticed(case, skips, seed):
+    schedule, edges = lowered_case(case, skips=skips)
+    chance = random.Random(seed)
+    rank = chance.randrange(schedule.num_ranks)
+    row = list(schedule.actions[rank])
+    row.insert(chance.randrange(len(row) + 1), chance.choice(row))
+    with pytest.raises(ScheduleError):
+        validate(with_row(schedule, rank, row), edges)
+
+
+@settings(deadline=None, max_examples=120)
+@given(case=CASES, seed=st.integers(0, 2**32))
+def test_an_action_on_a_foreign_rank_is_noticed(case, seed):
+    schedule, edges = lowered_case(case, skips=False)
+    chance = random.Random(seed)
+    source, target = chance.sample(range(schedule.num_ranks), 2)
+    row, other = list(schedule.actions[source]), list(schedule.actions[target])
+    other.insert(chance.randrange(len(other) + 1), row.pop(chance.randrange(len(row))))
+    broken = with_row(with_row(schedule, source, row), target, other)
+    with pytest.raises(ScheduleError):
+        validate(broken, edges)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=CASES, skips=st.booleans(), seed=st.integers(0, 2**32))
+def test_a_backward_before_its_forward_is_noticed(case, skips, seed):
+    schedule, edges = lowered_case(case, skips=skips)
+    chance = random.Random(seed)
+    rank = chance.randrange(schedule.num_ranks)
+    row = list(schedule.actions[rank])
+    forward = chance.choice([action for action in row if action.kind is Kind.FORWARD])
+    backward = next(
+        action
+        for action in row
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        and (action.stage, action.microbatch) == (forward.stage, forward.microbatch)
+    )
+    i, j = row.index(forward), row.index(backward)
+    row[i], row[j] = row[j], row[i]
+    with pytest.raises(ScheduleError):
+        validate(with_row(schedule, rank, row), edges)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=CASES, skips=st.booleans(), seed=st.integers(0, 2**32))
+def test_two_sends_of_a_channel_in_the_wrong_order_are_noticed(case, skips, seed):
+    schedule, edges = lowered_case(case, skips=skips)
+    chance = random.Random(seed)
+    queues: dict[tuple[int, int], list[int]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for place, action in enumerate(row):
+            if action.kind in (Kind.RECV_F, Kind.RECV_B):
+                queues.setdefault((rank, schedule.stage_ranks[action.peer or 0]), []).append(place)
+    long = [(rank, places) for (rank, _), places in sorted(queues.items()) if len(places) > 1]
+    if not long:
+        return
+    rank, places = chance.choice(long)
+    i, j = sorted(chance.sample(places, 2))
+    row = list(schedule.actions[rank])
+    row[i], row[j] = row[j], row[i]
+    with pytest.raises(ScheduleError):
+        validate(with_row(schedule, rank, row), edges)
+
+
+@settings(deadline=None, max_examples=200)
+@given(case=CASES, seed=st.integers(0, 2**32))
+def test_receives_posted_as_late_as_possible_pass_or_deadlock_but_never_pass_wrongly(case, seed):
+    """The verdict on blocking sends agrees with a run in random order, written apart from the validator."""
+    from .test_lower import run_in_random_order
+
+    schedule, edges = lowered_case(case, skips=False)
+    chance = random.Random(seed)
+    late = schedule
+    for rank, row in enumerate(schedule.actions):
+        late = with_row(late, rank, _post_late(list(row), chance))
+    try:
+        validate(late, edges)
+        verdict = True
+    except ScheduleError as error:
+        if "deadlocks when sends block" not in str(error):
+            return  # the delays changed the order on a channel
+        verdict = False
+    assert run_in_random_order(late, seed) is verdict
+
+
+def _post_late(row: list[Action], chance: random.Random) -> list[Action]:
+    """Moves some receives to right before the action that needs them."""
+    needs = {Kind.RECV_F: (Kind.FORWARD,), Kind.RECV_B: (Kind.BACKWARD, Kind.BACKWARD_INPUT)}
+    for receive in [action for action in row if action.kind in needs]:
+        if chance.random() < 0.7:
+            row.remove(receive)
+            use = next(
+                place
+                for place, action in enumerate(row)
+                if action.kind in needs[receive.kind]
+                and (action.stage, action.microbatch) == (receive.stage, receive.microbatch)
+            )
+            row.insert(use, receive)
+    return row
+
+
+def test_late_receives_do_deadlock_sometimes():
+    """The test above would prove nothing if no case had a deadlock."""
+    schedule = lower(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3))
+    rows = [_post_late(list(row), _Always()) for row in schedule.actions]
+    with pytest.raises(ScheduleError, match="deadlocks when sends block"):
+        validate(replace(schedule, actions=tuple(map(tuple, rows))))
+
+
+class _Always(random.Random):
+    def random(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validate_lowers_what_has_no_transfers(kind):
+    stage_ranks = place_stages(kind, num_ranks=3)
+    validate(build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=4), all_edges(len(stage_ranks)))
