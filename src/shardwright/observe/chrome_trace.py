@@ -71,7 +71,7 @@ def chrome_trace(
     """The timelines of one step, ready for `json.dump`.
 
     Args:
-        measured: the actions of all ranks; the step starts with the first.
+        measured: the actions of all ranks; the step starts with the first work.
         simulation: of the same actions; None draws what was measured alone.
         world_ranks: world rank of each pipeline rank; None: the same numbers.
         saved_bytes: of each stage, bytes that one microbatch keeps for its backward; None counts
@@ -107,10 +107,15 @@ def chrome_trace(
 
 
 def _aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
-    """Sorted, with the first start at 0."""
-    ordered = sorted(events, key=lambda event: (event.start_s, event.rank, event.end_s))
-    zero = ordered[0].start_s if ordered else 0.0
-    return [event._replace(start_s=event.start_s - zero, end_s=event.end_s - zero) for event in ordered]
+    """Sorted, with the start of the first work at 0; what was waited before is cut off."""
+    ordered = sorted(events, key=lambda event: (event.work_start_s, event.rank, event.end_s))
+    zero = ordered[0].work_start_s if ordered else 0.0
+    aligned = []
+    for event in ordered:
+        start = max(0.0, event.start_s - zero)
+        waited = event.work_start_s - zero - start
+        aligned.append(MeasuredEvent(event.rank, event.action, start, event.end_s - zero, waited))
+    return aligned
 
 
 def _check_same(predicted: Sequence[MeasuredEvent], measured: Sequence[MeasuredEvent]) -> None:
@@ -142,12 +147,8 @@ def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterato
 
 
 def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """The waiting, if there was any, and the work.
-
-    How long was waited is known, not when. Both kinds of messages are asked for when an action begins, so
-    the waiting is drawn first.
-    """
-    work_us = _work_us(event)
+    """The waiting, if there was any, and the work."""
+    work_us = _us(event.work_start_s)
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     if work_us > start_us:
         yield _slice("wait", "wait", (start_us, work_us), timeline, pid, {"for": str(event.action)})
@@ -188,7 +189,7 @@ def _counters(
             key = (event.action.stage, event.action.microbatch)
             last_end[key] = max(event.end_s, last_end.get(key, 0.0))
             if event.action.kind is Kind.FORWARD:
-                starts.append((_work_us(event), key))
+                starts.append((_us(event.work_start_s), key))
     changes = [(start_us, _size(key, saved_bytes)) for start_us, key in starts]
     changes += [(_us(last_end[key]), -_size(key, saved_bytes)) for _, key in starts]
     unit = "microbatches" if saved_bytes is None else "bytes"
@@ -239,16 +240,11 @@ def _arrow(
     start: MeasuredEvent, end: MeasuredEvent, timeline: _Timeline, pid_of: Mapping[int, int], arrow_id: int
 ) -> Iterator[dict[str, Any]]:
     # An arrow binds to the slice that is open at its moment: at the very end of a slice, none is.
-    leaves_us = max(_work_us(start), _us(start.end_s) - 1)
-    arrives_us = max(leaves_us, _work_us(end))
+    leaves_us = max(_us(start.work_start_s), _us(start.end_s) - 1)
+    arrives_us = max(leaves_us, _us(end.work_start_s))
     shared = {"name": "message", "cat": f"message {timeline.name}", "id": arrow_id, "tid": timeline.thread}
     yield {"ph": "s", "pid": pid_of[start.rank], "ts": leaves_us, **shared}
     yield {"ph": "f", "bp": "e", "pid": pid_of[end.rank], "ts": arrives_us, **shared}
-
-
-def _work_us(event: MeasuredEvent) -> int:
-    """When the waiting is over."""
-    return min(_us(event.end_s), _us(event.start_s + max(0.0, event.waited_s)))
 
 
 def _us(seconds: float) -> int:

@@ -23,7 +23,8 @@ class Metric(StrEnum):
     """Names in ``metrics.jsonl``.
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
-    recomputed does not count.
+    recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
+    hopeful.
     """
 
     LOSS = "train/loss"

@@ -30,9 +30,18 @@ class MeasuredEvent(NamedTuple):
     waited_s: float = 0.0
 
     @property
+    def work_start_s(self) -> float:
+        """When the waiting is over.
+
+        How long was waited is known, not when. Messages are asked for when an action begins, so the waiting
+        is taken to come first.
+        """
+        return min(self.end_s, self.start_s + max(0.0, self.waited_s))
+
+    @property
     def busy_s(self) -> float:
         """Seconds of work, waiting left out."""
-        return max(0.0, self.end_s - self.start_s - self.waited_s)
+        return self.end_s - self.work_start_s
 
 
 def measured_events(rows: Sequence[Row], *, step_starts: Sequence[float]) -> list[MeasuredEvent]:
@@ -64,16 +73,16 @@ def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | N
     Args:
         events: of all ranks of one step.
         num_ranks: pipeline ranks, also those without events.
-        step_s: duration of the step; None takes the time from the first start to the last end, as
-            the simulation does, so that the two can be compared.
+        step_s: duration of the step; None takes the time from the start of the first work to the last end,
+            as the simulation does, so that the two can be compared.
 
     >>> from shardwright.schedule import Kind
     >>> forward = Action(Kind.FORWARD, 0, 0)
-    >>> bubble([MeasuredEvent(0, forward, 0, 3, 1), MeasuredEvent(1, forward, 0, 4)], num_ranks=2)
+    >>> bubble([MeasuredEvent(0, forward, 0, 4), MeasuredEvent(1, forward, 0, 4, 2)], num_ranks=2)
     0.25
     """
     if step_s is None:
-        first = min((event.start_s for event in events), default=0.0)
+        first = min((event.work_start_s for event in events), default=0.0)
         step_s = max((event.end_s for event in events), default=0.0) - first
     busy_s = [0.0] * num_ranks
     for event in events:

@@ -106,12 +106,22 @@ def test_both_timelines_begin_with_the_step() -> None:
 
 
 def test_waiting_is_a_slice_before_the_work() -> None:
+    first = MeasuredEvent(0, Action(Kind.BACKWARD, 1, 1), 0.5, 1.0)
     event = MeasuredEvent(0, Action(Kind.BACKWARD, 1, 2), 1.0, 1.5, 0.2)
-    wait, work = slices(check_schema(chrome_trace([event])), MEASURED)
-    assert (wait["name"], wait["cat"], wait["ts"], wait["dur"]) == ("wait", "wait", 0, 200_000)
+    _, wait, work = slices(check_schema(chrome_trace([event, first])), MEASURED)
+    assert (wait["name"], wait["cat"], wait["ts"], wait["dur"]) == ("wait", "wait", 500_000, 200_000)
     assert wait["args"] == {"for": "1B2"}
-    assert (work["name"], work["cat"], work["ts"], work["dur"]) == ("1B2", "backward", 200_000, 300_000)
+    assert (work["name"], work["cat"], work["ts"], work["dur"]) == ("1B2", "backward", 700_000, 300_000)
     assert work["args"] == {"stage": 1, "microbatch": 2, "kind": "B"}
+
+
+def test_the_step_starts_with_the_first_work() -> None:
+    early = MeasuredEvent(1, Action(Kind.FORWARD, 1, 0), 7.0, 12.0, 4.0)
+    first = MeasuredEvent(0, Action(Kind.FORWARD, 0, 0), 9.0, 11.0, 1.0)
+    shown = [
+        (e["name"], e["ts"], e["dur"]) for e in slices(check_schema(chrome_trace([early, first])), MEASURED)
+    ]
+    assert shown == [("0F0", 0, 1_000_000), ("wait", 0, 1_000_000), ("1F0", 1_000_000, 1_000_000)]
 
 
 def test_kinds_have_categories_and_colours() -> None:

@@ -27,10 +27,17 @@ def test_one_start_a_rank() -> None:
 
 
 def test_waiting_is_idle() -> None:
+    # rank 0 | work
+    # rank 1 | wait work
     events = [MeasuredEvent(0, F0, 10.0, 12.0), MeasuredEvent(1, F1, 10.0, 14.0, 2.0)]
     assert bubble(events, num_ranks=2) == 0.5
     assert bubble(events, num_ranks=2, step_s=8.0) == 0.75
     assert bubble(events, num_ranks=4) == 0.75
+
+
+def test_waiting_before_all_work_is_not_part_of_the_step() -> None:
+    events = [MeasuredEvent(0, F0, 5.0, 12.0, 5.0), MeasuredEvent(1, F1, 3.0, 12.0, 7.0)]
+    assert bubble(events, num_ranks=2) == 0.0
 
 
 def test_nothing_is_not_idle() -> None:
