@@ -108,7 +108,8 @@ def _choice(best: Option, others: Sequence[Option]) -> str:
     text = f"Chosen: {title(best)}, {format_seconds(best.step_s)} a step"
     rivals = [o for o in others if o.fits and title(o) != title(best)]
     if not rivals:
-        return text + ", the only combination that the settings and the memory allow."
+        alone = [o for o in others if not o.fits]
+        return text + (f"; none of {len(alone)} others that were tried fits." if alone else ".")
     rival = min(rivals, key=lambda option: option.step_s)
     text += f"; the next best, {title(rival)}, takes {format_seconds(rival.step_s)}"
     difference = rival.step_s / best.step_s - 1

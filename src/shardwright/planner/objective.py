@@ -67,15 +67,15 @@ class Objective:
 
     def rank_key(
         self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]
-    ) -> tuple[float, float, float]:
-        """What counts with several stages a rank: bytes missing on all ranks, dearest rank, dearest stage."""
+    ) -> tuple[float, float, float, float]:
+        """What counts for ranks: bytes missing on the worst, on all; the dearest rank, the dearest stage."""
         at, owner = np.asarray(cuts), np.asarray(ranks)
         pick = (at[:-1], at[1:])
         sums = self._rank_sums(pick, owner, np.asarray(in_flight))
         again, overflow = self._relax(**sums)
         seconds = self.seconds[pick]
         cost = self._mix(np.bincount(owner, seconds) + again, sums["state"] + sums["saved"])
-        return float(overflow.sum()), float(cost.max()), float(seconds.max())
+        return float(overflow.max()), float(overflow.sum()), float(cost.max()), float(seconds.max())
 
     def fits(self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]) -> bool:
         """Whether every rank has enough memory without any recomputation but what is asked for."""

@@ -49,9 +49,10 @@ class Demands:
 @lru_cache(maxsize=512)
 def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: int | None) -> tuple[int, ...]:
     """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
-    if kind != "gpipe":
-        # Every family but gpipe is in its steady state by then.
-        num_microbatches = min(num_microbatches, 4 * len(ranks))
+    num_ranks = max(ranks) + 1
+    if kind != "gpipe" and num_microbatches > 3 * num_ranks:
+        # Steady after two rounds over the ranks; what is left of a last, short round changes the order.
+        num_microbatches = 2 * num_ranks + num_microbatches % num_ranks
     schedule = build_schedule(
         kind, stage_ranks=ranks, num_microbatches=num_microbatches, active_microbatches=active
     )
@@ -111,12 +112,14 @@ class Workload:
 
         Args:
             option: where to start; made from this workload.
-            max_actions: how much may be simulated, in actions.
+            max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
         """
+        actions = sum(map(len, option.schedule.actions))
+        if 2 * option.layout.num_stages * actions > max_actions:
+            return option
         atom_at = {call: atom for atom, call in enumerate(self.chain.starts)}
         start = tuple(atom_at[cut] for cut in option.layout.cuts)
         tried: dict[tuple[int, ...], Option] = {start: option}
-        actions = sum(map(len, option.schedule.actions))
 
         def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
             if cuts not in tried:

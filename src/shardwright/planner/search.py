@@ -41,6 +41,7 @@ _SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
 
 _NEAR_TIE = 1.02
 _NUM_SIMULATED = 12
+_FEWEST_SIMULATED = 2
 _NUM_REFINED = 4
 _MOST_ACTIONS = 200_000
 _MOST_TIES = 2
@@ -241,7 +242,7 @@ def _promising(drafts: Sequence[Draft]) -> list[Draft]:
     affordable: list[Draft] = []
     for draft in kept:
         budget -= 3 * draft.layout.num_stages * draft.workload.num_microbatches
-        if budget >= 0 or len(affordable) < _NUM_REFINED:
+        if budget >= 0 or len(affordable) < _FEWEST_SIMULATED:
             affordable.append(draft)
     return affordable
 
