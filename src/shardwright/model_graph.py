@@ -169,7 +169,8 @@ class ModelGraph:
         if not self._fingerprint:
             nodes = [(n.kind, n.label, n.inputs, n.outputs, n.parameters) for n in self.nodes]
             values = [(v.spec.shape, v.spec.dtype, v.spec.requires_grad, v.free) for v in self.values]
-            document = json.dumps([nodes, values, self.loss, self.outputs])
+            held = [unit.parameters for unit in self.units.values()]
+            document = json.dumps([nodes, values, held, self.loss, self.outputs])
             self._fingerprint.append(hashlib.sha256(document.encode()).hexdigest()[:16])
         return self._fingerprint[0]
 
