@@ -75,7 +75,9 @@ def set_activation_checkpointing(
         return
     if size == 1:
         for child in module:
-            _mark(child, preserve_rng_state)
+            # An activation by itself keeps no less when recomputed, and may work in place on its input.
+            if next(child.parameters(), None) is not None:
+                _mark(child, preserve_rng_state)
         return
     module.__dict__["forward"] = _GroupedForward(module, size, preserve_rng_state)
 

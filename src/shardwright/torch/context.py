@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.cluster import Cluster
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
 from shardwright.errors import UsageError
@@ -18,6 +19,7 @@ from shardwright.plan import Plan
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
     from shardwright.torch.optimizer import DistributedOptimizer
+    from shardwright.torch.reporting import Reporter
 
 __all__ = ["Context", "context", "is_initialized", "set_context"]
 
@@ -37,6 +39,8 @@ class Context:
         data_group: ranks that hold the same stage; None for a single rank.
         transport: messages inside the replica.
         plan: the plan in force; None until the first step, unless one was given.
+        cluster: the present machines, once they were measured.
+        reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
         pinned: id of a module -> pipeline rank that the user gave it.
@@ -53,6 +57,8 @@ class Context:
     data_group: dist.ProcessGroup | None = None
     transport: Transport | None = None
     plan: Plan | None = None
+    cluster: Cluster | None = None
+    reporter: "Reporter | None" = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
     pinned: dict[int, int] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class DeferredTensor(torch.Tensor):
             f"a place that cannot be deferred. {REMEDY}"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __format__(self, format_spec: str) -> str:

@@ -9,7 +9,8 @@ from torch import nn
 from shardwright.torch.batch import Arguments
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.glue import intercept_calls, restore_calls
-from shardwright.torch.trace import UnitMap, trace_step
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.units import ModuleCost
 
 __all__ = ["discover"]

@@ -1,146 +1,42 @@
-"""Runs step functions: over a pipeline, or on a single rank."""
+"""Runs step functions over the stages of a pipeline."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.errors import TraceMismatchError, UsageError
-from shardwright.schedule import Edge, Schedule, build_schedule, lower
+from shardwright.errors import TraceMismatchError
+from shardwright.planner import stage_costs_of
+from shardwright.schedule import Schedule, build_schedule, lower
 from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter
 from shardwright.torch.context import Context
-from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
+from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
-from shardwright.torch.glue import intercept_calls, set_active_handler
+from shardwright.torch.glue import intercept_calls
 from shardwright.torch.placement import (
     SharingGroups,
     call_placement,
     reduced_parameters,
     synchronise,
 )
-from shardwright.torch.program import Program, build_program, home_stages
-from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.program import Program, build_program, home_stages, merged_edges
+from shardwright.torch.recording import Trace
+from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.split_backward import split_linear_modules
-from shardwright.torch.trace import Trace, UnitMap, trace_step
+from shardwright.torch.trace import trace_step
 from shardwright.torch.tree import flatten
+from shardwright.torch.unit_map import UnitMap
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
 
-__all__ = ["Engine", "PipelineEngine", "SingleEngine"]
-
-
-class Engine(Protocol):
-    """Runs a step function on the microbatches of a batch."""
-
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
-        """Returns what the step function returned, by microbatch; collective over the replica."""
-        ...
-
-
-class SingleEngine:
-    """Runs every microbatch on this rank, as a plain loop would."""
-
-    def __init__(self, context: Context, model: "DistributedModel"):
-        self._context = context
-        self._model = model
-        self._reducer: GradientReducer | None = None
-        if context.data_group is not None:
-            self._reducer = self._prepare_replicas(context.data_group)
-
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
-        """Runs the microbatches one after the other."""
-        arguments = to_device(arguments, self._context.device)
-        num_microbatches = self._context.config.microbatches or 1
-        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
-        parts = splitter.split(arguments, num_microbatches)
-        results, any_backward = [], False
-        for index, (args, kwargs) in enumerate(parts):
-            handler = _Plain(scale, self._reducer if index == num_microbatches - 1 else None)
-            before = set_active_handler(handler)
-            try:
-                with _tensor_backward(handler):
-                    results.append(function(*args, **kwargs))
-            finally:
-                set_active_handler(before)
-            any_backward = any_backward or handler.ran_backward
-        if any_backward and self._reducer is not None:
-            self._reducer.finish()
-        return [_detached(result) for result in results]
-
-    def _prepare_replicas(self, group: dist.ProcessGroup) -> GradientReducer:
-        module = self._model.module
-        first = self._context.mesh.group("dp", self._context.rank)[0]
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.numel():
-                dist.broadcast(tensor.detach(), first, group=group)
-        members = [Reduced(p, frozenset({0}), group) for p in module.parameters() if p.requires_grad]
-        return self._model.make_reducer(members)
-
-
-class _Plain:
-    """The handler of a step function that is run as it is."""
-
-    def __init__(self, scale: float, reducer: GradientReducer | None):
-        self._scale = scale
-        self._reducer = reducer
-        self.ran_backward = False
-
-    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is intercepted on a single rank."""
-        return func(*args, **kwargs)
-
-    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is intercepted on a single rank."""
-        before = set_active_handler(None)
-        try:
-            return module(*args, **kwargs)
-        finally:
-            set_active_handler(before)
-
-    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Runs autograd, with the loss scaled so that microbatches are averaged."""
-        if self.ran_backward:
-            raise UsageError(
-                "backward is called a second time in one step function. Add the losses and call "
-                "backward once."
-            )
-        if not loss.requires_grad:
-            raise UsageError(
-                "the loss does not depend on any trained parameter of the model, so there is nothing "
-                "to train."
-            )
-        self.ran_backward = True
-        start = torch.ones_like(loss) if gradient is None else gradient
-        if self._reducer is not None:
-            self._reducer.last_backward(0, True)
-        torch.autograd.backward(loss, start * self._scale)
-        if self._reducer is not None:
-            self._reducer.last_backward(0, False)
-
-
-class _tensor_backward:  # noqa: N801  (a context manager)
-    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
-
-    def __init__(self, handler: _Plain):
-        self._handler = handler
-        self._original = Tensor.backward
-
-    def __enter__(self) -> None:
-        handler = self._handler
-
-        def backward(loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-            handler.backward(loss, gradient)
-
-        Tensor.backward = backward  # type: ignore[assignment,method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        Tensor.backward = self._original  # type: ignore[method-assign]
+__all__ = ["PipelineEngine"]
 
 
 class PipelineEngine:
@@ -161,10 +57,9 @@ class PipelineEngine:
         self._context = context
         self._model = model
         self._planner = planner
+        assert context.pipeline_group is not None
         self._broadcast = BatchBroadcast(
-            context.pipeline_group,
-            source=context.pipeline_ranks[0],
-            device=context.device,  # type: ignore[arg-type]
+            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
         )
         self._programs: dict[Any, tuple[Program, bool]] = {}
         self._schedules: dict[Any, Schedule] = {}
@@ -175,7 +70,7 @@ class PipelineEngine:
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
         context = self._context
         arguments = to_device(self._broadcast(arguments), context.device)
@@ -200,16 +95,28 @@ class PipelineEngine:
         )
         if train and self.reducer is not None:
             self.reducer.finish()
-        return self._exchange(results, programs)
+        results, losses = exchange_outputs(context, results, programs)
+        return EngineRun(
+            results=results,
+            losses=losses if train else None,
+            samples=splitter.batch_size(arguments) or 0,
+            tokens=num_tokens(arguments),
+            flops=sum(program.flops for program in programs),
+            row=self.executor.timeline.events,
+            schedule=schedule,
+            edges=merged_edges(programs),
+        )
 
     # ---- the first step
     # -----------------------------------------------------------------------------------------
 
     def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
         context, module = self._context, self._model.module
+        assert context.reporter is not None
         if context.plan is None:
             context.plan = self._planner(function, arguments, splitter)
         plan = context.plan
+        context.reporter.plan_made(plan)
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
         self._set_units(names)
         assert self._unit_map is not None
@@ -344,6 +251,7 @@ class PipelineEngine:
             if not any(c.has_gradient for program in programs for c in program.crossings.get(pair, ()))
         }
         stage_ranks = programs[0].stage_ranks
+        costs = stage_costs_of(self._context.plan)
         key = (stage_ranks, len(programs), train, pairs, frozenset(one_way))
         if key not in self._schedules:
             schedule = build_schedule(
@@ -352,55 +260,10 @@ class PipelineEngine:
                 num_microbatches=len(programs),
                 active_microbatches=chosen.active_microbatches if train else None,
                 forward_only=not train,
+                costs=costs if costs and len(costs) == len(stage_ranks) else None,
             )
-            edges = [Edge(source=a, target=b, has_gradient=(a, b) not in one_way) for a, b in pairs]
-            self._schedules[key] = lower(schedule, edges)
+            self._schedules[key] = lower(schedule, merged_edges(programs))
         return self._schedules[key]
-
-    def _exchange(self, results: list[Any], programs: list[Program]) -> list[Any]:
-        """Gives every rank of the replica the tensors that the step function returned."""
-        context = self._context
-        flat = [flatten(result) for result in results]
-        for owner in range(context.mesh.pipeline):
-            places = [
-                (microbatch, position, value)
-                for microbatch, program in enumerate(programs)
-                for position, value in program.result_values
-                if program.stage_ranks[program.home_of[value]] == owner
-            ]
-            if not places:
-                continue
-            source = context.pipeline_ranks[owner]
-            specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
-            if owner == context.pipeline_rank:
-                tensors = [flat[m][0][position].detach().contiguous() for m, position, _ in places]
-                payload = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
-            else:
-                payload = torch.empty(
-                    sum(s.num_bytes for s in specs), dtype=torch.uint8, device=context.device
-                )
-            dist.broadcast(payload, source, group=context.pipeline_group)
-            offset = 0
-            for (microbatch, position, _), spec in zip(places, specs, strict=True):
-                piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
-                flat[microbatch][0][position] = piece.view(spec.shape)
-                offset += spec.num_bytes
-        return [structure.rebuild([_detach(item) for item in items]) for items, structure in flat]
-
-
-def to_device(arguments: Arguments, device: torch.device) -> Arguments:
-    """Moves the tensors of a batch, where they are elsewhere."""
-    if device.type == "cpu":
-        return arguments
-    items, structure = flatten(arguments)
-    moved = [
-        item.to(device, non_blocking=True)
-        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
-        else item
-        for item in items
-    ]
-    args, kwargs = structure.rebuild(moved)
-    return args, kwargs
 
 
 def _signature_of(item: Any) -> Any:
@@ -414,12 +277,3 @@ def _signature_of(item: Any) -> Any:
 def _first_named(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by their first name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _detach(item: Any) -> Any:
-    return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
-
-
-def _detached(result: Any) -> Any:
-    items, structure = flatten(result)
-    return structure.rebuild([_detach(item) for item in items])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
+from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.split_backward import put_off_weights, split_linear_modules
-from shardwright.torch.trace import Sample
 from shardwright.torch.tree import leaves
 
 __all__ = ["Timing", "costs_of", "measure_class", "unit_cost"]

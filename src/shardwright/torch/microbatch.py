@@ -13,7 +13,7 @@ from shardwright.torch.functions import name_of
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
-from shardwright.torch.trace import user_line
+from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
 
 __all__ = ["Microbatch"]

@@ -1,5 +1,6 @@
 """The model as the script sees it."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import context
-from shardwright.torch.engine import Engine, PipelineEngine, SingleEngine
+from shardwright.torch.engine import PipelineEngine
+from shardwright.torch.engine_run import Engine
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency
+from shardwright.torch.single_engine import SingleEngine
 
 __all__ = ["DistributedModel"]
 
@@ -108,7 +111,13 @@ class DistributedModel(nn.Module):
 
     def run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
         """Runs a step function on a batch; `sw.step` calls it."""
-        return self._engine.run(function, arguments, splitter)
+        current = context()
+        assert current.reporter is not None
+        start = time.perf_counter()
+        run = self._engine.run(function, arguments, splitter)
+        if run.losses is not None:
+            current.reporter.step_done(run, seconds=time.perf_counter() - start)
+        return run.results
 
     # ---- what lives here
     # ----------------------------------------------------------------------------------------

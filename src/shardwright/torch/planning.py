@@ -19,16 +19,20 @@ from torch import nn
 from shardwright.cluster import Cluster
 from shardwright.errors import DeferredReadError, PlanError, ShardwrightError
 from shardwright.model_graph import ModelGraph
+from shardwright.observe.console import Phase
 from shardwright.plan import Plan
 from shardwright.planner import estimate_profile, make_plan, microbatch_counts
 from shardwright.profile import Profile, UnitCost
+from shardwright.torch.activation_checkpointing import is_marked
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.discover import discover
 from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.machine import present_cluster
 from shardwright.torch.profiler import Profiler
-from shardwright.torch.trace import Trace, UnitMap, trace_step
+from shardwright.torch.recording import Trace
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.units import choose_units
 
 __all__ = ["Planner"]
@@ -52,9 +56,12 @@ class Planner:
         """
         context = self._context
         counts = self._counts(arguments, splitter)
-        traces = self._traces(function, {m: splitter.split(arguments, m)[0] for m in counts})
-        cluster = present_cluster(context)
-        profiles = self._profiles(traces, cluster)
+        assert context.reporter is not None
+        with context.reporter.phase("tracing the model"):
+            traces = self._traces(function, {m: splitter.split(arguments, m)[0] for m in counts})
+        context.cluster = cluster = present_cluster(context)
+        with context.reporter.phase("measuring units") as phase:
+            profiles = self._profiles(traces, cluster, phase)
         made: list[Any] = [None]
         if context.rank == 0:
             try:
@@ -92,7 +99,7 @@ class Planner:
         pipeline, per_rank = context.mesh.pipeline, context.config.virtual_stages or 2
         first = next(iter(parts.values()))
         costs = discover(self._model, function, first, device=context.device)
-        forced: set[int] = set()
+        forced = {id(module) for module in self._model.modules() if is_marked(module)}
         while True:
             names = choose_units(self._model, costs, num_stages=pipeline * per_rank, forced=frozenset(forced))
             unit_map = UnitMap.of(self._model, names)
@@ -123,12 +130,12 @@ class Planner:
                     return module
         return None
 
-    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster, phase: Phase) -> dict[int, Profile]:
         device = cluster.device
         estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
         if self._context.config.profile == "estimated":
             return estimated
-        measured = Profiler(self._context).measure(list(traces.values()))
+        measured = Profiler(self._context).measure(list(traces.values()), phase=phase)
         profiles = {}
         for m, profile in estimated.items():
             costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}

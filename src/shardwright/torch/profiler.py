@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.observe.console import Phase
 from shardwright.profile import UnitCost
 from shardwright.torch.context import Context
 from shardwright.torch.machine import cores_of_host, device_name
 from shardwright.torch.measure import Timing, measure_class, unit_cost
-from shardwright.torch.trace import Trace
+from shardwright.torch.recording import Trace
 
 __all__ = ["Profiler", "cache_folder"]
 
@@ -41,7 +42,7 @@ class Profiler:
         self._context = context
         self._file = cache_folder() / "profile" / f"{self._machine_key()}.json"
 
-    def measure(self, traces: Sequence[Trace]) -> dict[str, UnitCost]:
+    def measure(self, traces: Sequence[Trace], *, phase: Phase) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
 
         A class that cannot be run on random data is left out, with a line in the log.
@@ -51,7 +52,7 @@ class Profiler:
         timings = {key: Timing(**known[key]) for key in classes if key in known}
         missing = [key for key in classes if key not in timings]
         for number, key in enumerate(missing, start=1):
-            log.info("measuring %s (%d/%d)", key, number, len(missing))
+            phase.update(number, total=len(missing))
             timing = self._measure_together(classes[key], key)
             if timing is not None:
                 timings[key] = timing

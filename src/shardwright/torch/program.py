@@ -20,11 +20,19 @@ from typing import Any
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
+from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
-from shardwright.torch.trace import Step, Trace
 from shardwright.torch.tree import Structure
 
-__all__ = ["Crossing", "Instruction", "Place", "Program", "build_program", "home_stages"]
+__all__ = [
+    "Crossing",
+    "Instruction",
+    "Place",
+    "Program",
+    "build_program",
+    "home_stages",
+    "merged_edges",
+]
 
 
 class Place(IntEnum):
@@ -108,6 +116,7 @@ class Program:
         outputs: values that the step function returns.
         result_values: (position among the leaves of the returned tree, value).
         fingerprint: of the traced graph.
+        flops: of the forward, all stages together.
     """
 
     instructions: list[Instruction]
@@ -124,23 +133,34 @@ class Program:
     outputs: frozenset[int]
     result_values: tuple[tuple[int, int], ...]
     fingerprint: str
+    flops: int
 
     @property
     def draws(self) -> bool:
         """Whether a microbatch takes random numbers."""
         return any(instruction.draws for instruction in self.instructions)
 
-    def edges(self) -> list[Edge]:
-        """Transfers between stages, for lowering and simulation."""
-        return [
+
+def merged_edges(programs: Sequence[Program]) -> list[Edge]:
+    """Transfers between stages for lowering and simulation: those of any of the microbatches.
+
+    Bytes are those of the largest microbatch.
+    """
+    pairs = sorted({pair for program in programs for pair in program.crossings})
+    edges = []
+    for source, target in pairs:
+        groups = [program.crossings.get((source, target), ()) for program in programs]
+        gradient_bytes = max(sum(c.spec.num_bytes for c in group if c.has_gradient) for group in groups)
+        edges.append(
             Edge(
                 source=source,
                 target=target,
-                num_bytes=sum(c.spec.num_bytes for c in crossings),
-                gradient_bytes=sum(c.spec.num_bytes for c in crossings if c.has_gradient),
+                num_bytes=max(sum(c.spec.num_bytes for c in group) for group in groups),
+                gradient_bytes=gradient_bytes,
+                has_gradient=gradient_bytes > 0,
             )
-            for (source, target), crossings in sorted(self.crossings.items())
-        ]
+        )
+    return edges
 
 
 def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
@@ -247,6 +267,7 @@ def build_program(
         outputs=frozenset(graph.outputs),
         result_values=trace.result_values,
         fingerprint=graph.fingerprint,
+        flops=sum(node.flops for node in graph.nodes),
     )
 
 

@@ -1,6 +1,7 @@
 """Stand-ins for the arguments and weights of a call: random data of the right shapes."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,15 +25,34 @@ def random_like(leaf: Any, device: torch.device) -> Any:
     return tensor.requires_grad_() if leaf.requires_grad else tensor
 
 
-def copy_of_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy with weights of its own: random where the module has none."""
-    twin = copy.deepcopy(module)
-    if any(p.is_meta for p in (*twin.parameters(), *twin.buffers())):
-        twin = twin.to_empty(device=device)
-        with torch.no_grad():
-            for tensor in (*twin.parameters(), *twin.buffers()):
-                if tensor.is_floating_point():
-                    tensor.normal_(std=0.02)
-                else:
-                    tensor.zero_()
-    return twin.to(device)
+def copy_of_module(
+    module: nn.Module, device: torch.device, *, originals: Mapping[int, Tensor] | None = None
+) -> nn.Module:
+    """A copy with weights of its own: random where the module has none.
+
+    Args:
+        module: any module.
+        device: where the copy goes.
+        originals: id of a stand-in among its parameters and buffers -> the tensor that it stands for.
+    """
+    memo: dict[int, Any] = {}
+    for identifier, tensor in (originals or {}).items():
+        memo[identifier] = _own(tensor, device)
+    twin = copy.deepcopy(module, memo)
+    for sub in twin.modules():
+        for registry in (sub._parameters, sub._buffers):
+            for key, own in registry.items():
+                if own is not None and own.device != device:
+                    registry[key] = _own(own, device)  # type: ignore[assignment]
+    return twin
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; random numbers for a tensor without memory."""
+    if not tensor.is_meta:
+        own = tensor.detach().to(device, copy=True)
+    elif tensor.is_floating_point():
+        own = torch.randn(tensor.shape, dtype=tensor.dtype, device=device) * 0.02
+    else:
+        own = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(own, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own

@@ -60,7 +60,9 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+        # Parameters are kept as they are: what recomputation gives back for a saved tensor is a copy.
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
         ctx.transposed = transposed
         ctx.uses = uses = _PutOff.uses
         if uses is not None:
@@ -70,7 +72,8 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (grad,) = gradients
-        x, weight, bias = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ (weight.t() if ctx.transposed else weight)

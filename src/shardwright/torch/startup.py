@@ -8,8 +8,9 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
-from shardwright.torch.context import is_initialized, make_context, set_context, settings_from
+from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import seed_everything
+from shardwright.torch.reporting import Reporter
 
 __all__ = ["init", "shutdown"]
 
@@ -41,11 +42,17 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     settings = Config.merge(given, *settings_from(os.environ))
     if settings.plan is not None:
         plan = Plan.read(settings.plan)
-    set_context(make_context(settings, plan))
+    made = make_context(settings, plan)
+    made.reporter = Reporter(made)
+    set_context(made)
     if settings.seed is not None:
         seed_everything(settings.seed)
 
 
 def shutdown() -> None:
     """Ends a run: a new one can be started with `init`. Process groups stay until the process ends."""
+    if is_initialized():
+        current = context()
+        if current.reporter is not None:
+            current.reporter.close()
     set_context(None)

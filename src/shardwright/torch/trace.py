@@ -7,146 +7,30 @@ unit returns is a `DeferredTensor`.
 
 import copy
 import logging
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwright.errors import DeferredReadError, TraceError, UsageError
-from shardwright.model_graph import ModelGraph, Node, ParameterSpec, Unit, Value
+from shardwright.model_graph import ModelGraph, Node, Unit, Value
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
-from shardwright.torch.glue import GlueMode, active_handler, set_active_handler
-from shardwright.torch.rng import Draw
+from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.recording import Sample, Step, Trace
 from shardwright.torch.samples import copy_of_module, random_like
+from shardwright.torch.source_line import user_line
+from shardwright.torch.trace_guard import OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
+from shardwright.torch.unit_map import UnitMap
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Sample", "Step", "Trace", "UnitMap", "trace_step"]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitMap:
-    """Units and parameters of a model by identity, with their names.
-
-    Attributes:
-        model: the whole model.
-        units: id of the module -> name of the unit.
-        modules: name of the unit -> module.
-        parameters: id of a parameter or buffer -> its first name.
-        specs: first name -> what it is.
-    """
-
-    model: nn.Module
-    units: dict[int, str]
-    modules: dict[str, nn.Module]
-    parameters: dict[int, str]
-    specs: dict[str, ParameterSpec]
-
-    @classmethod
-    def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
-        """Looks units up by name."""
-        modules = {name: model.get_submodule(name) for name in unit_names}
-        parameters: dict[int, str] = {}
-        tensors: dict[str, tuple[Tensor, bool]] = {}
-        aliases: dict[str, list[str]] = {}
-        for is_buffer, source in (
-            (False, model.named_parameters(remove_duplicate=False)),
-            (True, model.named_buffers(remove_duplicate=False)),
-        ):
-            for name, tensor in source:
-                first = parameters.setdefault(id(tensor), name)
-                if first == name:
-                    tensors[name] = (tensor, is_buffer)
-                else:
-                    aliases.setdefault(first, []).append(name)
-        specs = {
-            name: ParameterSpec(
-                name=name, spec=spec_of(tensor), aliases=tuple(aliases.get(name, ())), is_buffer=is_buffer
-            )
-            for name, (tensor, is_buffer) in tensors.items()
-        }
-        return cls(
-            model=model,
-            units={id(module): name for name, module in modules.items()},
-            modules=modules,
-            parameters=parameters,
-            specs=specs,
-        )
-
-
-@dataclass(slots=True)
-class Step:
-    """One intercepted operation or unit call, in the order of execution.
-
-    Attributes:
-        func: the torch function, or the unit's module.
-        node: index of its node in the graph; None for free operations.
-        reads: (position among the leaves of the arguments, value) of each value that it reads.
-        writes: (position among the leaves of the result, value).
-        mutations: (position of an argument, or None; value before, or None; value after) of what it changed
-            in place.
-        structure: structure of the result.
-        result: leaves of the result as a rank that does not execute it returns them.
-        passed: (position in the result, position in the arguments) of arguments that are returned as they
-            are.
-        line: where in the user's code.
-        draws: random numbers that it takes.
-    """
-
-    func: Any
-    node: int | None
-    line: str = ""
-    draws: tuple[Draw, ...] = ()
-    reads: tuple[tuple[int, int], ...] = ()
-    writes: tuple[tuple[int, int], ...] = ()
-    mutations: tuple[tuple[int | None, int | None, int], ...] = ()
-    structure: Structure | None = None
-    result: tuple[Any, ...] = ()
-    passed: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(slots=True)
-class Sample:
-    """Arguments of one call of a cost class, from which it can be run again to be timed.
-
-    Attributes:
-        func: the unit's module, or the torch function.
-        leaves: leaves of the arguments; fake tensors in place of real ones.
-        structure: their structure.
-    """
-
-    func: Any
-    leaves: list[Any]
-    structure: Structure
-
-
-@dataclass(slots=True)
-class Trace:
-    """What one microbatch does.
-
-    Attributes:
-        graph: the nodes that are placed on stages.
-        steps: everything that is intercepted, free operations included.
-        backward_at: number of steps before ``backward``; None without one.
-        result_values: (position among the leaves of what the step function returned, value).
-        reads_data: Python looked at values of free tensors, so that another batch may take another path.
-        samples: cost class -> arguments of its first call.
-    """
-
-    graph: ModelGraph
-    steps: list[Step]
-    backward_at: int | None
-    result_values: tuple[tuple[int, int], ...]
-    reads_data: bool
-    samples: dict[str, Sample]
+__all__ = ["trace_step"]
 
 
 @dataclass(slots=True)
@@ -164,6 +48,7 @@ class Tracer:
         self.unit_map = unit_map
         self._device = device
         self._names = dict(unit_map.parameters)
+        self._lent_for: dict[int, Tensor] = {}
         self.fake_mode = new_fake_mode()
         self.steps: list[Step] = []
         self.nodes: list[Node] = []
@@ -337,7 +222,7 @@ class Tracer:
         Some units look at values (a router that skips unused experts), and some kernels have no fake version.
         """
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
-        twin = copy_of_module(module, self._device)
+        twin = copy_of_module(module, self._device, originals=self._lent_for)
         args, kwargs = structure.rebuild([random_like(fake, self._device) for fake in fakes])
         generators = torch.random.get_rng_state()
         try:
@@ -448,12 +333,13 @@ class Tracer:
         return value
 
     def lend(self, tensor: Tensor) -> Tensor:
-        """A fake tensor on the computing device, for a parameter or buffer without memory."""
+        """A fake tensor on the computing device, in place of a parameter or buffer."""
         with self.fake_mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         self._names[id(fake)] = self.unit_map.parameters[id(tensor)]
+        self._lent_for[id(fake)] = tensor
         self._keep_alive.append(fake)
         return fake
 
@@ -558,9 +444,9 @@ def trace_step(
     tracer.vary(leaves(arguments))
     args, kwargs = arguments
     before = set_active_handler(tracer)
-    open_modules = _OpenModules(tracer)
+    open_modules = OpenModules(tracer)
     try:
-        with _Unchanged(tracer), open_modules, GlueMode(tracer):
+        with Unchanged(unit_map, tracer.lend), open_modules, GlueMode(tracer):
             result = function(*args, **kwargs)
         return tracer.finish(result, batch_size)
     except DeferredReadError as error:
@@ -568,88 +454,6 @@ def trace_step(
         raise
     finally:
         set_active_handler(before)
-
-
-class _Unchanged:
-    """Keeps a model as it is while it is traced.
-
-    Takes back what forwards write to attributes of modules (it would leave fake tensors there), and lends
-    fake tensors on the right device to modules whose parameters live on other ranks.
-    """
-
-    def __init__(self, tracer: "Tracer"):
-        self._tracer = tracer
-        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
-        self._lent: dict[int, Tensor] = {}
-
-    def __enter__(self) -> None:
-        for module in self._tracer.unit_map.model.modules():
-            attributes = dict(module.__dict__)
-            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
-            self._saved.append((module, attributes, containers))
-            for registry in (module._parameters, module._buffers):
-                for key, tensor in registry.items():
-                    if tensor is not None and tensor.is_meta:
-                        registry[key] = self._lend(tensor)  # type: ignore[assignment]
-
-    def __exit__(self, *exc_info: object) -> None:
-        for module, attributes, containers in self._saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in containers:
-                container.clear()
-                if isinstance(container, list):
-                    container.extend(content)
-                else:
-                    container.update(content)
-
-    def _lend(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._lent:
-            self._lent[id(tensor)] = self._tracer.lend(tensor)
-        return self._lent[id(tensor)]
-
-
-class _OpenModules:
-    """Knows which modules are being called, from the outermost to the innermost; units are not entered."""
-
-    def __init__(self, tracer: "Tracer"):
-        self._tracer = tracer
-        self._open: list[nn.Module] = []
-        self._handles: list[Any] = []
-        self.at_failure: tuple[nn.Module, ...] = ()
-
-    def __enter__(self) -> None:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def __exit__(self, *exc_info: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if active_handler() is self._tracer:
-            self._open.append(module)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._open and self._open[-1] is module:
-            if sys.exc_info()[0] is not None and not self.at_failure:
-                self.at_failure = tuple(self._open)
-            self._open.pop()
-
-
-def user_line() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    fallback = ""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "shardwright.", "contextlib")) and module != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return fallback
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

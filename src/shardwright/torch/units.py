@@ -59,9 +59,11 @@ class _Walk:
         cost = self.costs.get(id(module), ModuleCost())
         if cost.calls == 0 or not _has_parameters(module):
             return False
-        if id(module) in self.forced or not any(_has_parameters(child) for child in module.children()):
-            return True
         share_of_stage = self.share(module) * self.num_stages
+        if id(module) in self.forced and share_of_stage <= 1.0:
+            return True
+        if not any(_has_parameters(child) for child in module.children()):
+            return True
         if repeated:
             return share_of_stage <= _LARGE_SHARE_OF_STAGE
         return share_of_stage <= _SMALL_SHARE_OF_STAGE
@@ -84,7 +86,8 @@ def choose_units(
         model: the whole model.
         costs: id of a module -> what it does in one forward.
         num_stages: number of stages, which says how fine the pieces need to be.
-        forced: ids of modules that must not be split (their inside cannot be traced).
+        forced: ids of modules that are better kept whole (their inside cannot be traced, or is recomputed
+            as a whole), unless they are more than a stage.
     """
     total = float(costs[id(model)].flops) if id(model) in costs else 0.0
     walk = _Walk(costs=costs, total=total, num_stages=num_stages, forced=forced)

@@ -1,0 +1,68 @@
+"""Gives every rank of a replica the tensors that a step function returned."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.torch.context import Context
+from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.program import Program
+from shardwright.torch.tree import flatten
+
+__all__ = ["exchange_outputs"]
+
+
+def exchange_outputs(
+    context: Context, results: Sequence[Any], programs: Sequence[Program]
+) -> tuple[list[Any], list[Tensor]]:
+    """Broadcasts what each rank of the replica made; collective over the replica.
+
+    Args:
+        context: the run.
+        results: what the step function returned on this rank, by microbatch; deferred tensors where
+            another rank has the value.
+        programs: of each microbatch.
+
+    Returns:
+        The results with all tensors in place, without autograd history; and the loss of each microbatch.
+    """
+    flat = [flatten(result) for result in results]
+    losses: list[Tensor] = []
+    for owner in range(context.mesh.pipeline):
+        places = _places(programs, owner)
+        if not places:
+            continue
+        specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
+        if owner == context.pipeline_rank:
+            mine = [flat[m][0][position].detach().contiguous() for m, position, _ in places]
+            payload = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in mine])
+        else:
+            num_bytes = sum(spec.num_bytes for spec in specs)
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+        if payload.numel():
+            dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
+        offset = 0
+        for (microbatch, position, value), spec in zip(places, specs, strict=True):
+            piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
+            flat[microbatch][0][position] = piece.view(spec.shape)
+            offset += spec.num_bytes
+            if value == programs[microbatch].loss:
+                losses.append(flat[microbatch][0][position])
+    return [structure.rebuild([_detach(item) for item in items]) for items, structure in flat], losses
+
+
+def _places(programs: Sequence[Program], owner: int) -> list[tuple[int, int, int]]:
+    """(microbatch, position in the result, value) of everything that one pipeline rank made."""
+    return [
+        (microbatch, position, value)
+        for microbatch, program in enumerate(programs)
+        for position, value in program.result_values
+        if program.stage_ranks[program.home_of[value]] == owner
+    ]
+
+
+def _detach(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item

@@ -1,0 +1,167 @@
+"""Tells the observer what happened: which plan, which steps, which timeline."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.errors import ShardwrightError
+from shardwright.observe.console import Phase
+from shardwright.observe.metrics import StepRecord
+from shardwright.observe.observer import Observer
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.timeline import idle_share, measured_events
+from shardwright.plan import Plan
+from shardwright.planner import stage_costs_of
+from shardwright.schedule import simulate
+from shardwright.torch.context import Context
+from shardwright.torch.engine_run import EngineRun
+
+__all__ = ["Reporter"]
+
+NO_FOLDER = "off"
+
+
+class Reporter:
+    """Reports a run; every rank has one, the first rank's writes and prints.
+
+    The run folder is made at the first report, so that a script that fails before leaves none.
+    """
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._observer: Observer | None = None
+        self.num_steps = 0
+
+    @property
+    def observer(self) -> Observer:
+        """The observer; the first access is collective over all ranks."""
+        if self._observer is None:
+            self._observer = self._start()
+        return self._observer
+
+    def phase(self, text: str) -> AbstractContextManager[Phase]:
+        """Announces something that may take a while; collective at the first time."""
+        return self.observer.phase(text)
+
+    def plan_made(self, plan: Plan) -> None:
+        """The plan is in force; collective."""
+        self.observer.plan_made(plan)
+
+    def step_done(self, step: EngineRun, *, seconds: float) -> None:
+        """A training step ended; collective."""
+        context = self._context
+        self.num_steps += 1
+        number, interval = self.num_steps, context.config.log_interval
+        observer = self.observer
+        prediction = context.plan.prediction if context.plan else None
+        looks = number == 1 or number % interval == 0
+        busy, memory = self._gathered(step) if looks else (None, None)
+        losses = [float(loss) for loss in step.losses or ()]
+        replicas = context.mesh.data
+        observer.step_done(
+            StepRecord(
+                step=number,
+                seconds=seconds,
+                loss=sum(losses) / len(losses) if losses else None,
+                samples=step.samples * replicas,
+                tokens=None if step.tokens is None else step.tokens * replicas,
+                flops=3.0 * step.flops * replicas or None,
+                bubble_measured=busy,
+                bubble_predicted=prediction.bubble if prediction else None,
+                step_predicted_s=prediction.step_s if prediction else None,
+                memory_bytes=memory,
+                memory_limit_bytes=context.config.memory_limit,
+                learning_rate=_learning_rate(context),
+            )
+        )
+        if context.config.trace and step.schedule is not None and number > 1 and (looks or number == 3):
+            self._write_timeline(step)
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._observer is not None:
+            self._observer.close()
+
+    # ---- inside -------------------------------------------------------------------------------------------
+
+    def _start(self) -> Observer:
+        context = self._context
+        made: list[Any] = [None]
+        if context.rank == 0 and context.config.run_dir != NO_FOLDER:
+            try:
+                made[0] = str(RunFolder.create(context.config.run_dir, name=context.config.run_name).path)
+            except ShardwrightError as error:
+                made[0] = error
+        if context.mesh.world_size > 1:
+            dist.broadcast_object_list(made, src=0)
+        if isinstance(made[0], ShardwrightError):
+            raise made[0]
+        observer = Observer(
+            context.config,
+            rank=context.rank,
+            world_size=context.mesh.world_size,
+            pipeline_ranks=context.pipeline_ranks,
+            folder=RunFolder(Path(made[0])) if made[0] else None,
+            prints=context.rank == 0,
+        )
+        observer.config_resolved(context.config)
+        return observer
+
+    def _gathered(self, step: EngineRun) -> tuple[float | None, tuple[int, ...]]:
+        """Idle share of this replica, and peak memory of all ranks."""
+        context = self._context
+        mine = (sum(end - start - waited for _, start, end, waited in step.row), step.pipeline_s, _memory())
+        gathered: list[Any] = [mine]
+        if context.mesh.world_size > 1:
+            gathered = [None] * context.mesh.world_size
+            dist.all_gather_object(gathered, mine)
+        replica = [gathered[rank] for rank in context.pipeline_ranks]
+        longest = max(pipeline_s for _, pipeline_s, _ in replica)
+        share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None
+        return share, tuple(memory for _, _, memory in gathered)
+
+    def _write_timeline(self, step: EngineRun) -> None:
+        context = self._context
+        assert step.schedule is not None
+        rows: list[Any] = [None] * context.mesh.pipeline
+        dist.all_gather_object(rows, step.row, group=context.pipeline_group)
+        # One clock on one host; the ranks of several are aligned by their first action.
+        one_host = context.mesh.world_size == context.local_size
+        starts = [row[0][1] for row in rows]
+        events = measured_events(rows, step_starts=[min(starts)] * len(rows) if one_host else starts)
+        costs = stage_costs_of(context.plan) if context.plan else None
+        cluster = context.cluster
+        simulation = None
+        if costs and cluster and len(costs) == step.schedule.num_stages:
+            ranks = context.pipeline_ranks
+            simulation = simulate(
+                step.schedule,
+                costs,
+                edges=step.edges,
+                link=lambda a, b: cluster.link(ranks[a], ranks[b]),
+                cores=cluster.cores_per_node,
+            )
+        self.observer.timeline(events, simulation, step=self.num_steps)
+
+
+def _memory() -> int:
+    """Peak memory of this process: of the GPU where there is one, else the resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def _learning_rate(context: Context) -> float | None:
+    for optimizer in context.optimizers:
+        for group in optimizer.param_groups:
+            return float(group["lr"]) if "lr" in group else None
+    return None

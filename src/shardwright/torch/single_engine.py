@@ -1,0 +1,127 @@
+"""Runs step functions on a single rank: as they are, microbatch by microbatch."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.context import Context
+from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
+from shardwright.torch.glue import set_active_handler
+from shardwright.torch.reducer import GradientReducer, Reduced
+
+if TYPE_CHECKING:
+    from shardwright.torch.model import DistributedModel
+
+__all__ = ["SingleEngine"]
+
+
+class SingleEngine:
+    """Runs every microbatch on this rank, as a plain loop would."""
+
+    def __init__(self, context: Context, model: "DistributedModel"):
+        self._context = context
+        self._model = model
+        self._reducer: GradientReducer | None = None
+        if context.data_group is not None:
+            self._reducer = self._prepare_replicas(context.data_group)
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
+        """Runs the microbatches one after the other."""
+        arguments = to_device(arguments, self._context.device)
+        num_microbatches = self._context.config.microbatches or 1
+        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
+        parts = splitter.split(arguments, num_microbatches)
+        results: list[Any] = []
+        losses: list[Tensor] = []
+        for index, (args, kwargs) in enumerate(parts):
+            handler = _Plain(scale, self._reducer if index == num_microbatches - 1 else None)
+            before = set_active_handler(handler)
+            try:
+                with _tensor_backward(handler):
+                    results.append(function(*args, **kwargs))
+            finally:
+                set_active_handler(before)
+            if handler.loss is not None:
+                losses.append(handler.loss)
+        if losses and self._reducer is not None:
+            self._reducer.finish()
+        return EngineRun(
+            results=[detached(result) for result in results],
+            losses=losses or None,
+            samples=splitter.batch_size(arguments) or 0,
+            tokens=num_tokens(arguments),
+        )
+
+    def _prepare_replicas(self, group: dist.ProcessGroup) -> GradientReducer:
+        module = self._model.module
+        first = self._context.mesh.group("dp", self._context.rank)[0]
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.numel():
+                dist.broadcast(tensor.detach(), first, group=group)
+        members = [Reduced(p, frozenset({0}), group) for p in module.parameters() if p.requires_grad]
+        return self._model.make_reducer(members)
+
+
+class _Plain:
+    """The handler of a step function that is run as it is."""
+
+    def __init__(self, scale: float, reducer: GradientReducer | None):
+        self._scale = scale
+        self._reducer = reducer
+        self.loss: Tensor | None = None
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        return func(*args, **kwargs)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        before = set_active_handler(None)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            set_active_handler(before)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Runs autograd, with the loss scaled so that microbatches are averaged."""
+        if self.loss is not None:
+            raise UsageError(
+                "backward is called a second time in one step function. Add the losses and call "
+                "backward once."
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss does not depend on any trained parameter of the model, so there is nothing "
+                "to train."
+            )
+        self.loss = loss.detach()
+        start = torch.ones_like(loss) if gradient is None else gradient
+        if self._reducer is not None:
+            self._reducer.last_backward(0, True)
+        torch.autograd.backward(loss, start * self._scale)
+        if self._reducer is not None:
+            self._reducer.last_backward(0, False)
+
+
+class _tensor_backward:  # noqa: N801  (a context manager)
+    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
+
+    def __init__(self, handler: _Plain):
+        self._handler = handler
+        self._original = Tensor.backward
+
+    def __enter__(self) -> None:
+        handler = self._handler
+
+        def backward(loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+            handler.backward(loss, gradient)
+
+        Tensor.backward = backward  # type: ignore[assignment,method-assign]
+
+    def __exit__(self, *exc_info: object) -> None:
+        Tensor.backward = self._original  # type: ignore[method-assign]

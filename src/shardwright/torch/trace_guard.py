@@ -1,0 +1,100 @@
+"""Protects a model from being traced, and knows where in it a trace failed."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from shardwright.torch.glue import Handler, active_handler
+from shardwright.torch.unit_map import UnitMap
+
+__all__ = ["OpenModules", "Unchanged"]
+
+
+class Unchanged:
+    """Keeps a model as it is while it is traced.
+
+    Lends fake tensors to all modules in place of their parameters, and to units in place of their
+    buffers: they need no memory, and nothing can change the real ones. Afterwards takes back what forwards
+    wrote to attributes of modules, which would leave fake tensors there, and to buffers outside of units.
+
+    Args:
+        unit_map: the model and its units.
+        lend: makes a fake tensor for a parameter or buffer.
+    """
+
+    def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor]):
+        self._unit_map = unit_map
+        self._make = lend
+        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        self._lent: dict[int, Tensor] = {}
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> None:
+        in_units = {id(sub) for unit in self._unit_map.modules.values() for sub in unit.modules()}
+        for module in self._unit_map.model.modules():
+            attributes = dict(module.__dict__)
+            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
+            self._saved.append((module, attributes, containers))
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = self._lend(parameter)  # type: ignore[assignment]
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if id(module) in in_units or buffer.is_meta:
+                    module._buffers[key] = self._lend(buffer)
+                else:
+                    self._buffers.append((buffer, buffer.clone()))
+
+    def __exit__(self, *exc_info: object) -> None:
+        for buffer, content in self._buffers:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
+        for module, attributes, containers in self._saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in containers:
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content)
+                else:
+                    container.update(content)
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._lent:
+            self._lent[id(tensor)] = self._make(tensor)
+        return self._lent[id(tensor)]
+
+
+class OpenModules:
+    """Knows which modules are being called, from the outermost to the innermost; units are not entered."""
+
+    def __init__(self, handler: Handler):
+        self._handler = handler
+        self._open: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self.at_failure: tuple[nn.Module, ...] = ()
+
+    def __enter__(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def __exit__(self, *exc_info: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if active_handler() is self._handler:
+            self._open.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open and self._open[-1] is module:
+            if sys.exc_info()[0] is not None and not self.at_failure:
+                self.at_failure = tuple(self._open)
+            self._open.pop()

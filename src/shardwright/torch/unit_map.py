@@ -1,0 +1,61 @@
+"""The units and parameters of a model, by identity."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardwright.model_graph import ParameterSpec
+from shardwright.torch.deferred import spec_of
+
+__all__ = ["UnitMap"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMap:
+    """Units and parameters of a model by identity, with their names.
+
+    Attributes:
+        model: the whole model.
+        units: id of the module -> name of the unit.
+        modules: name of the unit -> module.
+        parameters: id of a parameter or buffer -> its first name.
+        specs: first name -> what it is.
+    """
+
+    model: nn.Module
+    units: dict[int, str]
+    modules: dict[str, nn.Module]
+    parameters: dict[int, str]
+    specs: dict[str, ParameterSpec]
+
+    @classmethod
+    def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
+        """Looks units up by name."""
+        modules = {name: model.get_submodule(name) for name in unit_names}
+        parameters: dict[int, str] = {}
+        tensors: dict[str, tuple[Tensor, bool]] = {}
+        aliases: dict[str, list[str]] = {}
+        for is_buffer, source in (
+            (False, model.named_parameters(remove_duplicate=False)),
+            (True, model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, tensor in source:
+                first = parameters.setdefault(id(tensor), name)
+                if first == name:
+                    tensors[name] = (tensor, is_buffer)
+                else:
+                    aliases.setdefault(first, []).append(name)
+        specs = {
+            name: ParameterSpec(
+                name=name, spec=spec_of(tensor), aliases=tuple(aliases.get(name, ())), is_buffer=is_buffer
+            )
+            for name, (tensor, is_buffer) in tensors.items()
+        }
+        return cls(
+            model=model,
+            units={id(module): name for name, module in modules.items()},
+            modules=modules,
+            parameters=parameters,
+            specs=specs,
+        )
