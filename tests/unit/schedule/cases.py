@@ -57,6 +57,16 @@ def text_of(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, row)) for row in schedule.actions]
 
 
+def count_begun(row: tuple[Action, ...]) -> int:
+    """The most microbatches that a rank has begun and not wholly done, counted anew at each action."""
+    most = 0
+    for place in range(len(row)):
+        before, after = row[: place + 1], row[place + 1 :]
+        begun = {action.microbatch for action in before if action.kind is Kind.FORWARD}
+        most = max(most, len(begun & {action.microbatch for action in (row[place], *after)}))
+    return most
+
+
 def count_kept(row: tuple[Action, ...], *, until: tuple[Kind, ...]) -> int:
     """The most activations of stages that a rank keeps from ``F`` to an action of the kinds `until`."""
     kept = most = 0

@@ -156,7 +156,10 @@ def test_bubble_of_equal_stages_is_the_closed_form(kind, stages, p):
 def test_zb_h1_bubble_for_unequal_parts(p, forward_s, input_s, weight_s):
     """(p - 1)(tF + tI - tW); a W longer than I is worth no more than one as long."""
     costs = [StageCost(forward_s, input_s + weight_s, weight_s)] * p
-    expected = (p - 1) * (forward_s + input_s - min(weight_s, input_s))
+    expected = bubble_seconds(
+        "zb_h1", num_ranks=p, forward_s=forward_s, backward_s=input_s + weight_s, weight_s=weight_s
+    )
+    assert expected == (p - 1) * (forward_s + input_s - min(weight_s, input_s))
     for m in (p, p + 1, 3 * p):
         assert bubble(home("zb_h1", p, m, costs=costs), costs) == pytest.approx(expected)
 

@@ -13,13 +13,12 @@ from shardwright.schedule import (
     unit_costs,
     validate,
 )
-from shardwright.schedule.in_flight import most_in_flight
 from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
 from shardwright.schedule.placement import hops_to_end
 from shardwright.schedule.request import check_request
 from shardwright.schedule.schedule import Schedule
 
-from .cases import ODD_PLACEMENTS, count_kept, text_of
+from .cases import ODD_PLACEMENTS, count_begun, count_kept, text_of
 
 PLACEMENTS = st.lists(st.integers(0, 3), min_size=1, max_size=7).map(
     lambda ranks: tuple(sorted(set(ranks)).index(rank) for rank in ranks)
@@ -53,7 +52,7 @@ def test_any_placement_costs_and_bound(data, kind, stage_ranks, m):
     validate(schedule)
     assert schedule.has_backward is not forward_only
     if active is not None and not forward_only:
-        assert max(map(most_in_flight, schedule.actions)) <= active
+        assert max(map(count_begun, schedule.actions)) <= active
 
 
 @pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
@@ -62,7 +61,7 @@ def test_one_active_microbatch_is_enough_everywhere(kind, stage_ranks):
     """A naive scheduler would fill rank 0 of (0, 1, 0) with early work and stop."""
     schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=3, active_microbatches=1)
     validate(schedule)
-    assert max(map(most_in_flight, schedule.actions)) == 1
+    assert max(map(count_begun, schedule.actions)) == 1
 
 
 @pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
@@ -139,7 +138,7 @@ def test_no_ration_deadlocks_however_tight_and_whatever_the_order(data, stage_ra
     for rank, row in enumerate(rows):
         kept = count_kept(tuple(row), until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
         assert ration.rank is None or kept <= ration.rank[rank]
-        assert ration.microbatches is None or most_in_flight(row) <= ration.microbatches
+        assert ration.microbatches is None or count_begun(tuple(row)) <= ration.microbatches
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -162,6 +162,20 @@ def test_work_that_outlasts_its_rival_speeds_up():
     assert found == {"0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 4), "1F1": (4, 6)}
 
 
+def test_a_third_rank_may_join_two_that_share():
+    """On one core: ranks 1, 2 and 3 start at 1, 1.5 and 2, when their messages arrive."""
+    edges = [Edge(0, 1, num_bytes=0), Edge(0, 2, num_bytes=5), Edge(0, 3, num_bytes=10)]
+    simulation = simulate(
+        schedule_of("0F0", "1F0", "2F0", "3F0"),
+        [StageCost(1, 0)] * 4,
+        edges=edges,
+        link=constant_link(0.0, 10.0),
+        cores=1,
+    )
+    # At 2, ranks 1 and 2 have 0.25 s and 0.75 s left. Three share until 2.75, two until 3.75.
+    assert times(simulation) == {"0F0": (0, 1), "1F0": (1, 2.75), "2F0": (1.5, 3.75), "3F0": (2, 4)}
+
+
 def test_enough_cores_change_nothing():
     schedule = build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=5)
     options = {"edges": chain_edges(4, num_bytes=3), "link": constant_link(0.1, 7.0)}
@@ -260,29 +274,32 @@ def slow_replay(schedule, costs, edges, link, cores, ranks_per_node):
                 send(action)
 
 
-@settings(deadline=None, max_examples=120)
+CROWDED = [(0, 1, 2), (2, 1, 0), (0, 1, 2, 1, 0), (0, 1, 2, 3, 0, 1)]
+MACHINES = st.sampled_from([(0, 0), (1, 0), (1, 2), (2, 0), (2, 2), (3, 0)])
+LINKS = st.none() | st.tuples(st.sampled_from([0.0, 0.25, 2.0]), st.sampled_from([1.0, 4.0, 64.0]))
+
+
+@settings(deadline=None, max_examples=200)
 @given(
     kind=st.sampled_from(KINDS),
-    stage_ranks=st.sampled_from([*ODD_PLACEMENTS, (0, 1, 2), (0, 1, 0, 1)]),
+    stage_ranks=st.sampled_from(CROWDED) | st.sampled_from([*ODD_PLACEMENTS, (0, 1, 0, 1)]),
     m=st.integers(1, 5),
     seconds=st.lists(st.integers(1, 9), min_size=9, max_size=9),
-    cores=st.integers(0, 3),
-    ranks_per_node=st.integers(0, 2),
-    link=st.none() | st.tuples(st.sampled_from([0.0, 0.25, 2.0]), st.sampled_from([1.0, 4.0, 64.0])),
+    machine=MACHINES,
+    link=LINKS,
     skips=st.booleans(),
 )
-def test_times_are_those_of_the_exact_replay(
-    kind, stage_ranks, m, seconds, cores, ranks_per_node, link, skips
-):
+def test_times_are_those_of_the_exact_replay(kind, stage_ranks, m, seconds, machine, link, skips):
+    cores, ranks_per_node = machine
     n = len(stage_ranks)
     costs = [StageCost(seconds[s], seconds[s] + seconds[s + 1], seconds[s]) for s in range(n)]
     edges = all_edges(n) if skips else chain_edges(n, num_bytes=8)
     schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=m, costs=costs)
     way = constant_link(*link) if link else None
     expected = slow_replay(schedule, costs, edges, way, cores, ranks_per_node)
+    options = {"edges": edges, "link": way, "cores": cores, "ranks_per_node": ranks_per_node}
     for rows in (schedule, lower(schedule, edges)):
-        simulation = simulate(rows, costs, edges=edges, link=way, cores=cores, ranks_per_node=ranks_per_node)
-        found = times(simulation)
+        found = times(simulate(rows, costs, **options))
         assert found.keys() == expected.keys()
         for action, interval in expected.items():
             assert found[action] == pytest.approx(interval), action

@@ -87,6 +87,15 @@ def test_a_sound_schedule_passes():
             "deadlocks when sends block until their receive is posted: rank 0 stands at 0SEND_F1 and waits "
             "for 1RECV_F1 of rank 1; rank 1 stands at 1SEND_B0 and waits for 0RECV_B0 of rank 0. Post the",
         ),
+        # The same with receives in time and compute in the wrong order: 2F0 waits for 1F0, 1F1 for 0F1.
+        (
+            (
+                "2RECV_F1 2RECV_F0 0F0 0SEND_F0 2F0 0F1 0SEND_F1 2F1",
+                "1RECV_F0 1RECV_F1 1F1 1SEND_F1 1F0 1SEND_F0",
+            ),
+            "rank 0 stands at 2F0 and waits for 1SEND_F0 of rank 1; rank 1 stands at 1F1 and waits for "
+            "0SEND_F1 of rank 0",
+        ),
     ],
 )
 def test_each_way_to_break_a_schedule_is_named(rows, words):
