@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardwright.errors import LaunchError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 from shardwright.testing.client import this_process_client
-from shardwright.testing.processes import children
+from shardwright.launch.processes import children
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks into /proc")
 

@@ -1,21 +1,14 @@
 """The error that tells what went wrong on which rank."""
 
-import re
 from collections.abc import Sequence
 
+from shardwright.comm.peer_loss import names_a_lost_peer
 from shardwright.errors import ShardwrightError
 from shardwright.testing.outcome import Outcome
 
 __all__ = ["RanksFailedError", "first_cause_first"]
 
 _MAX_OUTPUT_LINES = 60
-
-# How gloo and the TCP store report that the other end has gone.
-_PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to recv|failed to connect|"
-    r"PeerLostError|recvBytes|sendBytes|Timed out waiting",
-    re.IGNORECASE,
-)
 
 
 class RanksFailedError(ShardwrightError, RuntimeError):
@@ -53,14 +46,7 @@ def _distance_from_cause(outcome: Outcome) -> int:
 
 def is_consequence(outcome: Outcome) -> bool:
     """Says whether a rank failed because another had gone before."""
-    return outcome.error is not None and _PEER_GONE.search(_last_part(outcome.error)) is not None
-
-
-def _last_part(error: str) -> str:
-    """The message of a traceback, without the source lines above it."""
-    lines = error.splitlines()
-    start = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith("  File ")), 0)
-    return "\n".join(lines[start:])
+    return outcome.error is not None and names_a_lost_peer(outcome.error)
 
 
 def _message(ordered: Sequence[Outcome], *, num_ranks: int, timeout_s: float) -> str:

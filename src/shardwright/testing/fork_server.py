@@ -28,8 +28,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from shardwright.launch.processes import adopt_orphans, num_threads
 from shardwright.testing.job import Job, RankStatus, receive, send
-from shardwright.testing.processes import adopt_orphans, num_threads
 from shardwright.testing.run import CallerGoneError, Run
 from shardwright.testing.store import StoreProcess
 

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from shardwright.launch.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport
-from shardwright.testing.processes import die_with_parent
 
 __all__ = ["STACKS_SIGNAL", "run_rank"]
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from shardwright.launch.processes import children, is_stopped, kill_group
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
-from shardwright.testing.processes import children, is_stopped, kill_group
 from shardwright.testing.rank import STACKS_SIGNAL, run_rank
 from shardwright.testing.store import StoreProcess
 

@@ -1,0 +1,48 @@
+"""What the exit codes of ``shardwright`` mean.
+
+==== ==================================================================
+0    done
+2    usage: the command line, a setting or a file cannot be used
+3    no feasible plan
+4    the environment: ranks could not be started, something is missing
+5    a worker crashed
+6    a hang was detected
+7    a numeric fault: NaN or infinity
+8    a checkpoint is corrupt
+75   the state was saved; start the job again
+128+ the launcher was ended by the signal of that number
+==== ==================================================================
+"""
+
+from shardwright.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    LaunchError,
+    PlanError,
+    ShardwrightError,
+    UsageError,
+)
+
+__all__ = ["ENVIRONMENT", "FAILED", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
+
+OK = 0
+FAILED = 1
+USAGE = 2
+NO_PLAN = 3
+ENVIRONMENT = 4
+
+
+def exit_code_of(error: ShardwrightError) -> int:
+    """The code with which a command ends on an error.
+
+    >>> from shardwright.errors import InfeasiblePlanError
+    >>> exit_code_of(InfeasiblePlanError("it needs 80 GiB"))
+    3
+    """
+    if isinstance(error, InfeasiblePlanError):
+        return NO_PLAN
+    if isinstance(error, LaunchError):
+        return ENVIRONMENT
+    if isinstance(error, ConfigError | PlanError | UsageError):
+        return USAGE
+    return FAILED

@@ -1,0 +1,29 @@
+"""How the loss of a peer reads in error texts."""
+
+import re
+
+__all__ = ["names_a_lost_peer"]
+
+# What gloo, NCCL, the TCP store and Shardwright say when the other end has gone.
+_PEER_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to (recv|connect)"
+    r"|recvBytes|sendBytes|PeerLostError|ncclRemoteError|ncclSystemError|remote process exited"
+    r"|Timed out waiting \d+ms for",
+    re.IGNORECASE,
+)
+
+
+def names_a_lost_peer(error: str) -> bool:
+    """Says whether a traceback, or any text of an error, ends with the loss of a peer: a consequence,
+    not a cause.
+
+    >>> names_a_lost_peer("RuntimeError: Connection closed by peer [127.0.0.1]:1234")
+    True
+    >>> names_a_lost_peer("ValueError: boom")
+    False
+    """
+    lines = error.splitlines()
+    # The source lines of a traceback may hold such words too, in a handler for example: only the
+    # message counts.
+    start = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].lstrip().startswith("File ")), 0)
+    return _PEER_GONE.search("\n".join(lines[start:])) is not None

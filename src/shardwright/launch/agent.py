@@ -1,0 +1,147 @@
+"""Runs torchelastic's agent, which starts, watches and restarts the ranks of this host."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import LaunchError
+from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog
+from shardwright.launch.request import LaunchRequest
+from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
+
+try:
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+except ImportError as error:
+    raise LaunchError(
+        f"Starting ranks needs PyTorch, which does not import: {error}. pip install 'shardwright[torch]'"
+    ) from error
+
+__all__ = ["launch"]
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_AGENT_MARGIN_S = 10
+
+
+class _NoLogs(LogsSpecs):
+    """Leaves the workers' output to the supervisors, which write the logs."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for environ in envs.values():
+            environ["TORCHELASTIC_ERROR_FILE"] = ""
+        return LogsDest(
+            stdouts=dict.fromkeys(envs, ""),
+            stderrs=dict.fromkeys(envs, ""),
+            error_files=dict.fromkeys(envs, os.devnull),
+        )
+
+
+def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
+    """Runs the ranks of this host to their end.
+
+    Args:
+        request: what to run.
+        report: called with what the user should read, a text of some lines.
+        verbose: lets torchelastic log what it does.
+
+    Returns:
+        The exit code: 0; 3, 6, 7, 8 or 75 where a worker left with it; 5 where one failed otherwise;
+        128 and the number of the signal that ended the launcher.
+
+    Raises:
+        LaunchError: the ranks could not be started.
+    """
+    os.environ.update(request.worker_environ(os.environ))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    if not verbose:
+        # It would report each failure a second time, in its own way.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder, _own_signal_handlers_restored():
+        exits = ExitLog(Path(folder) / "exits.jsonl")
+        try:
+            elastic_launch(_launch_config(request), sys.executable)(*_worker_arguments(request, folder))
+        except ChildFailedError:
+            pass  # the exit log knows better
+        except SignalException as stopped:
+            return _stopped(exits, stopped.sigval, report=report)
+        except KeyboardInterrupt:
+            return _stopped(exits, signal.SIGINT, report=report)
+        except Exception as error:
+            raise LaunchError(_not_started(request, error)) from error
+        ended = exits.of_last_life()
+        if any(worker_exit.exit_code for worker_exit in ended):
+            report(failure_report(ended))
+        return exit_code(ended) if ended else WORKER_CRASHED
+
+
+def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
+    supervisor = ["-P", "-m", "shardwright.launch.worker", "--exits", f"{folder}/exits.jsonl"]
+    limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
+    return [*supervisor, *limits, "--", sys.executable, "-u", *request.script]
+
+
+def _launch_config(request: LaunchRequest) -> LaunchConfig:
+    options: dict[str, Any] = {
+        "min_nodes": request.num_nodes,
+        "max_nodes": request.num_nodes,
+        "nproc_per_node": request.num_ranks,
+        "run_id": "shardwright" if request.num_nodes > 1 else uuid.uuid4().hex,
+        "role": "worker",
+        "rdzv_backend": "c10d" if request.node_rank is None else "static",
+        "rdzv_endpoint": request.endpoint or "localhost:0",
+        "rdzv_configs": {} if request.node_rank is None else {"rank": request.node_rank},
+        "max_restarts": request.max_restarts,
+        "logs_specs": _NoLogs(),
+        # One host needs no name for itself, and its name need not resolve.
+        "local_addr": "127.0.0.1" if request.num_nodes == 1 else None,
+        "signals_to_handle": _SIGNALS,
+        "shutdown_timeout": round(request.grace_s) + _AGENT_MARGIN_S,
+    }
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    # The last two are not in every version of PyTorch that we support; without them only USR1 and the
+    # grace differ.
+    return LaunchConfig(**{name: value for name, value in options.items() if name in known})
+
+
+@contextlib.contextmanager
+def _own_signal_handlers_restored() -> Iterator[None]:
+    """The agent leaves its handlers behind."""
+    numbers = [getattr(signal, name) for name in _SIGNALS.split(",")]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped(exits: ExitLog, number: signal.Signals, *, report: Callable[[str], None]) -> int:
+    codes = [worker_exit.exit_code for worker_exit in exits.of_last_life()]
+    if SAVED_AND_REQUEUE in codes:
+        report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
+        return SAVED_AND_REQUEUE
+    report(f"stopped by {number.name}")
+    return 128 + number
+
+
+def _not_started(request: LaunchRequest, error: Exception) -> str:
+    where = (
+        f"with {request.num_nodes} nodes at {request.endpoint}" if request.num_nodes > 1 else "on this host"
+    )
+    return (
+        f"{request.num_ranks} ranks {where} could not be started: {type(error).__name__}: {error}. "
+        "shardwright run -v shows what torchelastic did."
+    )

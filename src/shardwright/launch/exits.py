@@ -1,0 +1,79 @@
+"""How workers ended, noted in a file that all supervisors of a host append to."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["SAVED_AND_REQUEUE", "ExitLog", "WorkerExit"]
+
+SAVED_AND_REQUEUE = 75
+"""The exit code of a worker that saved its state on request and wants to be started again later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExit:
+    """How one worker ended.
+
+    Attributes:
+        rank: its rank among all.
+        local_rank: its rank on this host.
+        life: 0 for the first start on this host, 1 after the first restart. The agent's restart count will
+            not do: it leaves out restarts that another host caused.
+        exit_code: as `subprocess` counts: minus the signal's number where a signal ended it.
+        at_s: when (`time.monotonic`, one clock for this host).
+        seconds: how long it ran.
+        signal_number: what the supervisor had passed on to it before, if anything.
+        was_killed: it did not end within the grace, so the supervisor killed it.
+        error: the last traceback that it wrote, or its last words.
+        log: its log file.
+    """
+
+    rank: int
+    local_rank: int
+    life: int
+    exit_code: int
+    at_s: float
+    seconds: float
+    signal_number: int | None = None
+    was_killed: bool = False
+    error: str = ""
+    log: str
+
+
+class ExitLog:
+    """The file; one line a worker and life.
+
+    Args:
+        path: where; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def append(self, worker_exit: WorkerExit) -> None:
+        """Adds a line in one piece, so that lines of several processes do not mix."""
+        line = json.dumps(asdict(worker_exit)) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def read(self) -> list[WorkerExit]:
+        """All workers that have ended until now."""
+        if not self._path.exists():
+            return []
+        return [WorkerExit(**json.loads(line)) for line in self._path.read_text().splitlines()]
+
+    def of_life(self, life: int) -> list[WorkerExit]:
+        """Those of one life."""
+        return [worker_exit for worker_exit in self.read() if worker_exit.life == life]
+
+    def next_life(self, local_rank: int) -> int:
+        """The life that begins now for a local rank; the agent begins one when the one before has ended."""
+        return sum(worker_exit.local_rank == local_rank for worker_exit in self.read())
+
+    def of_last_life(self) -> list[WorkerExit]:
+        """Those of the last life of which anything is known."""
+        return self.of_life(max((worker_exit.life for worker_exit in self.read()), default=0))

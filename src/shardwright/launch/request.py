@@ -1,0 +1,115 @@
+"""What is to be launched."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import UsageError
+
+__all__ = ["LaunchRequest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What is to be launched, and how.
+
+    Attributes:
+        target: a script, or a module's name.
+        is_module: which of the two.
+        arguments: what the script gets.
+        num_ranks: ranks on this host.
+        num_nodes: hosts.
+        node_rank: number of this host; None lets the hosts number themselves.
+        endpoint: where the hosts meet, as ``host:port``; None on a single host.
+        max_restarts: how often all ranks are started again after a failure.
+        run_folder: where logs and results go; it must exist, with ``logs/`` in it, when the launch begins.
+        plan: a plan file for the ranks.
+        config: a settings file for the ranks.
+        settings: single settings for the ranks, stronger than the file.
+        grace_s: seconds that ranks may take to end after a signal.
+
+    Raises:
+        UsageError: the values do not go together.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    num_ranks: int = 1
+    num_nodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    max_restarts: int = 0
+    run_folder: Path
+    plan: Path | None = None
+    config: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.is_module and not Path(self.target).is_file():
+            raise UsageError(_no_script(self.target))
+        for what, path in (("plan", self.plan), ("config", self.config)):
+            if path is not None and not path.is_file():
+                raise UsageError(f"--{what} {path}: there is no such file. Give the path of a {what} file.")
+        if self.num_nodes > 1 and not self.endpoint:
+            raise UsageError(
+                f"--nnodes {self.num_nodes} needs --rdzv-endpoint HOST:PORT, the same on every host, "
+                "where HOST is one of them."
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not in 0 to {self.num_nodes - 1}, "
+                f"for --nnodes is {self.num_nodes}."
+            )
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs."""
+        return self.run_folder / "logs"
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What torchrun, or Python, is told to run."""
+        return (*(("-m",) if self.is_module else ()), self.target, *self.arguments)
+
+    def worker_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables to set for the ranks, besides those of `environ`.
+
+        Args:
+            environ: the launcher's environment; what it has of threads stays.
+        """
+        chosen = {"SHARDWRIGHT_RUN_DIR": str(self.run_folder.absolute())}
+        if self.plan is not None:
+            chosen["SHARDWRIGHT_PLAN"] = str(self.plan.absolute())
+        if self.config is not None:
+            chosen["SHARDWRIGHT_CONFIG"] = str(self.config.absolute())
+        if self.settings:
+            chosen["SHARDWRIGHT_SET"] = json.dumps(dict(self.settings))
+        if "OMP_NUM_THREADS" not in environ:
+            chosen["OMP_NUM_THREADS"] = str(max(1, _num_cores() // self.num_ranks))
+        return chosen
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _no_script(target: str) -> str:
+    if Path(target).is_dir():
+        return (
+            f"{target} is a folder. Give the path of a script: shardwright run {target.rstrip('/')}/train.py"
+        )
+    if "/" not in target and not target.endswith(".py"):
+        return (
+            f"There is no script {target} in {Path.cwd()}. Give the path of a script, as in "
+            f"shardwright run train.py, or for a module: shardwright run -m {target}"
+        )
+    return (
+        f"There is no script {target} (looked in {Path.cwd()}). Check the path: shardwright run -n 2 train.py"
+    )

@@ -1,0 +1,92 @@
+"""What became of a run: who failed first, why, and the exit code that says so."""
+
+import signal
+from collections.abc import Sequence
+
+from shardwright.comm.peer_loss import names_a_lost_peer
+from shardwright.launch.exits import SAVED_AND_REQUEUE, WorkerExit
+from shardwright.launch.last_words import begins_last_words
+from shardwright.units import format_seconds
+
+__all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
+
+WORKER_CRASHED = 5
+_PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
+
+
+def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
+    """Sorts the workers that failed: causes, those that lost a peer, those that were told to stop."""
+    failed = [worker_exit for worker_exit in exits if worker_exit.exit_code != 0]
+    return sorted(failed, key=lambda worker_exit: (_distance_from_cause(worker_exit), worker_exit.at_s))
+
+
+def _distance_from_cause(worker_exit: WorkerExit) -> int:
+    if worker_exit.exit_code == SAVED_AND_REQUEUE:
+        return 0
+    if worker_exit.signal_number is not None:
+        return 2
+    return 1 if names_a_lost_peer(worker_exit.error) else 0
+
+
+def exit_code(exits: Sequence[WorkerExit]) -> int:
+    """The launcher's exit code: 0, or that of the first cause where its code has a meaning, else 5.
+
+    Args:
+        exits: the workers of the last life.
+    """
+    failed = first_cause_first(exits)
+    if not failed:
+        return 0
+    return failed[0].exit_code if failed[0].exit_code in _PASSED_ON else WORKER_CRASHED
+
+
+def failure_report(exits: Sequence[WorkerExit]) -> str:
+    """Tells which worker failed first, how, its traceback and its log; of the others one line each.
+
+    Args:
+        exits: the workers of one life; at least one has failed.
+    """
+    first, *others = first_cause_first(exits)
+    lines = [f"rank {first.rank} failed first, after {format_seconds(first.seconds)}: {_cause(first)}"]
+    if first.error and not begins_last_words(first.error):
+        lines.append("  its stderr ends with:")
+    lines += [f"  {line}" for line in first.error.splitlines()]
+    lines.append(f"  log: {first.log}")
+    lines += [
+        f"rank {other.rank}, {_later(other, first)}: {_consequence(other)}; log: {other.log}"
+        for other in others
+    ]
+    return "\n".join(lines)
+
+
+def _later(other: WorkerExit, first: WorkerExit) -> str:
+    after_s = other.at_s - first.at_s
+    return f"{format_seconds(abs(after_s))} {'later' if after_s >= 0 else 'before'}"
+
+
+def _cause(worker_exit: WorkerExit) -> str:
+    if worker_exit.exit_code == SAVED_AND_REQUEUE:
+        return "it saved its state and asks to be started again (exit code 75)"
+    if worker_exit.exit_code >= 0:
+        return f"exit code {worker_exit.exit_code}"
+    name = _signal_name(-worker_exit.exit_code)
+    if -worker_exit.exit_code == signal.SIGKILL and worker_exit.signal_number is None:
+        # The kernel leaves no other trace in the process.
+        return f"killed by {name} (perhaps out of memory: see the kernel's log)"
+    return f"killed by {name}"
+
+
+def _consequence(worker_exit: WorkerExit) -> str:
+    if worker_exit.was_killed and worker_exit.signal_number is not None:
+        return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
+    if worker_exit.signal_number is not None:
+        return f"stopped by {_signal_name(worker_exit.signal_number)}"
+    last_line = (worker_exit.error.splitlines() or [""])[-1][:160]
+    return " - ".join(filter(None, (_cause(worker_exit), last_line)))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"

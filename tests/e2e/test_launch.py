@@ -1,0 +1,314 @@
+"""`shardwright run` and torchrun with real processes: results, failures, restarts, signals, logs."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
+
+TRAIN = """
+    import os, signal, sys
+    import torch, torch.distributed as dist
+    from shardwright.comm.environment import detect
+    from shardwright.comm.process_group import init_process_group
+
+    environment = detect(os.environ)
+    init_process_group(environment, backend="gloo", timeout_s=60)
+    value = torch.tensor([environment.rank + 1.0])
+    dist.all_reduce(value)
+    print("sum", value.item(), environment.source, *sys.argv[1:])
+    print("on stderr", file=sys.stderr)
+    how, num_times = (sys.argv[1:] + ["0"])[:2] if len(sys.argv) > 2 else ("", "0")
+    if environment.rank == 1 and environment.restart_count < int(num_times):
+        if how == "raise":
+            raise ValueError("boom on one")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(value)
+    print("done, restart", environment.restart_count)
+"""
+
+
+def without_torch(code):
+    """A script that knows its rank but needs no import of 2 s."""
+    return f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{textwrap.dedent(code)}"
+
+
+class Folder:
+    """A folder with scripts, in which commands run."""
+
+    def __init__(self, path):
+        self.path = path
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
+            # torchelastic asks the name server about 127.0.0.1: if no answer comes, 1 s is lost and not 5.
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+
+    def script(self, code, name="train.py"):
+        (self.path / name).write_text(textwrap.dedent(code))
+        return name
+
+    def run(self, *words, timeout_s=120, **environ):
+        return subprocess.run(
+            words,
+            cwd=self.path,
+            env={**self.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    def shardwright_run(self, *words, **environ):
+        return self.run(*SHARDWRIGHT, "run", "--name", "one", *words, **environ)
+
+    def start(self, *words):
+        return subprocess.Popen(
+            [*SHARDWRIGHT, "run", "--name", "one", *words],
+            cwd=self.path,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def log(self, rank):
+        return (self.path / "runs/one/logs" / f"rank{rank}.log").read_text()
+
+    def wait_for(self, name, *, limit_s=60.0):
+        limit_s += time.monotonic()
+        while not (self.path / name).exists():
+            assert time.monotonic() < limit_s, f"no file {name} appeared"
+            time.sleep(0.02)
+        return (self.path / name).read_text()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_two_ranks_compute_and_their_output_is_shown_and_kept(folder):
+    found = folder.shardwright_run("-n", "2", folder.script(TRAIN), "a", "3")
+    assert found.returncode == 0, found.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] sum 3.0 torchrun a 3\n" in found.stdout
+        assert f"[rank {rank}] on stderr\n" in found.stderr
+        assert "sum 3.0" in folder.log(rank)
+        assert "on stderr" in folder.log(rank)
+    assert "shardwright run: 2 ranks, run folder runs/one" in found.stderr
+
+
+def test_the_same_script_runs_under_torchrun(folder):
+    command = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", folder.script(TRAIN))
+    found = folder.run(*command, "kill", "1")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("done, restart 1") == 2
+
+
+def test_three_restarts_in_a_row_recover_from_a_killed_rank(folder):
+    found = folder.shardwright_run("-n", "2", "--max-restarts", "3", folder.script(TRAIN), "kill", "3")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("done, restart 3") == 2
+    assert found.stderr.count("rank 1 failed first") == 3
+    assert found.stderr.count("killed by SIGKILL") == 3
+    assert "restarted, attempt 4 of 4" in found.stderr
+    assert len(re.findall(r"^--- attempt \d", folder.log(1), flags=re.MULTILINE)) == 3
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback_once(folder):
+    found = folder.shardwright_run("-n", "2", folder.script(TRAIN), "raise", "9")
+    assert found.returncode == 5
+    report = found.stderr[found.stderr.index("rank 1 failed first") :]
+    assert report.startswith("rank 1 failed first, after ")
+    assert found.stderr.count("ValueError: boom on one") == 1
+    assert "logs/rank1.log" in report
+    assert len(report.splitlines()[-1]) < 400
+    assert report.splitlines()[-1].startswith("rank 0, ")
+    assert "ValueError: boom on one" in folder.log(1)
+
+
+def test_the_line_of_a_dry_run_really_runs(folder):
+    script = folder.script(TRAIN)
+    dry = folder.shardwright_run("-n", "2", "--set", "microbatches=4", "--dry-run", script, "two words")
+    assert dry.returncode == 0
+    assert dry.stderr == ""
+    found = folder.run("bash", "-c", dry.stdout)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("sum 3.0 torchrun two words") == 2
+    assert len(list((folder.path / "runs/one/logs").rglob("stdout.log"))) == 2
+
+
+def test_the_ranks_get_their_variables(folder):
+    folder.script("microbatches: 2", "config.yaml")
+    script = folder.script(
+        without_torch(
+            """
+            import json
+            names = ("SHARDWRIGHT_RUN_DIR", "SHARDWRIGHT_CONFIG", "SHARDWRIGHT_SET")
+            names += ("OMP_NUM_THREADS", "MASTER_ADDR")
+            open(f"found{rank}", "w").write(json.dumps([os.environ.get(name) for name in names]))
+            """
+        )
+    )
+    words = ("-n", "2", "--config", "config.yaml", "--set", "pipeline=1f1b", script)
+    assert folder.shardwright_run(*words, OMP_NUM_THREADS="5").returncode == 0
+    run_dir, config, settings, threads, master = json.loads((folder.path / "found1").read_text())
+    assert (run_dir, config) == (str(folder.path / "runs/one"), str(folder.path / "config.yaml"))
+    assert (json.loads(settings), threads, master) == ({"pipeline": "1f1b"}, "5", "127.0.0.1")
+
+
+def test_a_module_runs(folder):
+    (folder.path / "package").mkdir()
+    folder.script("import sys\nprint('module', sys.argv[1:])", "package/train.py")
+    found = folder.shardwright_run("-n", "1", "-m", "package.train", "-x")
+    assert (found.returncode, found.stdout) == (0, "module ['-x']\n")
+
+
+@pytest.mark.parametrize(("leave", "expected"), [("sys.exit(3)", 3), ("sys.exit(9)", 5), ("os._exit(8)", 8)])
+def test_exit_codes_with_a_meaning_are_passed_on(folder, leave, expected):
+    script = folder.script(without_torch(f"if rank == 1: {leave}"))
+    found = folder.shardwright_run("-n", "2", script)
+    assert found.returncode == expected, found.stderr
+
+
+def test_a_rank_that_saved_and_asks_for_a_requeue_is_not_restarted(folder):
+    script = folder.script(
+        without_torch(
+            """
+            open(f"started{rank}", "a").write("x")
+            time.sleep(0.5 * rank)
+            open(f"saved{rank}", "w").close()
+            sys.exit(75)
+            """
+        )
+    )
+    found = folder.shardwright_run("-n", "2", "--max-restarts", "2", script)
+    assert found.returncode == 75, found.stderr
+    assert (folder.path / "started0").read_text() == "x"
+    assert (folder.path / "saved1").exists()  # rank 0 was quicker, and rank 1 was left in peace
+
+
+def test_a_segmentation_fault_is_named_with_its_stack(folder):
+    script = folder.script(without_torch("os.kill(os.getpid(), signal.SIGSEGV)"))
+    found = folder.shardwright_run("-n", "1", script)
+    assert found.returncode == 5
+    assert "killed by SIGSEGV" in found.stderr
+    assert "Fatal Python error: Segmentation fault" in found.stderr
+
+
+def test_a_killed_rank_ends_the_job_within_seconds_although_another_ignores_sigterm(folder):
+    script = folder.script(
+        without_torch(
+            """
+            if rank == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                open("ready", "w").close()
+                time.sleep(1000)
+            while not os.path.exists("ready"): time.sleep(0.01)
+            open("killed", "w").write(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    found = folder.shardwright_run("-n", "2", script)
+    assert found.returncode == 5
+    assert time.time() - float((folder.path / "killed").read_text()) < 15  # torchelastic alone: more than 30
+    assert "rank 1 failed first" in found.stderr
+    assert "rank 0, " in found.stderr
+    assert "did not end on SIGTERM, so it was killed" in found.stderr
+
+
+SAVES = """
+    import subprocess
+    def save(number, frame):
+        open(f"signal{rank}", "a").write(f"{number} ")
+        time.sleep(0.3)
+        sys.exit(75)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1): signal.signal(number, save)
+    child = subprocess.Popen(["sleep", "1000"])
+    open(f"partial{rank}", "w").write(f"{os.getpid()} {os.getppid()} {child.pid}")
+    os.rename(f"partial{rank}", f"pids{rank}")
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_the_ranks_once_and_they_have_time_to_save(folder, number):
+    process = folder.start("-n", "2", "--max-restarts", "1", folder.script(without_torch(SAVES)))
+    pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert [(folder.path / f"signal{rank}").read_text() for rank in (0, 1)] == [f"{number:d} "] * 2
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_a_rank_that_does_not_end_on_a_signal_is_killed_after_the_grace(folder):
+    code = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("partial", "w").write(str(os.getpid()))
+        os.rename("partial", "pid")
+        time.sleep(1000)
+    """
+    process = folder.start("-n", "1", "--grace", "1", folder.script(without_torch(code)))
+    pid = int(folder.wait_for("pid"))
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in err
+    assert not alive(pid)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(folder):
+    process = folder.start("-n", "2", folder.script(without_torch(SAVES)))
+    pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]
+    process.kill()
+    process.communicate(timeout=60)
+    limit_s = time.monotonic() + 15
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < limit_s:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_two_agents_agree_on_a_generation_after_one_of_them_lost_a_rank(folder):
+    """Two hosts, played by two agents: only one of them counts the restart."""
+    script = folder.script(TRAIN)
+    port = _free_port()
+    words = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--max-restarts", "2", "-n", "1"]
+    agents = [folder.start(*words, script, "kill", "1") for _ in range(2)]
+    found = [agent.communicate(timeout=150) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], found
+    assert sum(out.count("done, restart") for out, _ in found) == 2
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_python_m_shardwright_says_how_it_is_used(folder):
+    found = folder.run(*SHARDWRIGHT, "run", "missing.py")
+    assert found.returncode == 2
+    assert "There is no script missing.py" in found.stderr
+    assert shlex.join(["shardwright", "run", "-n", "2", "train.py"]) in found.stderr

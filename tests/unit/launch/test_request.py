@@ -1,0 +1,94 @@
+"""What is to be launched: which values go together, which variables the ranks get, the torchrun line."""
+
+import json
+import shlex
+
+import pytest
+
+from shardwright.errors import UsageError
+from shardwright.launch.request import LaunchRequest
+from shardwright.launch.torchrun import torchrun_command, torchrun_line
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.touch()
+    return path
+
+
+def request_for(script, **changes):
+    return LaunchRequest(**{"target": str(script), "run_folder": script.parent / "runs/one", **changes})
+
+
+def test_the_ranks_get_what_the_command_line_says(script, tmp_path, monkeypatch):
+    (tmp_path / "plan.json").touch()
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    request = request_for(
+        script,
+        plan=script.parent.relative_to(tmp_path) / "plan.json",
+        config=tmp_path / "config.yaml",
+        settings={"microbatches": 4, "pipeline": "1f1b"},
+    )
+    assert request.worker_environ({"OMP_NUM_THREADS": "3"}) == {
+        "SHARDWRIGHT_RUN_DIR": str(tmp_path / "runs/one"),
+        "SHARDWRIGHT_PLAN": str(tmp_path / "plan.json"),
+        "SHARDWRIGHT_CONFIG": str(tmp_path / "config.yaml"),
+        "SHARDWRIGHT_SET": json.dumps({"microbatches": 4, "pipeline": "1f1b"}),
+    }
+
+
+@pytest.mark.parametrize(("num_ranks", "threads"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
+def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, threads):
+    monkeypatch.setattr("shardwright.launch.request._num_cores", lambda: 6)
+    assert request_for(script, num_ranks=num_ranks).worker_environ({})["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "missing.py"}, r"There is no script missing\.py .*Check the path"),
+        ({"target": "missing"}, "for a module: shardwright run -m missing"),
+        ({"target": "/"}, "/ is a folder. Give the path of a script"),
+        ({"num_nodes": 2}, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+        (
+            {"num_nodes": 2, "endpoint": "a:1", "node_rank": 2},
+            "--node-rank 2 is not in 0 to 1, for --nnodes is 2",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(script, changes, message):
+    with pytest.raises(UsageError, match=message):
+        request_for(script, **changes)
+
+
+@pytest.mark.parametrize("what", ["plan", "config"])
+def test_a_missing_file_is_named(script, tmp_path, what):
+    with pytest.raises(UsageError, match=f"--{what} .*gone: there is no such file"):
+        request_for(script, **{what: tmp_path / "gone"})
+
+
+def test_the_torchrun_line_for_one_host(script):
+    request = request_for(script, num_ranks=2, max_restarts=1, arguments=("--name", "a b"))
+    folder = script.parent / "runs/one"
+    assert shlex.split(torchrun_line(request, {"OMP_NUM_THREADS": "1"})) == [
+        *("mkdir", "-p", f"{folder}/logs", "&&", "env", f"SHARDWRIGHT_RUN_DIR={folder}"),
+        *("torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1"),
+        *(f"--log-dir={folder}/logs", "--redirects=3", "--tee=3", str(script), "--name", "a b"),
+    ]
+
+
+def test_the_torchrun_line_for_several_hosts(script):
+    hosts = {"num_nodes": 2, "endpoint": "first:29400"}
+    assert torchrun_command(request_for(script, **hosts))[1:4] == [
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=first:29400")
+    ]
+    assert torchrun_command(request_for(script, **hosts, node_rank=1))[1:5] == [
+        *("--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29400")
+    ]
+
+
+def test_the_torchrun_line_for_a_module(script):
+    command = torchrun_command(request_for(script, target="package.train", is_module=True))
+    assert command[-2:] == ["-m", "package.train"]

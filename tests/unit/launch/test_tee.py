@@ -1,0 +1,114 @@
+"""The tee: whole lines, one prefix, tracebacks held back; with a clock that the test moves."""
+
+import io
+import os
+
+import pytest
+
+from shardwright.launch import tee as tee_module
+from shardwright.launch.tee import Tee
+
+
+class Clock:
+    now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+class Stage:
+    """A tee between two pipes."""
+
+    def __init__(self, *, holds_back=True):
+        self.read_fd, self.write_fd = os.pipe()
+        self.shown_fd, self.console_fd = os.pipe()
+        os.set_blocking(self.shown_fd, False)
+        self.log = io.BytesIO()
+        self.tee = Tee(
+            self.read_fd, console_fd=self.console_fd, prefix=b"[rank 1] ", log=self.log, holds_back=holds_back
+        )
+
+    def write(self, text):
+        os.write(self.write_fd, text.encode())
+        self.tee.copy()
+
+    def shown(self):
+        try:
+            return os.read(self.shown_fd, 65536).decode()
+        except BlockingIOError:
+            return ""
+
+    def close(self):
+        for descriptor in (self.read_fd, self.write_fd, self.shown_fd, self.console_fd):
+            os.close(descriptor)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(tee_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def stage(clock):
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+def test_lines_are_shown_whole_and_with_the_rank(stage):
+    stage.write("one\ntw")
+    assert stage.shown() == "[rank 1] one\n"
+    stage.write("o\n")
+    assert stage.shown() == "[rank 1] two\n"
+    assert stage.log.getvalue() == b"one\ntwo\n"
+
+
+def test_each_state_of_a_progress_bar_is_a_line(stage):
+    stage.write("10%\r20%\r\n")
+    assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"
+
+
+def test_a_last_line_without_an_end_is_shown_at_the_end(stage):
+    stage.write("no end")
+    assert stage.shown() == ""
+    stage.tee.finish()
+    assert stage.shown() == "[rank 1] no end\n"
+
+
+def test_a_traceback_is_held_back_and_shown_if_the_worker_lives_on(stage, clock):
+    stage.write("before\nTraceback (most recent call last):\n  File 'a'\nValueError: boom\n")
+    assert stage.shown() == "[rank 1] before\n"
+    assert b"ValueError: boom" in stage.log.getvalue()
+    clock.now_s += 1.9
+    stage.tee.release_if_due()
+    assert stage.shown() == ""
+    clock.now_s += 0.1
+    stage.tee.release_if_due()
+    assert stage.shown().splitlines()[-1] == "[rank 1] ValueError: boom"
+    stage.write("after\n")
+    assert stage.shown() == "[rank 1] after\n"
+
+
+def test_a_traceback_of_a_worker_that_died_is_left_to_the_report(stage):
+    stage.write("Traceback (most recent call last):\nValueError: boom\n")
+    stage.tee.discard_held()
+    stage.tee.release()
+    assert stage.shown() == ""
+    assert "ValueError: boom" in stage.tee.tail
+
+
+def test_stdout_holds_nothing_back(clock):
+    stage = Stage(holds_back=False)
+    stage.write("Traceback (most recent call last):\n")
+    assert stage.shown() == "[rank 1] Traceback (most recent call last):\n"
+    stage.close()
+
+
+def test_output_goes_on_into_the_log_when_the_console_is_gone(stage):
+    os.close(stage.shown_fd)
+    stage.write("one\n")
+    stage.write("two\n")
+    assert stage.log.getvalue() == b"one\ntwo\n"
+    stage.shown_fd = os.open(os.devnull, os.O_RDONLY)

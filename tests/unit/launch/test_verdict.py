@@ -1,0 +1,132 @@
+"""Who failed first, as literals."""
+
+import signal
+
+import pytest
+
+from shardwright.launch.exits import ExitLog, WorkerExit
+from shardwright.launch.last_words import begins_last_words, last_words
+from shardwright.launch.verdict import exit_code, failure_report, first_cause_first
+
+BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
+PEER = (
+    "Traceback (most recent call last):\n  File 'train.py', line 9\nRuntimeError: Connection closed by peer"
+)
+
+
+def ended(rank, exit_code, at_s=10.0, **changes):
+    return WorkerExit(
+        **{
+            "rank": rank,
+            "local_rank": rank,
+            "life": 0,
+            "exit_code": exit_code,
+            "at_s": at_s,
+            "seconds": at_s - 5.0,
+            "log": f"logs/rank{rank}.log",
+            **changes,
+        }
+    )
+
+
+def test_a_rank_that_lost_its_peer_comes_after_the_peer_even_if_it_was_quicker():
+    exits = [ended(0, 1, 10.0, error=PEER), ended(1, 1, 10.2, error=BOOM), ended(2, 0)]
+    assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [1, 0]
+
+
+def test_a_rank_that_was_told_to_stop_comes_last():
+    exits = [ended(0, -15, 9.0, signal_number=15), ended(1, 1, 9.5, error=PEER), ended(2, -9, 9.9)]
+    assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0, 0], 0),
+        ([0, 1], 5),
+        ([0, -9], 5),
+        ([2, 0], 5),
+        ([3, 3], 3),
+        ([0, 6], 6),
+        ([7, 0], 7),
+        ([0, 8], 8),
+        ([75, 75], 75),
+    ],
+)
+def test_the_exit_code_is_that_of_the_first_cause_where_it_means_something(codes, expected):
+    assert exit_code([ended(rank, code) for rank, code in enumerate(codes)]) == expected
+
+
+def test_saving_and_leaving_is_the_cause_of_what_the_others_lost():
+    assert exit_code([ended(0, 1, 9.0, error=PEER), ended(1, 75, 9.1)]) == 75
+
+
+def test_the_report_has_the_first_traceback_and_a_line_for_each_other_rank():
+    exits = [
+        ended(0, 1, 10.25, error=PEER),
+        ended(1, 1, 10.0, error=BOOM),
+        ended(2, -15, 10.5, signal_number=15),
+        ended(3, -9, 15.5, signal_number=15, was_killed=True),
+    ]
+    assert failure_report(exits).splitlines() == [
+        "rank 1 failed first, after 5.00 s: exit code 1",
+        "  Traceback (most recent call last):",
+        "    File 'train.py', line 3",
+        "  ValueError: boom",
+        "  log: logs/rank1.log",
+        "rank 0, 250 ms later: exit code 1 - RuntimeError: Connection closed by peer; log: logs/rank0.log",
+        "rank 2, 500 ms later: stopped by SIGTERM; log: logs/rank2.log",
+        "rank 3, 5.50 s later: did not end on SIGTERM, so it was killed; log: logs/rank3.log",
+    ]
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_its_last_output():
+    report = failure_report([ended(0, -signal.SIGKILL, error="step 3\nstep 4")])
+    assert report.startswith("rank 0 failed first, after 5.00 s: killed by SIGKILL (perhaps out of memory")
+    assert "  its stderr ends with:\n  step 3\n  step 4\n" in report
+
+
+def test_the_exit_log_keeps_lives_apart(tmp_path):
+    log = ExitLog(tmp_path / "exits")
+    assert (log.read(), log.of_last_life(), log.next_life(0)) == ([], [], 0)
+    first, second = ended(0, 1, error=BOOM), ended(0, 0, life=1)
+    log.append(first)
+    assert (log.next_life(0), log.next_life(1)) == (1, 0)
+    log.append(second)
+    assert log.read() == [first, second]
+    assert log.of_life(0) == [first]
+    assert log.of_last_life() == [second]
+
+
+def test_the_last_words_are_the_last_traceback_with_its_chain():
+    handled = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'handled long ago'\nstep 7\n"
+    chained = (
+        "Traceback (most recent call last):\n  File 'b'\nKeyError: 1\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File 'c'\nValueError: 2"
+    )
+    assert last_words(handled + chained + "\n") == chained
+
+
+def test_the_prefix_that_torch_puts_before_tracebacks_is_dropped():
+    text = "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: ValueError: boom\n"
+    assert last_words(text) == "Traceback (most recent call last):\n  File 'a'\nValueError: boom"
+    assert begins_last_words(text.splitlines()[0])
+
+
+def test_the_fault_handler_s_report_wins():
+    text = "noise\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File 'a'"
+    assert last_words(text).startswith("Fatal Python error: Segmentation fault")
+
+
+def test_without_a_traceback_the_last_lines_are_what_there_is():
+    assert last_words("\n".join(str(number) for number in range(9))) == "4\n5\n6\n7\n8"
+    assert last_words("") == ""
+
+
+def test_a_very_long_traceback_is_shortened_in_the_middle():
+    text = BOOM.replace("\nValueError", "\n" + "  File 'deep'\n" * 500 + "ValueError")
+    shown = last_words(text).splitlines()
+    assert len(shown) == 81
+    assert shown[40] == "  [423 lines left out]"
+    assert shown[-1] == "ValueError: boom"

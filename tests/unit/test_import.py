@@ -1,0 +1,33 @@
+"""What ``import shardwright`` costs and gives."""
+
+import subprocess
+import sys
+import time
+
+import shardwright
+
+
+def seconds_of(code):
+    best_s = float("inf")
+    for _ in range(7):
+        before_s = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True)
+        best_s = min(best_s, time.perf_counter() - before_s)
+    return best_s
+
+
+def test_import_takes_less_than_a_tenth_of_a_second():
+    seconds = seconds_of("import shardwright") - seconds_of("pass")
+    print(f"import shardwright: {seconds:.3f} s")
+    assert seconds < 0.1
+
+
+def test_import_loads_no_framework():
+    code = "import sys, shardwright; print({'torch', 'tensorflow', 'numpy', 'pydantic'} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
+
+
+def test_the_public_names():
+    assert shardwright.__all__ == ["__version__"]
+    assert all(hasattr(shardwright, name) for name in shardwright.__all__)
