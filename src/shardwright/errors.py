@@ -81,7 +81,15 @@ class TraceMismatchError(TraceError):
 
 
 class PeerLostError(ShardwrightError, RuntimeError):
-    """Another rank died, hung or closed its connection."""
+    """Another rank died, hung or closed its connection.
+
+    Attributes:
+        rank: world rank of the peer; None where it is not known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
 
 
 class LaunchError(ShardwrightError, RuntimeError):

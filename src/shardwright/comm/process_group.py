@@ -14,7 +14,7 @@ from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError, UsageError
 
-__all__ = ["destroy_process_group", "init_process_group"]
+__all__ = ["default_store", "destroy_process_group", "init_process_group"]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
@@ -72,6 +72,12 @@ def init_process_group(
     # A gloo process that ends with its group alive aborts now and then.
     atexit.register(destroy_process_group)
     return own_store
+
+
+def default_store() -> Store:
+    """The store of the default process group, whoever made it."""
+    # There is no public way to ask for it. Tried on torch 2.13.
+    return dist.distributed_c10d._get_default_store()
 
 
 def destroy_process_group() -> None:

@@ -39,7 +39,7 @@ class Receipt:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise PeerLostError(f"receiving from rank {self._source} failed: {error}") from error
+                raise _lost("receiving from", self._source, error) from error
             self._work = None
         return self._tensor
 
@@ -71,7 +71,7 @@ class Transport:
         try:
             work = dist.isend(_bytes_of(payload), self._ranks[target], group=self._group, tag=tag)
         except RuntimeError as error:
-            raise PeerLostError(f"sending to rank {self._ranks[target]} failed: {error}") from error
+            raise _lost("sending to", self._ranks[target], error) from error
         assert work is not None
         self._pending.append((work, payload, target))
 
@@ -87,7 +87,7 @@ class Transport:
         try:
             work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=self._group, tag=tag)
         except RuntimeError as error:
-            raise PeerLostError(f"receiving from rank {self._ranks[source]} failed: {error}") from error
+            raise _lost("receiving from", self._ranks[source], error) from error
         return Receipt(buffer, work, self._ranks[source])
 
     def flush(self) -> None:
@@ -99,7 +99,11 @@ class Transport:
         try:
             work.wait()
         except RuntimeError as error:
-            raise PeerLostError(f"sending to rank {self._ranks[target]} failed: {error}") from error
+            raise _lost("sending to", self._ranks[target], error) from error
+
+
+def _lost(doing: str, rank: int, error: RuntimeError) -> PeerLostError:
+    return PeerLostError(f"{doing} rank {rank} failed: {error}", rank=rank)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

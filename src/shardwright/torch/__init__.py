@@ -3,6 +3,8 @@
 from shardwright.torch.activation_checkpointing import set_activation_checkpointing
 from shardwright.torch.context import is_initialized
 from shardwright.torch.data import distributed_sampler, seed_everything
+from shardwright.torch.grad_scaler import GradScaler
+from shardwright.torch.inspection import trace_model
 from shardwright.torch.manual_partition import partition, set_partition
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer, clip_grad_norm_
@@ -32,6 +34,7 @@ from shardwright.torch.step_output import StepOutput
 __all__ = [
     "DistributedModel",
     "DistributedOptimizer",
+    "GradScaler",
     "StepOutput",
     "barrier",
     "clip_grad_norm_",
@@ -60,4 +63,5 @@ __all__ = [
     "step",
     "tp_rank",
     "tp_size",
+    "trace_model",
 ]

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.cluster import Cluster
+from shardwright.comm.blame import Blame
+from shardwright.comm.process_group import default_store
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
 from shardwright.errors import UsageError
@@ -40,6 +42,7 @@ class Context:
         transport: messages inside the replica.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
+        blame: finds out which rank failed first; None for a single rank.
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
@@ -59,6 +62,7 @@ class Context:
     plan: Plan | None = None
     cluster: Cluster | None = None
     reporter: "Reporter | None" = None
+    blame: Blame | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
     pinned: dict[int, int] = field(default_factory=dict)
@@ -158,6 +162,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         local_size=environment.local_world_size,
         device=device,
         plan=plan,
+        blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
     )
     if mesh.pipeline > 1:
         made.pipeline_group = _own_group(mesh.groups("pp"), rank)

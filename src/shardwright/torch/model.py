@@ -13,6 +13,7 @@ from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import context
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine
+from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency
@@ -114,9 +115,10 @@ class DistributedModel(nn.Module):
         current = context()
         assert current.reporter is not None
         start = time.perf_counter()
-        run = self._engine.run(function, arguments, splitter)
-        if run.losses is not None:
-            current.reporter.step_done(run, seconds=time.perf_counter() - start)
+        with first_cause_named(current):
+            run = self._engine.run(function, arguments, splitter)
+            if run.losses is not None:
+                current.reporter.step_done(run, seconds=time.perf_counter() - start)
         return run.results
 
     # ---- what lives here

@@ -21,6 +21,7 @@ from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode,
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.recording import Sample, Step, Trace
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.source_line import user_line
@@ -31,6 +32,8 @@ from shardwright.torch.unit_map import UnitMap
 log = logging.getLogger(__name__)
 
 __all__ = ["trace_step"]
+
+_PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul})
 
 
 @dataclass(slots=True)
@@ -76,6 +79,8 @@ class Tracer:
         parameters = self._parameters(items)
         if not reads and not parameters:
             return self._free_operation(func, args, kwargs, items)
+        if func in _PRODUCTS:
+            adopt_scaler()
         line = user_line()
         if func in functions.READS_DATA:
             raise DeferredReadError(
