@@ -32,6 +32,7 @@ class Program:
         sends: the messages that leave when an action ends, in order.
         num_inputs: the messages that an action waits for.
         channels: sending and receiving rank of each channel.
+        num_prices: prices of messages: two for each edge.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -39,6 +40,7 @@ class Program:
     sends: list[list[Message]] = field(default_factory=list)
     num_inputs: list[int] = field(default_factory=list)
     channels: list[tuple[int, int]] = field(default_factory=list)
+    num_prices: int = 0
 
 
 class _Compiler:
@@ -52,7 +54,7 @@ class _Compiler:
         self.backward = [-1] * size  # of B, or of I where it is split
         self.weight = [-1] * size  # of W
         self.edges = edges
-        self.program = Program()
+        self.program = Program(num_prices=2 * len(edges))
         self.channel_of: dict[tuple[int, int], int] = {}
 
     def number(self, rows: Sequence[Sequence[Action]]) -> None:

@@ -12,8 +12,9 @@ which actions end is fixed when they start, which makes the replay exact and che
 import heapq
 from collections.abc import Sequence
 
+from shardwright.schedule.mail import Mail, Price
 from shardwright.schedule.program import Program
-from shardwright.schedule.replay import Departure, Timeline, refuse_stuck
+from shardwright.schedule.replay import Timeline, refuse_stuck
 
 __all__ = ["replay_on_shared_cores"]
 
@@ -21,7 +22,7 @@ __all__ = ["replay_on_shared_cores"]
 def replay_on_shared_cores(
     program: Program,
     seconds: Sequence[float],
-    prices: Sequence[tuple[float, float]] = (),
+    prices: Sequence[Price] = (),
     *,
     nodes: Sequence[int],
     cores: int,
@@ -31,7 +32,7 @@ def replay_on_shared_cores(
     Args:
         program: what to run.
         seconds: of each action on a core of its own.
-        prices: seconds on the channel and latency for each price of a message.
+        prices: of the messages; empty where they take no time.
         nodes: the node of each rank.
         cores: cores of each node.
     """
@@ -67,21 +68,21 @@ class _SharedReplay:
         self,
         program: Program,
         seconds: Sequence[float],
-        prices: Sequence[tuple[float, float]],
+        prices: Sequence[Price],
         nodes: Sequence[int],
         cores: int,
     ) -> None:
         self.program = program
         self.seconds = seconds
-        self.prices = prices
+        self.mail = Mail(program, prices)
+        self.rank_of = [rank for rank, row in enumerate(program.rows) for _ in row]
         self.node_of = nodes
         self.nodes = [_Node(cores) for _ in range(max(nodes) + 1)]
         self.position = [row.start for row in program.rows]
         self.is_running = [False] * len(program.rows)
         self.missing = list(program.num_inputs)
-        self.free = [0.0] * len(program.channels)
         self.arrivals: list[tuple[float, int, int]] = []  # (time, action that waits, rank it runs on)
-        self.timeline = Timeline([-1.0] * len(seconds), [0.0] * len(seconds))
+        self.timeline = Timeline([0.0] * len(seconds), [0.0] * len(seconds), self.mail.departures)
 
     def run(self) -> Timeline:
         for rank in range(len(self.position)):
@@ -122,17 +123,6 @@ class _SharedReplay:
         self.timeline.ends[number] = time
         self.is_running[rank] = False
         self.position[rank] += 1
-        self._send(number, time)
+        for consumer, _, _, arrives in self.mail.send(number, time):
+            heapq.heappush(self.arrivals, (arrives, consumer, self.rank_of[consumer]))
         self._try_start(rank, time)
-
-    def _send(self, number: int, time: float) -> None:
-        for consumer, channel, price in self.program.sends[number]:
-            leaves = arrives = time
-            if self.prices:
-                occupied_s, latency_s = self.prices[price]
-                leaves = max(time, self.free[channel])
-                self.free[channel] = leaves + occupied_s
-                arrives = self.free[channel] + latency_s
-            departure: Departure = (consumer, price, leaves, arrives)
-            self.timeline.departures.append(departure)
-            heapq.heappush(self.arrivals, (arrives, consumer, self.program.channels[channel][1]))

@@ -19,6 +19,7 @@ from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
+from shardwright.schedule.mail import Price
 from shardwright.schedule.program import Program, compile_program
 from shardwright.schedule.replay import Timeline, action_seconds, replay
 from shardwright.schedule.schedule import Schedule
@@ -74,8 +75,7 @@ def simulate(
 ) -> Simulation:
     """Plays a schedule out.
 
-    A message leaves when its send is reached, that is, when the action that makes it has ended; that its
-    receive is posted in time is taken for granted (`lower` sees to it).
+    A message leaves when its send is reached; its receive is taken to be posted in time (`lower` sees to it).
 
     Args:
         schedule: with or without transfers.
@@ -95,34 +95,37 @@ def simulate(
     >>> simulation.step_s, simulation.bubble, simulation.peak_microbatches
     (12.0, 0.25, (2, 1))
     """
-    if cores < 0 or ranks_per_node < 0 or action_overhead_s < 0:
-        raise ScheduleError(
-            f"cores {cores}, ranks_per_node {ranks_per_node}, action_overhead_s {action_overhead_s}: "
-            "give 0 or more."
-        )
-    checked_costs = check_costs(costs, num_stages=schedule.num_stages)
-    checked_edges = check_edges(edges, num_stages=schedule.num_stages)
+    _refuse_negative(cores=cores, ranks_per_node=ranks_per_node, action_overhead_s=action_overhead_s)
+    costs = check_costs(costs, num_stages=schedule.num_stages)
+    edges = check_edges(edges, num_stages=schedule.num_stages)
     program = compile_program(
         schedule.actions,
         stage_ranks=schedule.stage_ranks,
         num_microbatches=schedule.num_microbatches,
-        edges=checked_edges,
+        edges=edges,
     )
-    seconds = action_seconds(program, checked_costs, overhead_s=action_overhead_s)
-    prices = _prices(schedule.stage_ranks, checked_edges, link) if link is not None else ()
+    seconds = action_seconds(program, costs, overhead_s=action_overhead_s)
+    prices = _prices(schedule.stage_ranks, edges, link)
     if cores:
-        node = ranks_per_node or schedule.num_ranks
-        nodes = [rank // node for rank in range(schedule.num_ranks)]
+        nodes = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
         timeline = replay_on_shared_cores(program, seconds, prices, nodes=nodes, cores=cores)
     else:
         timeline = replay(program, seconds, prices)
-    return _summary(schedule, program, timeline, checked_edges, checked_costs)
+    return _summary(schedule, program, timeline, edges, costs)
+
+
+def _refuse_negative(**options: float) -> None:
+    for name, value in options.items():
+        if value < 0:
+            raise ScheduleError(f"{name} is {value}. Give 0 or more.")
 
 
 def _prices(
-    stage_ranks: Sequence[int], edges: Sequence[Edge], link: Callable[[int, int], Link]
-) -> list[tuple[float, float]]:
+    stage_ranks: Sequence[int], edges: Sequence[Edge], link: Callable[[int, int], Link] | None
+) -> list[Price]:
     """For each edge, forward and backward: seconds on the channel, and latency."""
+    if link is None:
+        return []
     prices = []
     for edge in edges:
         source, target = stage_ranks[edge.source], stage_ranks[edge.target]

@@ -322,9 +322,9 @@ def test_more_of_anything_is_never_slower(kind, p, m, latency):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cores": -1}, "cores -1"),
-        ({"ranks_per_node": -2}, "ranks_per_node -2"),
-        ({"action_overhead_s": -0.1}, "action_overhead_s -0.1"),
+        ({"cores": -1}, "cores is -1"),
+        ({"ranks_per_node": -2}, "ranks_per_node is -2"),
+        ({"action_overhead_s": -0.1}, "action_overhead_s is -0.1"),
         ({"edges": [Edge(0, 5)]}, "edge 0 -> 5 is not possible"),
         ({"costs": unit_costs(1)}, "1 costs were given for 2 stages"),
         ({"schedule": schedule_of("0F0 0B0", "1F0")}, "1B0 is missing"),

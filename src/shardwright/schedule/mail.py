@@ -1,0 +1,48 @@
+"""Messages under way: each channel carries one after the other, and latencies overlap.
+
+::
+
+    action           [  0F0  ][  0F1  ]
+    channel                   [ bytes of 0F0 ][ bytes of 0F1 ]
+    arrival                                  ' latency '      ' latency '
+"""
+
+from collections.abc import Sequence
+
+from shardwright.schedule.program import Program
+
+__all__ = ["Departure", "Mail", "Price"]
+
+Price = tuple[float, float]
+"""Seconds that a message occupies its channel, and the latency that follows."""
+
+Departure = tuple[int, int, float, float]
+"""A message: the number of the action that waits for it, its price, when it left and when it arrived."""
+
+
+class Mail:
+    """Sends the messages of a program and keeps a record of them.
+
+    Args:
+        program: says what each action sends.
+        prices: of the messages, by number; empty where messages take no time.
+    """
+
+    __slots__ = ("_free", "_prices", "_sends", "departures")
+
+    def __init__(self, program: Program, prices: Sequence[Price]) -> None:
+        self._sends = program.sends
+        self._prices = prices or [(0.0, 0.0)] * program.num_prices
+        self._free = [0.0] * len(program.channels)  # when each channel has sent all it was given
+        self.departures: list[Departure] = []
+
+    def send(self, number: int, now: float) -> list[Departure]:
+        """The messages of an action that ends now, in order."""
+        departures = []
+        for consumer, channel, price in self._sends[number]:
+            occupied_s, latency_s = self._prices[price]
+            leaves = max(now, self._free[channel])
+            self._free[channel] = leaves + occupied_s
+            departures.append((consumer, price, leaves, leaves + occupied_s + latency_s))
+        self.departures += departures
+        return departures
