@@ -37,14 +37,14 @@ def build_schedule(
 
     A microbatch passes the stages in order: the forward of a stage needs that of the stage before, its
     backward needs its own forward and the (input) backward of the stage after. The result never deadlocks,
-    whatever the placement.
+    whatever the placement. On every stage, forwards, backwards and weight gradients each run in the order of
+    the microbatches, so that all families add gradients up in the same order.
 
     Args:
         kind: one of `KINDS`.
         stage_ranks: pipeline rank of each stage; any map, for example that of `place_stages`.
         num_microbatches: parts into which the batch is split.
-        active_microbatches: on every rank, at most this many are begun and not wholly done; None for the
-            family's own bound.
+        active_microbatches: the most that a rank has begun and not wholly done; None for the family's bound.
         forward_only: leave the backward out.
         costs: seconds of each stage, by which the families that are played out choose their order; None for
             forward, ``I`` and ``W`` of one unit each.

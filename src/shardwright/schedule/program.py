@@ -9,7 +9,7 @@ another. What stays on a rank needs no message, only the right order in the row,
     row of rank 1     1F0 -> 1B0 -------------'          numbers 2, 3
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
@@ -157,30 +157,44 @@ class _Compiler:
 
     def read_messages(self, rows: Sequence[Sequence[Action]]) -> None:
         """Takes the messages from the sends in the rows."""
-        program, m = self.program, self.m
         index = {(edge.source, edge.target): i for i, edge in enumerate(self.edges)}
         for rank, row in enumerate(rows):
-            latest = program.rows[rank].start - 1
+            latest = self.program.rows[rank].start - 1
             for action in row:
                 if action.is_compute:
                     latest += 1
-                if action.kind is not Kind.SEND_F and action.kind is not Kind.SEND_B:
-                    continue
-                is_gradient = action.kind is Kind.SEND_B
-                peer = action.peer if action.peer is not None else -1
-                pair = (peer, action.stage) if is_gradient else (action.stage, peer)
-                table = self.backward if is_gradient else self.forward
-                producer = table[action.stage * m + action.microbatch]
-                consumer = table[peer * m + action.microbatch] if 0 <= peer < len(self.ranks) else -1
-                too_early = not program.rows[rank].start <= producer <= latest
-                if pair not in index or too_early or consumer < 0:
-                    raise ScheduleError(
-                        f"rank {rank}: {action} to stage {action.peer} comes too early, or no edge leads "
-                        "there. Call validate(schedule, edges) for the reason."
-                    )
-                channel = self._channel(rank, self.ranks[peer])
-                program.sends[latest].append((consumer, channel, 2 * index[pair] + is_gradient))
-                program.num_inputs[consumer] += 1
+                elif action.kind is Kind.SEND_F or action.kind is Kind.SEND_B:
+                    self._check_owner(action, rank)
+                    self._read_send(action, rank, latest, index)
+        self._check_all_sent()
+
+    def _read_send(self, send: Action, rank: int, latest: int, index: Mapping[tuple[int, int], int]) -> None:
+        """Adds the message of a send that stands behind the action with the number `latest`."""
+        peer = -1 if send.peer is None else send.peer
+        is_gradient = send.kind is Kind.SEND_B
+        edge = index.get((peer, send.stage) if is_gradient else (send.stage, peer))
+        table = self.backward if is_gradient else self.forward
+        producer = table[send.stage * self.m + send.microbatch]
+        if edge is None or producer > latest or self.ranks[peer] == rank:
+            raise ScheduleError(
+                f"rank {rank}: {send} to stage {send.peer} comes too early, or no edge leads there. "
+                "Call validate(schedule, edges) for the reason."
+            )
+        consumer = table[peer * self.m + send.microbatch]
+        channel = self._channel(rank, self.ranks[peer])
+        self.program.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
+        self.program.num_inputs[consumer] += 1
+
+    def _check_all_sent(self) -> None:
+        gradients = self.backward[0] >= 0
+        far = [edge for edge in self.edges if self.ranks[edge.source] != self.ranks[edge.target]]
+        expected = self.m * sum(1 + (gradients and edge.has_gradient) for edge in far)
+        found = sum(self.program.num_inputs)
+        if found != expected:
+            raise ScheduleError(
+                f"the rows send {found} messages, but the edges ask for {expected}. "
+                "Call validate(schedule, edges) for the first that is wrong."
+            )
 
     def _routes(self) -> tuple[list[list[Message]], list[list[Message]]]:
         """For each stage, by peer: where its outputs go, and where the gradients of its inputs go."""

@@ -55,6 +55,18 @@ def test_any_placement_costs_and_bound(data, kind, stage_ranks, m):
         assert max(map(count_begun, schedule.actions)) <= active
 
 
+@pytest.mark.parametrize("stage_ranks", [*ODD_PLACEMENTS, (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_families_add_gradients_up_in_the_same_order(kind, stage_ranks):
+    """Otherwise their sums would differ in the last bits."""
+    schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=7)
+    whole = Kind.BACKWARD
+    for kinds in ((Kind.FORWARD,), (whole, Kind.BACKWARD_INPUT), (whole, Kind.BACKWARD_WEIGHT)):
+        for stage, rank in enumerate(stage_ranks):
+            row = [a for a in schedule.actions[rank] if a.stage == stage and a.kind in kinds]
+            assert [action.microbatch for action in row] == list(range(7))
+
+
 @pytest.mark.parametrize("stage_ranks", ODD_PLACEMENTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_active_microbatch_is_enough_everywhere(kind, stage_ranks):

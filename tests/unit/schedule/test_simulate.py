@@ -1,7 +1,6 @@
 """The simulator against hand-made timelines, and against slow, exact replays written apart from it."""
 
 import time
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +10,10 @@ from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
     KINDS,
+    Action,
     Edge,
     Kind,
+    Schedule,
     StageCost,
     build_schedule,
     chain_edges,
@@ -23,6 +24,7 @@ from shardwright.schedule import (
 )
 
 from .cases import ODD_PLACEMENTS, all_edges, schedule_of
+from .slow_replay import SlowReplay
 
 
 def times(simulation):
@@ -203,77 +205,6 @@ def test_a_core_is_never_idle_while_a_rank_computes():
         assert simulate(schedule, unit_costs(4), cores=1).step_s == pytest.approx(6 * 4 * 3)
 
 
-def slow_replay(schedule, costs, edges, link, cores, ranks_per_node):
-    """Fractions, no virtual clock: at each event all rates are set anew. Returns action -> (start, end)."""
-    exact = Fraction
-    table = {(e.source, e.target): e for e in edges}
-    position = [0] * schedule.num_ranks
-    left: dict[int, Fraction] = {}
-    arrivals: list[tuple[Fraction, tuple]] = []
-    arrived: set = set()
-    free: dict[tuple[int, int], Fraction] = {}
-    found: dict[str, list[Fraction]] = {}
-    now = exact(0)
-    node = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
-
-    def is_ready(action):
-        if action.kind is Kind.FORWARD:
-            needs = [("F", s, action.stage) for s, t in table if t == action.stage]
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            needs = []
-        else:
-            needs = [
-                ("B", t, action.stage) for (s, t), e in table.items() if s == action.stage and e.has_gradient
-            ]
-        far = [n for n in needs if schedule.stage_ranks[n[1]] != schedule.stage_ranks[n[2]]]
-        return all((*need, action.microbatch) in arrived for need in far)
-
-    def send(action):
-        if action.kind is Kind.FORWARD:
-            routes = [("F", s, t, e.num_bytes) for (s, t), e in sorted(table.items()) if s == action.stage]
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            routes = []
-        else:
-            routes = [
-                ("B", t, s, e.backward_bytes)
-                for (s, t), e in sorted(table.items())
-                if t == action.stage and e.has_gradient
-            ]
-        for kind, source, target, size in routes:
-            pair = (schedule.stage_ranks[source], schedule.stage_ranks[target])
-            if pair[0] == pair[1]:
-                continue
-            leaves = max(now, free.get(pair, exact(0)))
-            free[pair] = leaves + (exact(size) / exact(link(*pair).bandwidth_Bps) if link else 0)
-            delay = exact(link(*pair).latency_s) if link else 0
-            arrivals.append((free[pair] + delay, (kind, source, target, action.microbatch)))
-
-    while True:
-        for message in [m for m in arrivals if m[0] <= now]:
-            arrivals.remove(message)
-            arrived.add(message[1])
-        for rank, row in enumerate(schedule.actions):
-            if rank not in left and position[rank] < len(row) and is_ready(row[position[rank]]):
-                action = row[position[rank]]
-                left[rank] = exact(costs[action.stage].seconds(action.kind))
-                found[str(action)] = [now]
-        running = [sum(node[other] == node[rank] for other in left) for rank in range(schedule.num_ranks)]
-        rate = {r: min(exact(1), exact(cores, running[r])) if cores else exact(1) for r in left}
-        ends = [now + left[rank] / rate[rank] for rank in left] + [arrival for arrival, _ in arrivals]
-        if not ends:
-            return {action: (float(start), float(end)) for action, (start, end) in found.items()}
-        step = min(ends) - now
-        now += step
-        for rank in list(left):
-            left[rank] -= step * rate[rank]
-            if not left[rank]:
-                action = schedule.actions[rank][position[rank]]
-                found[str(action)].append(now)
-                position[rank] += 1
-                del left[rank]
-                send(action)
-
-
 CROWDED = [(0, 1, 2), (2, 1, 0), (0, 1, 2, 1, 0), (0, 1, 2, 3, 0, 1)]
 MACHINES = st.sampled_from([(0, 0), (1, 0), (1, 2), (2, 0), (2, 2), (3, 0)])
 LINKS = st.none() | st.tuples(st.sampled_from([0.0, 0.25, 2.0]), st.sampled_from([1.0, 4.0, 64.0]))
@@ -296,7 +227,7 @@ def test_times_are_those_of_the_exact_replay(kind, stage_ranks, m, seconds, mach
     edges = all_edges(n) if skips else chain_edges(n, num_bytes=8)
     schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=m, costs=costs)
     way = constant_link(*link) if link else None
-    expected = slow_replay(schedule, costs, edges, way, cores, ranks_per_node)
+    expected = SlowReplay(schedule, costs, edges, way, cores, ranks_per_node).run()
     options = {"edges": edges, "link": way, "cores": cores, "ranks_per_node": ranks_per_node}
     for rows in (schedule, lower(schedule, edges)):
         found = times(simulate(rows, costs, **options))
@@ -319,6 +250,10 @@ def test_more_of_anything_is_never_slower(kind, p, m, latency):
     assert simulate(schedule, costs, cores=1).step_s >= base - 1e-9
 
 
+FORWARD = Action(Kind.FORWARD, 0, 0)
+ONE = unit_costs(1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -332,6 +267,22 @@ def test_more_of_anything_is_never_slower(kind, p, m, latency):
         (
             {"schedule": schedule_of("0F0 0SEND_F0", "1RECV_F0 1F0"), "edges": []},
             "no edge leads there",
+        ),
+        (
+            {"schedule": schedule_of("0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1F1")},
+            "the rows send 1 messages, but the edges ask for 2",
+        ),
+        (
+            {"schedule": schedule_of("0F0 0SEND_F0 0SEND_F0", "1RECV_F0 1F0")},
+            "the rows send 2 messages, but the edges ask for 1",
+        ),
+        (
+            {"schedule": schedule_of("0F0 1F0 0SEND_F0")},
+            "0SEND_F0 to stage 1 comes too early, or no edge leads there",
+        ),
+        (
+            {"schedule": Schedule("x", (0,), 1, ((FORWARD, Action(Kind.SEND_F, 3, 0, 1)),)), "costs": ONE},
+            "row 0 holds 3SEND_F0",
         ),
     ],
 )
