@@ -1,0 +1,50 @@
+# make test PYTHON=python3.12          another interpreter
+# make test PIP_ARGS='--no-index -f /path/to/wheels'   options for pip, for example another source of packages
+
+PYTHON ?= python3
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# The interpreter's version is part of the name, so that another PYTHON makes another environment.
+STAMP := $(VENV)/installed-for-$(PYTHON_VERSION)
+
+.PHONY: help test check sweep demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make test    install what the tests need into .venv, check the code, run the tests'
+	@echo 'make check   lint, types, layers'
+	@echo 'make sweep   the long, exhaustive tests'
+	@echo 'make demo    train a small GPT on two ranks'
+	@echo 'make clean   remove .venv, builds and caches'
+
+test: check
+	$(BIN)/python -m pytest --doctest-modules -m 'not sweep' src tests
+
+check: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+sweep: $(STAMP)
+	$(BIN)/python -m pytest -m sweep tests
+
+demo: $(STAMP)
+	$(BIN)/shardwright run -n 2 examples/train_gpt.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo '$(PYTHON) is Python $(PYTHON_VERSION); 3.11 or newer is needed: make test PYTHON=python3.12'; exit 1; }
+	$(BIN)/python -c 'import pip, sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYTHON_VERSION)")' 2>/dev/null || \
+	  $(PYTHON) -m venv --clear $(VENV)
+# torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e '.[torch,testing,demo,dev]'
+	@touch $@
