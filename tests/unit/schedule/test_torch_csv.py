@@ -21,23 +21,22 @@ from shardwright.schedule import (
 
 from .cases import ODD_PLACEMENTS, text_of
 
-CASES = [(kind, place_stages(kind, num_ranks=p)) for kind in KINDS for p in (1, 2, 4)]
+CASES = [(kind, place_stages(kind, num_ranks=p)) for kind in KINDS for p in (2, 4)]
 CASES += [(kind, placement) for kind in KINDS for placement in ODD_PLACEMENTS]
 
 
 @pytest.mark.parametrize(("kind", "stage_ranks"), CASES)
-@pytest.mark.parametrize("with_transfers", [False, True])
-def test_round_trip(kind, stage_ranks, with_transfers, tmp_path):
-    schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=5)
-    if with_transfers:
-        schedule = lower(schedule)
+def test_round_trip(kind, stage_ranks, tmp_path):
+    compute = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=5)
+    forwards = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=5, forward_only=True)
     path = tmp_path / "schedule.csv"
-    write_torch_csv(schedule, path)
-    again = read_torch_csv(path)
-    assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)
-    assert again.num_microbatches == 5
-    assert again.kind == str(path)
-    validate(again)
+    for schedule in (compute, lower(compute), lower(forwards)):
+        write_torch_csv(schedule, path)
+        again = read_torch_csv(path)
+        assert (again.actions, again.stage_ranks) == (schedule.actions, schedule.stage_ranks)
+        assert again.num_microbatches == 5
+        assert again.kind == str(path)
+        validate(again)
 
 
 def test_the_form():
