@@ -277,6 +277,25 @@ def test_a_rank_that_does_not_end_on_a_signal_is_killed_after_the_grace(folder):
     assert not alive(pid)
 
 
+def test_a_second_ctrl_c_is_immediate(folder):
+    code = """
+        def note(number, frame):
+            with open("signals", "a") as file: file.write(f"{number}\\n")
+        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)
+        open("ready", "w").close()
+        while True: time.sleep(0.05)
+    """
+    process = folder.start("-n", "1", folder.script(without_torch(code)))
+    folder.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    folder.wait_for("signals")
+    before_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - before_s < 10
+    assert (process.returncode, err.splitlines()[1:]) == (128 + signal.SIGINT, ["stopped by SIGINT"])
+
+
 def test_nothing_outlives_a_launcher_that_is_killed(folder):
     process = folder.start("-n", "2", folder.script(without_torch(SAVES)))
     pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]

@@ -67,8 +67,7 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:
-        # It would report each failure a second time, in its own way.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        _silence_torchelastic()
     with tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder, _own_signal_handlers_restored():
         exits = ExitLog(Path(folder) / "exits.jsonl")
         try:
@@ -87,6 +86,13 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         return exit_code(ended) if ended else WORKER_CRASHED
 
 
+def _silence_torchelastic() -> None:
+    """It would report each failure again, in its own way. Each of its loggers has a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     supervisor = ["-P", "-m", "shardwright.launch.worker", "--exits", f"{folder}/exits.jsonl"]
     limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
@@ -94,15 +100,17 @@ def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
 
 
 def _launch_config(request: LaunchRequest) -> LaunchConfig:
+    # Hosts that have numbers meet at the first one; hosts without get them in the order in which they come.
+    is_static = request.num_nodes > 1 and request.node_rank is not None
     options: dict[str, Any] = {
         "min_nodes": request.num_nodes,
         "max_nodes": request.num_nodes,
         "nproc_per_node": request.num_ranks,
         "run_id": "shardwright" if request.num_nodes > 1 else uuid.uuid4().hex,
         "role": "worker",
-        "rdzv_backend": "c10d" if request.node_rank is None else "static",
+        "rdzv_backend": "static" if is_static else "c10d",
         "rdzv_endpoint": request.endpoint or "localhost:0",
-        "rdzv_configs": {} if request.node_rank is None else {"rank": request.node_rank},
+        "rdzv_configs": {"rank": request.node_rank} if is_static else {},
         "max_restarts": request.max_restarts,
         "logs_specs": _NoLogs(),
         # One host needs no name for itself, and its name need not resolve.
@@ -111,9 +119,10 @@ def _launch_config(request: LaunchRequest) -> LaunchConfig:
         "shutdown_timeout": round(request.grace_s) + _AGENT_MARGIN_S,
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    # The last two are not in every version of PyTorch that we support; without them only USR1 and the
-    # grace differ.
-    return LaunchConfig(**{name: value for name, value in options.items() if name in known})
+    # PyTorch before 2.13 may lack these: there SIGUSR1 does not reach the ranks and the grace is 30 s at most.
+    for name in {"signals_to_handle", "shutdown_timeout"} - known:
+        del options[name]
+    return LaunchConfig(**options)
 
 
 @contextlib.contextmanager

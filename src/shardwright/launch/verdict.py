@@ -51,6 +51,8 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     if first.error and not begins_last_words(first.error):
         lines.append("  its stderr ends with:")
     lines += [f"  {line}" for line in first.error.splitlines()]
+    if names_a_lost_peer(first.error):
+        lines.append("  It lost a peer: look for the cause in the reports of the other hosts.")
     lines.append(f"  log: {first.log}")
     lines += [
         f"rank {other.rank}, {_later(other, first)}: {_consequence(other)}; log: {other.log}"

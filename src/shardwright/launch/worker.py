@@ -9,13 +9,14 @@
                         └────────> the exit log: when and how the script ended
 
 It imports no torch, so it starts at once and costs little. It never outlives the agent, and the script
-never outlives it. A script that does not end on a signal is killed: after 5 s where another worker has
-failed (it will hardly get anywhere without that one), otherwise after the grace that the user granted
-for saving.
+never outlives it. A script that does not end on a signal is killed: after 5 s where another worker has failed
+(it will hardly get anywhere without that one), 1 s after a second signal (somebody is impatient), otherwise
+after the grace that the user granted for saving.
 """
 
 import argparse
 import contextlib
+import math
 import os
 import select
 import signal
@@ -37,6 +38,7 @@ __all__ = ["Supervisor", "main"]
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _GRACE_AFTER_FAILURE_S = 5.0
+_GRACE_AFTER_SECOND_SIGNAL_S = 1.0
 _POLL_S = 0.5
 _DRAIN_S = 0.5
 
@@ -72,6 +74,7 @@ class Supervisor:
         self._log = logs / f"rank{self._rank}.log"
         self._grace_s = grace_s
         self._agent_pid = os.getppid()
+        self._agent_is_gone = False
         self._signal_number: int | None = None
         self._kill_at_s: float | None = None
         self._was_killed = False
@@ -105,7 +108,8 @@ class Supervisor:
             error=last_words(err.tail) if script.returncode else "",
             log=str(self._log),
         )
-        self._exits.append(worker_exit)
+        with contextlib.suppress(FileNotFoundError):  # the launcher has gone, and its folder with it
+            self._exits.append(worker_exit)
         return self._code_for_agent(worker_exit)
 
     def _catch_signals(self) -> None:
@@ -143,9 +147,10 @@ class Supervisor:
         if self._wakeup_fd in ready:
             for number in os.read(self._wakeup_fd, 64):
                 self._forward(script, number)
-        if os.getppid() != self._agent_pid and self._kill_at_s is None:
+        if os.getppid() != self._agent_pid and not self._agent_is_gone:
+            self._agent_is_gone = True
             self._forward(script, signal.SIGTERM)
-            self._kill_at_s = time.monotonic() + _GRACE_AFTER_FAILURE_S
+            self._kill_at_s = min(self._kill_at_s or math.inf, time.monotonic() + _GRACE_AFTER_FAILURE_S)
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
             self._was_killed = True
             kill_group(script.pid)
@@ -153,12 +158,17 @@ class Supervisor:
     def _forward(self, script: subprocess.Popen[bytes], number: int) -> None:
         if number not in _FORWARDED:
             return
-        self._signal_number = self._signal_number or number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(script.pid, number)
-        if self._kill_at_s is None:
-            another_failed = any(other.exit_code != 0 for other in self._exits.of_life(self._life))
-            self._kill_at_s = time.monotonic() + (_GRACE_AFTER_FAILURE_S if another_failed else self._grace_s)
+        self._kill_at_s = time.monotonic() + self._patience_s()
+        self._signal_number = self._signal_number or number
+
+    def _patience_s(self) -> float:
+        """How long the script may take from this signal on."""
+        if self._signal_number is not None:
+            return _GRACE_AFTER_SECOND_SIGNAL_S
+        another_failed = any(other.exit_code != 0 for other in self._exits.of_life(self._life))
+        return _GRACE_AFTER_FAILURE_S if another_failed else self._grace_s
 
     def _end(self, script: subprocess.Popen[bytes], tees: tuple[Tee, Tee]) -> None:
         if script.returncode != 0:

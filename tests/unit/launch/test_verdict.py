@@ -86,6 +86,10 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_last_output():
     assert "  its stderr ends with:\n  step 3\n  step 4\n" in report
 
 
+def test_a_host_that_only_saw_a_consequence_says_so():
+    assert "look for the cause in the reports of the other hosts" in failure_report([ended(0, 1, error=PEER)])
+
+
 def test_the_exit_log_keeps_lives_apart(tmp_path):
     log = ExitLog(tmp_path / "exits")
     assert (log.read(), log.of_last_life(), log.next_life(0)) == ([], [], 0)
