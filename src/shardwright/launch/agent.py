@@ -119,7 +119,7 @@ def _launch_config(request: LaunchRequest) -> LaunchConfig:
         "shutdown_timeout": round(request.grace_s) + _AGENT_MARGIN_S,
     }
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    # PyTorch before 2.13 may lack these: there SIGUSR1 does not reach the ranks and the grace is 30 s at most.
+    # PyTorch before 2.13 may lack these; then SIGUSR1 does not reach the ranks, and a grace over 30 s is cut.
     for name in {"signals_to_handle", "shutdown_timeout"} - known:
         del options[name]
     return LaunchConfig(**options)
