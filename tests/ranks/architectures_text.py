@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-
 from architecture import TEXT, Architecture, decoder, encoder, masked_text, mixture, text
 
 __all__ = ["TEXT_ARCHITECTURES"]
@@ -149,7 +148,9 @@ TEXT_ARCHITECTURES: dict[str, Architecture] = {
     "ModernBERT": encoder("ModernBertForMaskedLM", cls_token_id=1, sep_token_id=2),
     "Nystromformer": encoder("NystromformerForMaskedLM", segment_means_seq_len=64, num_landmarks=64),
     "FNet": Architecture("FNetForMaskedLM", text, TEXT),
-    "XLNet": Architecture("XLNetLMHeadModel", masked_text, {**without("max_position_embeddings"), "d_head": 8, "d_inner": 48}),
+    "XLNet": Architecture(
+        "XLNetLMHeadModel", masked_text, {**without("max_position_embeddings"), "d_head": 8, "d_inner": 48}
+    ),
     "XLM": encoder("XLMWithLMHeadModel"),
     "Longformer": encoder("LongformerForMaskedLM", attention_window=4),
     "BigBird": encoder("BigBirdForMaskedLM", attention_type="original_full"),

@@ -1,9 +1,9 @@
-"""Unmodified architectures of Hugging Face transformers train over two stages as they train on one process."""
+"""Unmodified architectures of Hugging Face transformers train over two stages as in one process."""
 
 import pytest
+from transparency import Case, differences
 
 from shardwright.testing import run_ranks
-from transparency import Case, differences
 
 pytest.importorskip("transformers")
 

@@ -1,16 +1,14 @@
 """Compares a model that is pipelined with the same model in a plain loop.
 
-Every rank runs both: the plain loop computes the microbatches of all replicas one after the other, so that its losses,
-gradients, parameters and buffers are what the pipeline must arrive at.
+Every rank runs both. The plain loop computes the microbatches of all replicas one after the other, so its
+losses, gradients, parameters and buffers are what the pipeline must arrive at.
 """
 
 import copy
-import importlib.util
-import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ class Recipe:
         batch: (batch size, length) -> the argument of `loss`; called after `torch.manual_seed`.
         loss: (model, batch) -> one number, as a user would write it.
         dtype: of parameters and floating-point inputs.
-        tolerance: largest difference, relative to the largest entry of a tensor, or to 0.01 if that is smaller.
+        tolerance: largest difference, relative to the largest entry of a tensor, or to 0.01.
         loss_tolerance: the same for losses; some models compute theirs in float32 whatever their dtype.
     """
 
@@ -109,12 +107,12 @@ def differences_by_case(recipe: Recipe, cases: Mapping[str, Case]) -> dict[str, 
 
 def differences(recipe: Recipe, case: Case) -> list[str]:
     """Runs a model plainly and pipelined, on every rank of a process group, and tells how they differ."""
-    _stand_in_for_comm()
-    sw.init(dict(case.config))
-    try:
-        return list(_Comparison(recipe, case).run())
-    finally:
-        sw.shutdown()
+    with tempfile.TemporaryDirectory() as run_dir:
+        sw.init({"run_dir": run_dir, **case.config})
+        try:
+            return list(_Comparison(recipe, case).run())
+        finally:
+            sw.shutdown()
 
 
 class _Comparison:
@@ -133,6 +131,8 @@ class _Comparison:
         self._model = sw.DistributedModel(module)
         self._optimizer = sw.DistributedOptimizer(optimizer or _sgd(self._model))
         self._microbatches = case.config["microbatches"]
+        # Statistics of batches are each replica's own, as they are under DistributedDataParallel.
+        self._buffers_of_replica = [_buffers(self._plain)] * sw.dp_size()
 
     def run(self) -> Iterable[str]:
         """Yields what differs after each iteration and at the end."""
@@ -176,6 +176,7 @@ class _Comparison:
         """Computes the microbatches of all replicas; returns the losses of this rank's replica."""
         losses: list[list[Tensor]] = []
         for replica in range(sw.dp_size()):
+            _load_buffers(self._plain, self._buffers_of_replica[replica])
             batch = self._batch(number, iteration, replica=replica)
             torch.manual_seed(_seed(number, replica))
             losses.append([])
@@ -185,6 +186,8 @@ class _Comparison:
                 if iteration.train:
                     (loss / (self._microbatches * sw.dp_size())).backward()
                 losses[-1].append(loss.detach())
+            self._buffers_of_replica[replica] = _buffers(self._plain)
+        _load_buffers(self._plain, self._buffers_of_replica[sw.dp_rank()])
         return losses[sw.dp_rank()]
 
     def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:
@@ -192,7 +195,7 @@ class _Comparison:
         items, structure = flatten(self._recipe.batch(iteration.batch_size, iteration.length))
         return structure.rebuild([_cast(item, self._recipe.dtype) for item in items])
 
-    # ---- comparing --------------------------------------------------------------------------------------------------
+    # ---- comparing
 
     def _compare_losses(self, losses: Sequence[Tensor], plain: Sequence[Tensor]) -> Iterable[str]:
         limit = self._case.tolerance or self._recipe.loss_tolerance
@@ -219,18 +222,13 @@ class _Comparison:
             yield from _difference(f"state of {name}", state[name], expected[name], limit)
 
 
-def _stand_in_for_comm() -> None:
-    """Lets `sw.init` find the ranks until `shardwright.comm` can; to be removed then."""
-    size = dist.get_world_size()
-    ranks = SimpleNamespace(local_rank=dist.get_rank(), world_size=size, local_world_size=size)
-    for name, attributes in (
-        ("environment", {"detect": lambda environ: ranks}),
-        ("process_group", {"init_process_group": None}),
-    ):
-        full_name = f"shardwright.comm.{name}"
-        if full_name not in sys.modules and importlib.util.find_spec(full_name) is None:
-            sys.modules[full_name] = ModuleType(full_name)
-            sys.modules[full_name].__dict__.update(attributes)
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _load_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
 
 
 def _seed(number: int, replica: int) -> int:

@@ -1,0 +1,175 @@
+"""A model over stages computes what it computes in one process: losses, gradients, parameters, buffers.
+
+Each call of `run_ranks` runs its cases one after the other in the same processes, with a fresh model each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
+from zoo import TRANSFORMERS, ZOO
+
+from shardwright.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline": "gpipe"},
+    "1f1b": {"pipeline": "1f1b"},
+    "interleaved_1f1b": {"pipeline": "interleaved_1f1b", "virtual_stages": 2},
+    "zb_h1": {"pipeline": "zb_h1"},
+    "zb_v": {"pipeline": "zb_v"},
+}
+UNEVEN = (Iteration(), Iteration(batch_size=7))
+CHANGING = (
+    Iteration(batch_size=8, length=12),
+    Iteration(batch_size=5, length=12),
+    Iteration(batch_size=8, length=16),
+    Iteration(batch_size=8, length=12),
+)
+SMALL_EVALUATION = Iteration(train=False, batch_size=4, length=8)
+
+
+def case(settings: Mapping[str, Any] | None = None, *, microbatches: int = 4, **more: Any) -> Case:
+    """A case with costs from shapes: measuring them would take most of the time of these tests."""
+    config = {"microbatches": microbatches, "profile": "estimated", **(settings or {})}
+    return Case(config=config, **more)
+
+
+def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> None:
+    env = {"TRANSFORMERS_VERBOSITY": "error"}
+    found = run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=120, env=env)
+    assert found == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_trains_over_two_stages(name):
+    number = list(ZOO).index(name)
+    kind = ("auto", *SCHEDULES)[number % 6]
+    check(ZOO[name], {kind: case(SCHEDULES.get(kind), iterations=UNEVEN)})
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "3-D U-Net", "calls one module twice"])
+def test_costs_may_be_measured(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    measured = case({"profile": "measured"})
+    check(ZOO[name], {"measured": measured, "from the cache": measured})
+
+
+@pytest.mark.parametrize("name", ["tied embeddings", "3-D U-Net", "two towers"])
+def test_every_schedule_runs_four_stages(name):
+    check(ZOO[name], {kind: case(settings) for kind, settings in SCHEDULES.items()}, num_ranks=4)
+
+
+@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zb_v"])
+def test_an_encoder_decoder_runs_over_eight_stages(kind):
+    check(ZOO["T5"], {kind: case(SCHEDULES[kind])}, num_ranks=4)
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "tied embeddings", "changes in place"])
+def test_every_schedule_runs_more_microbatches(name):
+    cases = {kind: case(settings, microbatches=6) for kind, settings in SCHEDULES.items()}
+    check(ZOO[name], cases)
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "tied embeddings", "unused parameters", "ResNet", "parameters in glue"]
+)
+def test_replicas_average_their_gradients(name):
+    degrees, iterations = {"pipeline_parallel_degree": 2}, (Iteration(), Iteration(batch_size=7))
+    kinds = ["1f1b"] if name in TRANSFORMERS else ["gpipe", "interleaved_1f1b", "zb_v"]
+    cases = {kind: case({**SCHEDULES[kind], **degrees}, iterations=iterations) for kind in kinds}
+    check(ZOO[name], cases, num_ranks=4)
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "ResNet"])
+def test_replicas_without_stages_average_their_gradients(name):
+    check(ZOO[name], {"two replicas": case({"pipeline_parallel_degree": 1})})
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "changes its input", "dropout between blocks"])
+def test_one_process_runs_the_same_script(name):
+    check(ZOO[name], {"one": case(), "loss.backward()": case(plain_backward=True)}, num_ranks=1)
+
+
+SCRIPTS: dict[str, Case] = {
+    "shapes change from step to step": case(iterations=CHANGING),
+    "evaluation between steps": case(iterations=(Iteration(), EVALUATION, Iteration(), EVALUATION)),
+    "evaluation first": case(iterations=(EVALUATION, Iteration())),
+    "evaluation of another size": case(iterations=(Iteration(), SMALL_EVALUATION, Iteration())),
+    "loss.backward()": case(plain_backward=True),
+    "gradients of two steps": case(
+        iterations=(Iteration(update=False), Iteration(zero_grad=False), Iteration(batch_size=6))
+    ),
+    "optimizer before the model": case(optimizer_first=True),
+}
+
+
+@pytest.mark.parametrize("name", ["ResNet", "parameters in glue", "tied embeddings"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_scripts_do(script, name):
+    check(ZOO[name], {script: SCRIPTS[script]})
+
+
+@pytest.mark.parametrize("script", ["evaluation of another size", "gradients of two steps"])
+def test_what_scripts_do_with_a_large_model(script):
+    check(ZOO["T5"], {script: SCRIPTS[script]})
+
+
+def test_gradients_of_two_steps_are_averaged_over_replicas():
+    script = SCRIPTS["gradients of two steps"]
+    for degree in (1, 2):
+        config = {**script.config, "pipeline_parallel_degree": degree}
+        check(ZOO["MLP"], {"replicas": replace(script, config=config)}, num_ranks=2 * degree)
+
+
+@pytest.mark.parametrize("name", ["GPT-NeoX", "T5", "ResNet", "parameters in glue"])
+def test_autocast_around_the_model_call(name):
+    recipe = replace(ZOO[name], dtype=torch.float32)
+    check(recipe, {"bfloat16": case(autocast=torch.bfloat16, tolerance=2e-2)})
+
+
+FROZEN: dict[str, tuple[str, ...]] = {
+    "GPT-NeoX": ("gpt_neox.embed_in", "gpt_neox.layers.0", "gpt_neox.layers.1"),
+    "returns a dictionary": ("blocks.0", "blocks.1", "blocks.2"),
+    "3-D U-Net": ("down",),
+    "MLP": ("0", "2", "4"),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_the_first_stage_may_be_frozen(name):
+    kinds = ["zb_v"] if name in TRANSFORMERS else SCHEDULES
+    check(ZOO[name], {kind: case(SCHEDULES[kind], frozen=FROZEN[name]) for kind in kinds})
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "2 stages": (2, {}),
+    "4 stages": (4, {}),
+    "2 stages, 2 replicas": (4, {"pipeline_parallel_degree": 2}),
+}
+
+
+def everything(layout: Mapping[str, int]) -> dict[str, Case]:
+    """All schedules with several numbers of microbatches, and all that scripts do with each schedule."""
+    cases = {}
+    for kind, settings in SCHEDULES.items():
+        config = {**settings, **layout}
+        for microbatches in (4, 6):
+            cases[f"{kind}, {microbatches} microbatches"] = case(config, microbatches=microbatches)
+        cases[f"{kind}, uneven"] = case(config, iterations=UNEVEN)
+        for name, script in SCRIPTS.items():
+            cases[f"{kind}, {name}"] = replace(script, config={**script.config, **config})
+    return cases
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ZOO)
+def test_everything_with_everything(name, layout):
+    num_ranks, degrees = LAYOUTS[layout]
+    for label, one in everything(degrees).items():
+        check(ZOO[name], {label: one}, num_ranks=num_ranks)

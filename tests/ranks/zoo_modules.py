@@ -1,0 +1,305 @@
+"""Small models, each with one habit of real code that a pipeline must not disturb.
+
+Shape suffixes: B batch, T time, D width, C classes or channels.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+CLASSES = 7
+
+
+class Block(nn.Module):
+    """A residual block, the unit of most models here."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.down(F.gelu(self.up(self.norm(x_BTD))))
+
+
+class Stack(nn.Module):
+    """Blocks and a head: what the models below vary."""
+
+    def __init__(self, num_blocks: int = 6):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class CallsOneModuleTwice(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        first, shared, *rest = self.blocks
+        x = shared(first(x))
+        for block in rest:
+            x = block(x)
+        return self.head(shared(x))
+
+
+class DropoutBetweenBlocks(Stack):
+    """Random numbers are drawn by glue: by a function and by a module without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(self.dropout(x))
+            if number % 2:
+                x = F.dropout(x, 0.2, training=self.training)
+        return self.head(x)
+
+
+class DropoutInBlocks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), nn.Dropout(0.2), Block()) for _ in range(4))
+
+
+class TiedEmbeddings(nn.Module):
+    """The head's weight is the embedding's, at the other end of the pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.embedding(ids_BT)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    hidden: Tensor
+    note: str = "an answer"
+
+
+class ReturnsDataclass(Stack):
+    def forward(self, x: Tensor) -> Answer:
+        hidden = x
+        for block in self.blocks:
+            hidden = block(hidden)
+        return Answer(logits=self.head(hidden), hidden=hidden)
+
+
+class ReturnsDictionary(Stack):
+    """Hands out what several stages computed."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        return {"logits": self.head(x), "hidden": hidden, "size": len(hidden)}
+
+
+class ParametersInGlue(Stack):
+    """Parameters that no module of their own holds: positions, a scale for every block, a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions_TD = nn.Parameter(torch.randn(32, WIDTH))
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(WIDTH)) for _ in self.blocks)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions_TD[: x.shape[1]]
+        for scale, block in zip(self.scales, self.blocks, strict=True):
+            x = block(x) * scale
+        return self.head(x) / self.temperature
+
+
+class ChangesInPlace(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        skip = x
+        for block in self.blocks[1:]:
+            y = block(x)
+            y += skip
+            y[:, 0] = y[:, 1] * 2
+            y.mul_(0.5)
+            x = y
+        last = x[:, -1]
+        last.add_(1.0)  # a view: x changes too
+        return self.head(x)
+
+
+class ChangesItsInput(Stack):
+    """The caller's batch is changed in place, once a microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        return super().forward(x)
+
+
+class ParameterFreeMiddle(nn.Module):
+    """Much computing between the blocks that no parameter takes part in, on complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(Block() for _ in range(2))
+        self.after = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        for block in self.before:
+            x_BTD = block(x_BTD)
+        spectrum = torch.fft.rfft(x_BTD, dim=1)
+        x_BTD = self.after[0](x_BTD) + torch.fft.irfft(spectrum * spectrum.abs(), n=x_BTD.shape[1], dim=1)
+        return self.head(self.after[1](x_BTD) + spectrum.real.mean(1, keepdim=True))
+
+
+class TransposesBetweenBlocks(nn.Module):
+    """Blocks hand on tensors that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.mixers = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        for block, mixer in zip(self.blocks, self.mixers, strict=True):
+            x_BDT = mixer(block(x_BTD).transpose(1, 2))
+            x_BTD = x_BDT.transpose(1, 2)[:, ::1]
+        return self.head(x_BTD)
+
+
+class MaskedBlock(Block):
+    def forward(self, x_BTD: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD = super().forward(x_BTD).masked_fill(~mask_BT[..., None], 0.0)
+        return x_BTD, mask_BT & (x_BTD.sum(-1) > -3.0)
+
+
+class BooleanMasks(nn.Module):
+    """Every block makes the mask for the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MaskedBlock() for _ in range(5))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > -2.0
+        for block in self.blocks:
+            x, mask = block(x, mask)
+        return self.head(torch.where(mask[..., None], x, torch.zeros_like(x)))
+
+
+class TwoTowers(nn.Module):
+    """Two independent stacks, compared at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Stack(3), Stack(3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        a = F.normalize(self.left(left).mean(1), dim=-1)
+        b = F.normalize(self.right(right).mean(1), dim=-1)
+        return self.scale.exp() * a @ b.T
+
+
+class NestedInputs(Stack):
+    """Containers in containers go in, and between blocks."""
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        first, (second, third) = inputs["pair"]
+        state = {"x": first, "others": [second, third * inputs["factor"]]}
+        for block in self.blocks:
+            state = {"x": block(state["x"] + state["others"][0]), "others": state["others"][::-1]}
+        return self.head(state["x"])
+
+
+class HooksCollectOutputs(Stack):
+    """Forward hooks gather what every block returns, as transformers gathers hidden states."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gathered: list[Tensor] = []
+        hooks = [b.register_forward_hook(lambda _, __, out: gathered.append(out)) for b in self.blocks]
+        for block in self.blocks:
+            x = block(x)
+        for hook in hooks:
+            hook.remove()
+        return self.head(x + torch.stack(gathered).mean(0))
+
+
+class Recomputes(Stack):
+    """The user checkpoints activations by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Teacher(nn.Module):
+    """A second network without gradients, and a loss against it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Stack(4), Stack(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x).softmax(-1)
+        return self.student(x) - target
+
+
+class DeepSupervision(Stack):
+    """Every block has a head of its own, and the loss sums over all."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        answers = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            answers.append(head(x))
+        return [*answers, self.head(x)]
+
+
+class UnusedParameters(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(WIDTH, WIDTH)
+        self.lonely = nn.Parameter(torch.ones(3))
+
+
+class StatisticsInGlue(Stack):
+    """A buffer of the whole model is updated between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and self.training:
+                self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return self.head(x - self.mean)
