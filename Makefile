@@ -33,7 +33,7 @@ sweep: $(STAMP)
 	$(BIN)/python -m pytest -m sweep tests
 
 demo: $(STAMP)
-	$(BIN)/shardwright run -n 2 examples/train_gpt.py
+	$(BIN)/python examples/demo.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

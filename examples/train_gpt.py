@@ -36,11 +36,13 @@ def unigram_entropy(tokens: torch.Tensor) -> float:
 
 def main() -> None:
     """Trains for a number of steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=16, help="sequences in a batch of one replica")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=11)
     options = parser.parse_args()
 
     sw.init({"log_interval": 10, "trace": True})  # <--

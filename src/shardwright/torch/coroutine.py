@@ -107,6 +107,8 @@ class Coroutine:
         finally:
             self._state = _ThreadState.capture()
             outer.restore()
+            if self._greenlet.dead:
+                self._state = None  # it holds on to whatever handled the step function
 
     def pause(self) -> None:
         """Called inside the function: goes back to whoever resumed it."""

@@ -113,7 +113,9 @@ class Executor:
         finally:
             for microbatch in self._microbatches:
                 microbatch.close()
-        return self._results
+            self._microbatches.clear()
+        results, self._results = self._results, []
+        return results
 
     def _run_generators_ahead(self, programs: Sequence[Program]) -> GeneratorState | None:
         """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""

@@ -81,14 +81,25 @@ class Microbatch:
         self._coroutine.resume()
 
     def finish(self) -> Any:
-        """Runs what follows ``backward`` and gives back what the step function returned."""
+        """Runs what follows ``backward``, gives back what the step function returned, and lets go of the rest.
+
+        References in a circle (this object, its coroutine, the coroutine's function) would keep tensors until
+        Python's garbage collector comes by.
+        """
         if not self._coroutine.finished:
             self._coroutine.resume()
-        return self._coroutine.result
+        result = self._coroutine.result
+        self.close()
+        return result
 
     def close(self) -> None:
-        """Gives up a microbatch that failed."""
+        """Ends a microbatch: a step function that has not returned is left."""
         self._coroutine.close()
+        self._coroutine = _ENDED
+        self.values.clear()
+        self.leaves.clear()
+        self.gradients.clear()
+        self.loss = self.loss_gradient = None
 
     # ---- called by the step function
     # ----------------------------------------------------------------------------
@@ -242,6 +253,9 @@ class Microbatch:
                     assert before is not None
                     self.values[after] = self.values[before]
         return result
+
+
+_ENDED = Coroutine(lambda: None)
 
 
 def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -57,8 +57,7 @@ class Reporter:
         number, interval = self.num_steps, context.config.log_interval
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
-        looks = number == 1 or number % interval == 0
-        busy, memory = self._gathered(step) if looks else (None, None)
+        bubble, memory = self._gathered(step)
         losses = [float(loss) for loss in step.losses or ()]
         replicas = context.mesh.data
         observer.step_done(
@@ -69,7 +68,7 @@ class Reporter:
                 samples=step.samples * replicas,
                 tokens=None if step.tokens is None else step.tokens * replicas,
                 flops=3.0 * step.flops * replicas or None,
-                bubble_measured=busy,
+                bubble_measured=bubble,
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
                 memory_bytes=memory,
@@ -77,7 +76,8 @@ class Reporter:
                 learning_rate=_learning_rate(context),
             )
         )
-        if context.config.trace and step.schedule is not None and number > 1 and (looks or number == 3):
+        # The first step plans; the third is the first that an impatient user can look at.
+        if context.config.trace and step.schedule is not None and (number == 3 or number % interval == 0):
             self._write_timeline(step)
 
     def close(self) -> None:
@@ -113,15 +113,16 @@ class Reporter:
     def _gathered(self, step: EngineRun) -> tuple[float | None, tuple[int, ...]]:
         """Idle share of this replica, and peak memory of all ranks."""
         context = self._context
-        mine = (sum(end - start - waited for _, start, end, waited in step.row), step.pipeline_s, _memory())
-        gathered: list[Any] = [mine]
+        busy_s = sum(end - start - waited for _, start, end, waited in step.row)
+        mine = torch.tensor([busy_s, step.pipeline_s, _memory()], dtype=torch.float64, device=context.device)
+        gathered = mine.repeat(context.mesh.world_size, 1)
         if context.mesh.world_size > 1:
-            gathered = [None] * context.mesh.world_size
-            dist.all_gather_object(gathered, mine)
-        replica = [gathered[rank] for rank in context.pipeline_ranks]
+            dist.all_gather_into_tensor(gathered.view(-1), mine)
+        rows = gathered.tolist()
+        replica = [rows[rank] for rank in context.pipeline_ranks]
         longest = max(pipeline_s for _, pipeline_s, _ in replica)
         share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None
-        return share, tuple(memory for _, _, memory in gathered)
+        return share, tuple(int(memory) for _, _, memory in rows)
 
     def _write_timeline(self, step: EngineRun) -> None:
         context = self._context
