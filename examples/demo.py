@@ -77,9 +77,7 @@ def main() -> None:
     throughput = statistics.median(record["throughput/tokens(1/s)"] for record in alone[1:])
     print(format_summary(summarize(two, single_throughput=throughput)))
     print(f"  {said.strip().splitlines()[-1]}")
-    print(
-        f"  first {len(alone)} steps in one process: losses differ by at most {apart:.1e} (allowed {TOLERANCE:g})"
-    )
+    print(f"  {len(alone)} steps in one process: losses within {apart:.1e} ({TOLERANCE:g} is allowed)")
     entropy = float(said.split()[-1])
     final = statistics.fmean(record["train/loss"] for record in together[-10:])
     if not apart <= TOLERANCE:

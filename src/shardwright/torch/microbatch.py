@@ -81,10 +81,10 @@ class Microbatch:
         self._coroutine.resume()
 
     def finish(self) -> Any:
-        """Runs what follows ``backward``, gives back what the step function returned, and lets go of the rest.
+        """Runs what follows ``backward``, and gives back what the step function returned.
 
-        References in a circle (this object, its coroutine, the coroutine's function) would keep tensors until
-        Python's garbage collector comes by.
+        Lets go of the rest: references in a circle (this object, its coroutine, its function) would keep
+        tensors until Python's garbage collector comes by.
         """
         if not self._coroutine.finished:
             self._coroutine.resume()
