@@ -107,8 +107,7 @@ class PipelineEngine:
             edges=merged_edges(programs),
         )
 
-    # ---- the first step
-    # -----------------------------------------------------------------------------------------
+    # ---- the first step ----
 
     def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
         context, module = self._context, self._model.module
@@ -203,8 +202,7 @@ class PipelineEngine:
         assert agreed[0] is not None
         set_state((agreed[0], agreed[1]), context.device)
 
-    # ---- every step
-    # ---------------------------------------------------------------------------------------------
+    # ---- every step ----
 
     def _program(self, function: Callable[..., Any], part: Arguments) -> Program:
         key = self._signature(function, part)

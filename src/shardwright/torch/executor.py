@@ -149,8 +149,7 @@ class Executor:
             self._backward(action.stage, microbatch, split=kind is Kind.BACKWARD_INPUT)
         self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
 
-    # ---- transfers
-    # ----------------------------------------------------------------------------------------------
+    # ---- transfers ----
 
     def _post(self, action: Action, microbatch: Microbatch) -> None:
         """Posts the receives of all values of one edge; `action.stage` is the stage that receives."""
@@ -192,8 +191,7 @@ class Executor:
     def _receive_value(self, microbatch: Microbatch, crossing: Crossing) -> Tensor:
         return self._receive(microbatch, crossing, backward=False)
 
-    # ---- backward
-    # -----------------------------------------------------------------------------------------------
+    # ---- backward ----
 
     def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
         program = microbatch.program

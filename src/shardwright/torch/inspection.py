@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.batch import Splitter
+from shardwright.torch.discover import discover
 from shardwright.torch.glue import active_handler, intercept_calls, plain_torch, restore_calls
 from shardwright.torch.trace import trace_step
+from shardwright.torch.tree import leaves
 from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.units import choose_units
 
@@ -47,12 +49,11 @@ def trace_model(
     Example:
         >>> import torch, shardwright.torch as sw
         >>> with torch.device("meta"):
-        ...     model = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.ReLU(), torch.nn.Linear(4096,
-        1)) >>> graph = sw.trace_model(model, torch.empty(2, 8))
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8, 99), torch.nn.ReLU(), torch.nn.Linear(99, 1))
+        >>> graph = sw.trace_model(model, torch.empty(2, 8))
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    from shardwright.torch.discover import discover
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
         value = _loss_of(model(*args, **kwargs), loss)
@@ -85,8 +86,6 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    from shardwright.torch.tree import leaves
-
     first = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
     return first.mean()
 

@@ -67,8 +67,7 @@ class Microbatch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
 
-    # ---- driven by the executor
-    # ---------------------------------------------------------------------------------
+    # ---- driven by the executor ----
 
     def forward(self, stage: int) -> None:
         """Runs the step function until work of another stage of this rank comes up, or backward, or "
@@ -101,8 +100,7 @@ class Microbatch:
         self.gradients.clear()
         self.loss = self.loss_gradient = None
 
-    # ---- called by the step function
-    # ----------------------------------------------------------------------------
+    # ---- called by the step function ----
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a torch function between units, or gives stand-ins for its result."""
@@ -154,8 +152,7 @@ class Microbatch:
         self.reached_backward = True
         self._coroutine.pause()
 
-    # ---- inside
-    # -------------------------------------------------------------------------------------------------
+    # ---- inside ----
 
     def _run(self) -> Any:
         assert self._arguments is not None

@@ -83,8 +83,7 @@ class DistributedModel(nn.Module):
             self._engine = PipelineEngine(current, self, Planner(current, module))
         current.model = self
 
-    # ---- running
-    # ------------------------------------------------------------------------------------------------
+    # ---- running ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; with more than one stage, only inside a step function."""
@@ -121,8 +120,7 @@ class DistributedModel(nn.Module):
                 current.reporter.step_done(run, seconds=time.perf_counter() - start)
         return run.results
 
-    # ---- what lives here
-    # ----------------------------------------------------------------------------------------
+    # ---- what lives here ----
 
     @property
     def partitioned(self) -> bool:
@@ -183,8 +181,7 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return handle
 
-    # ---- called by the engine
-    # -----------------------------------------------------------------------------------
+    # ---- called by the engine ----
 
     def placed(self, residency: Residency) -> None:
         """Takes note of where parameters live, and tells optimizers and hooks."""

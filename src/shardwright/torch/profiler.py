@@ -93,8 +93,7 @@ class Profiler:
         dist.all_gather_object(gathered, mine)
         return gathered
 
-    # ---- the cache
-    # ----------------------------------------------------------------------------------------------
+    # ---- the cache ----
 
     def _machine_key(self) -> str:
         described = [

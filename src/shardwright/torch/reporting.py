@@ -85,7 +85,7 @@ class Reporter:
         if self._observer is not None:
             self._observer.close()
 
-    # ---- inside -------------------------------------------------------------------------------------------
+    # ---- inside ----
 
     def _start(self) -> Observer:
         context = self._context

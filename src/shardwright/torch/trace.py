@@ -67,8 +67,7 @@ class Tracer:
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
 
-    # ---- what the step function calls
-    # ---------------------------------------------------------------------------
+    # ---- what the step function calls ----
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a torch function; executes it for real if it is free, else on fake tensors."""
@@ -178,8 +177,7 @@ class Tracer:
             self.samples[key] = Sample(func, kept, structure.without_template())
         return key
 
-    # ---- recording
-    # ----------------------------------------------------------------------------------------------
+    # ---- recording ----
 
     def _free_operation(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], items: list[Any]
@@ -348,8 +346,7 @@ class Tracer:
         self._keep_alive.append(fake)
         return fake
 
-    # ---- looking things up
-    # --------------------------------------------------------------------------------------
+    # ---- looking things up ----
 
     def _value(self, item: Any) -> int | None:
         return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
@@ -388,8 +385,7 @@ class Tracer:
             self._keep_alive.append(tensor)
         return self._fakes[id(tensor)]
 
-    # ---- the result
-    # ---------------------------------------------------------------------------------------------
+    # ---- the result ----
 
     def finish(self, result: Any, batch_size: int) -> Trace:
         """Makes the graph."""
