@@ -297,6 +297,8 @@ def test_a_second_ctrl_c_is_immediate(folder):
 
 
 def test_nothing_outlives_a_launcher_that_is_killed(folder):
+    (folder.path / "tmp").mkdir()
+    folder.environ["TMPDIR"] = str(folder.path / "tmp")
     process = folder.start("-n", "2", folder.script(without_torch(SAVES)))
     pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]
     process.kill()
@@ -305,6 +307,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(folder):
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < limit_s:
         time.sleep(0.05)
     assert not left
+    assert list((folder.path / "tmp").iterdir()) == []
 
 
 def test_two_agents_agree_on_a_generation_after_one_of_them_lost_a_rank(folder):

@@ -79,7 +79,7 @@ def test_hosts_that_count_restarts_differently_agree_on_a_generation():
         store = dist.TCPStore(
             environment.master_addr, environment.master_port, is_master=False, timeout=timedelta(seconds=30)
         )
-        if environment.rank == 2:  # what a dead rank of an earlier life left
+        if environment.rank == 1:  # what a dead rank of an earlier life left
             store.set("shardwright/generation/hello/1", "a dead rank's token")
         return [agree_on_generation(store, environment, timeout_s=30) for _ in range(3)]
 

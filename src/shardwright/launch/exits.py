@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,11 +61,17 @@ class ExitLog:
         finally:
             os.close(descriptor)
 
+    def remove(self) -> None:
+        """Removes the file and its folder; several workers may do so at once."""
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+
     def read(self) -> list[WorkerExit]:
         """All workers that have ended until now."""
-        if not self._path.exists():
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
             return []
-        return [WorkerExit(**json.loads(line)) for line in self._path.read_text().splitlines()]
+        return [WorkerExit(**json.loads(line)) for line in text.splitlines()]
 
     def of_life(self, life: int) -> list[WorkerExit]:
         """Those of one life."""

@@ -108,8 +108,11 @@ class Supervisor:
             error=last_words(err.tail) if script.returncode else "",
             log=str(self._log),
         )
-        with contextlib.suppress(FileNotFoundError):  # the launcher has gone, and its folder with it
-            self._exits.append(worker_exit)
+        if self._agent_is_gone:
+            self._exits.remove()  # nobody will read it, nor clear it away
+        else:
+            with contextlib.suppress(FileNotFoundError):  # the launcher has just gone, with the folder
+                self._exits.append(worker_exit)
         return self._code_for_agent(worker_exit)
 
     def _catch_signals(self) -> None:
