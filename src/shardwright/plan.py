@@ -311,8 +311,8 @@ class Plan(_Record):
             raise StalePlanError(
                 f"the plan was made for a model with fingerprint {self.model.fingerprint} and "
                 f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and "
-                f"{graph.num_parameters}: the units are the same, the shapes, types or ties of their "
-                "parameters are not. Make the plan anew."
+                f"{graph.num_parameters}: other parameters, or other shapes, types or ties of them. "
+                "Make the plan anew."
             )
 
     def table(self) -> str:

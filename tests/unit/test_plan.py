@@ -195,7 +195,7 @@ def test_check_refuses_other_units() -> None:
 
 def test_check_refuses_other_shapes() -> None:
     with pytest.raises(
-        StalePlanError, match=r"400 parameters, but this one has .* and 800: the units are the same"
+        StalePlanError, match=r"400 parameters, but this one has .* and 800: other parameters"
     ):
         make_plan().check(chain_graph(2, parameter_bytes=800), world_size=4)
 

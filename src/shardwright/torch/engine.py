@@ -121,8 +121,8 @@ class PipelineEngine:
         assert self._unit_map is not None
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
-        plan.check(trace.graph, world_size=context.mesh.world_size)
         self._agree(trace)
+        plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
         homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
         residency = Residency.of(trace.graph, homes, placed.stage_ranks)

@@ -114,10 +114,10 @@ class Reporter:
         """Idle share of this replica, and peak memory of all ranks."""
         context = self._context
         busy_s = sum(end - start - waited for _, start, end, waited in step.row)
-        mine = torch.tensor([busy_s, step.pipeline_s, _memory()], dtype=torch.float64, device=context.device)
-        gathered = mine.repeat(context.mesh.world_size, 1)
+        gathered = torch.zeros(context.mesh.world_size, 3, dtype=torch.float64, device=context.device)
+        gathered[context.rank] = torch.tensor([busy_s, step.pipeline_s, _memory()])
         if context.mesh.world_size > 1:
-            dist.all_gather_into_tensor(gathered.view(-1), mine)
+            dist.all_reduce(gathered)  # each rank fills in its own row
         rows = gathered.tolist()
         replica = [rows[rank] for rank in context.pipeline_ranks]
         longest = max(pipeline_s for _, pipeline_s, _ in replica)

@@ -1,0 +1,227 @@
+"""What a hurried person does wrong: each mistake is a clear error before the first step."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import ConfigError, PeerLostError, PlanError
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+QUIET = {"run_dir": "off", "profile": "estimated"}
+
+
+def four_layers():
+    """Four layers of one kind."""
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+
+def train_once(config, make_model=None, batch=8, loss_of=None):
+    """One training step of a small model on each rank."""
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, **config})
+    torch.manual_seed(0)
+    model = sw.DistributedModel((make_model or four_layers)())
+
+    @sw.step
+    def train(model, x):
+        loss = loss_of(model, x) if loss_of else model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return train(model, torch.ones(batch, 4)).reduce_mean().item()
+
+
+def refused(num_ranks, *args, **kwargs):
+    """The message with which every rank refuses, shown once."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(train_once, num_ranks, *args, **kwargs)
+    return str(caught.value)
+
+
+def test_more_stages_than_units():
+    text = refused(2, {"microbatches": 2, "pipeline": "interleaved_1f1b", "virtual_stages": 4})
+    assert "PlanError" in text
+    assert "4 units" in text or "units" in text
+
+
+def test_a_world_that_the_degrees_do_not_divide():
+    text = refused(3, {"pipeline_parallel_degree": 2})
+    assert "pipeline(2) * data(?) != WORLD_SIZE(3)" in text
+
+
+def test_more_microbatches_than_samples():
+    text = refused(2, {"microbatches": 16})
+    assert "microbatches is 16" in text
+    assert "8" in text
+
+
+def test_reading_a_remote_value_names_the_line_and_the_remedy():
+    def loss_of(model, x):
+        loss = model(x).square().mean()
+        print(loss.item())
+        return loss
+
+    text = refused(2, {"microbatches": 2}, loss_of=loss_of)
+    assert "test_bad_input.py" in text
+    assert "item() reads the value of a tensor that only one rank has" in text
+    assert "Return the tensor from the step function" in text
+
+
+def test_branching_on_a_remote_value_is_refused_too():
+    def loss_of(model, x):
+        loss = model(x).square().mean()
+        return loss * 2 if loss > 1 else loss
+
+    assert "__bool__() reads the value" in refused(2, {"microbatches": 2}, loss_of=loss_of)
+
+
+def test_ranks_that_build_different_models():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        depth = 4 + sw.rank()
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))))
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(4, 4))
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(job, 2)
+    assert "trace different models" in str(caught.value)
+
+
+def test_a_stage_without_parameters_works():
+    class Glue(nn.Module):
+        def forward(self, x):
+            return x.relu()
+
+    def make_model():
+        return nn.Sequential(nn.Linear(4, 4), Glue(), Glue(), nn.Linear(4, 4))
+
+    results = run_ranks(train_once, 2, {"microbatches": 2}, make_model=make_model)
+    assert results[0] == results[1]
+
+
+def test_a_loss_that_does_not_depend_on_the_model():
+    text = refused(2, {"microbatches": 2}, loss_of=lambda model, x: (model(x).detach() * 0).mean())
+    assert "the loss does not depend on any trained parameter" in text
+
+
+def test_a_step_before_init():
+    import shardwright.torch as sw
+
+    @sw.step
+    def train(x):
+        return x
+
+    with pytest.raises(RuntimeError, match=r"Call shardwright\.torch\.init\(\) first"):
+        train(torch.ones(2))
+
+
+def test_two_models():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        sw.DistributedModel(nn.Linear(2, 2))
+        sw.DistributedModel(nn.Linear(2, 2))
+
+    with pytest.raises(RanksFailedError, match="a model is wrapped already"):
+        run_ranks(job, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"microbatch": 4}, "Did you mean microbatches"),
+        ({"partitions": 2, "pipeline_parallel_degree": 4}, "two names of one setting"),
+        ({"pipeline": "1f1b", "virtual_stages": 2}, "virtual_stages is 2"),
+    ],
+)
+def test_unknown_and_contradictory_keys(config, words):
+    import shardwright.torch as sw
+
+    with pytest.raises(ConfigError, match=words):
+        sw.init(config)
+
+
+def plan_of_a_run(folder):
+    """A plan file, as a run writes it."""
+
+    def job(folder):
+        import shardwright.torch as sw
+
+        sw.init({"profile": "estimated", "microbatches": 2, "run_dir": str(folder), "run_name": "made"})
+        model = sw.DistributedModel(four_layers())
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(4, 4))
+
+    run_ranks(job, 2, folder)
+    return folder / "made" / "plan.json"
+
+
+def follow(path, make_model=None):
+    """Runs with a plan file."""
+    return train_once({"plan": str(path)}, make_model=make_model)
+
+
+def test_a_plan_file_reproduces_the_run_and_a_stale_one_is_refused(tmp_path):
+    path = plan_of_a_run(tmp_path)
+    assert len(run_ranks(follow, 2, path)) == 2
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(follow, 2, path, make_model=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))))
+    assert "StalePlanError" in str(caught.value)
+    assert "80 parameters, but this one has" in str(caught.value)
+
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(PlanError, match="not valid JSON"):
+        follow(path)
+
+    path.write_text(json.dumps({**json.loads(whole), "plan_version": 99}))
+    with pytest.raises(PlanError, match="plan_version 99"):
+        follow(path)
+
+
+def test_a_rank_that_dies_in_mid_step_is_named_and_the_others_stop_within_seconds():
+    class Fatal(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            if type(x) is torch.Tensor:
+                Fatal.calls += 1
+                if Fatal.calls == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().forward(x)
+
+    def make_model():
+        return nn.Sequential(nn.Linear(4, 4), Fatal(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    started = time.monotonic()
+    outcomes = run_ranks_outcomes(
+        train_once, 4, {"microbatches": 4, "pipeline": "1f1b"}, make_model=make_model, timeout_s=60
+    )
+    assert time.monotonic() - started < 20
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert PeerLostError.__name__ in outcomes[rank].error
+        assert "rank 1 failed first" in outcomes[rank].error
