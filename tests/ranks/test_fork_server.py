@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwright.errors import LaunchError
+from shardwright.launch.processes import children
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 from shardwright.testing.client import this_process_client
-from shardwright.launch.processes import children
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks into /proc")
 

@@ -313,7 +313,7 @@ def test_a_wrong_number_of_ranks_is_refused(num_ranks):
 
 
 def test_a_wrong_timeout_is_refused():
-    with pytest.raises(UsageError, match="timeout_s is 0. Give"):
+    with pytest.raises(UsageError, match=r"timeout_s is 0\. Give"):
         run_ranks(total_of_ranks, 1, timeout_s=0)
 
 
