@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from models import Layered, Task
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
+
+from models import Layered, Task
 
 __all__ = ["KINDS", "Peer", "stages_per_rank"]
 

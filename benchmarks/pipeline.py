@@ -1,86 +1,162 @@
-"""Measures pipelines side by side with `torch.distributed.pipelining`.
+"""Measures pipelines side by side with `torch.distributed.pipelining`, and plans against what happened.
 
-python benchmarks/pipeline.py                      # everything, about 15 minutes on two cores
-python benchmarks/pipeline.py --only A --repeats 9
-python benchmarks/pipeline.py --quick              # seconds: does it still run?
+python benchmarks/pipeline.py                       # everything, about 15 minutes on two quiet cores
+python benchmarks/pipeline.py --only A,B --repeats 9
+python benchmarks/pipeline.py --quick               # a minute: does it still run?
+
+A  the same layers on the same ranks, the same kind of schedule: 1F1B, interleaved, zero bubble
+B  the schedule that the library chooses, against the best of the peer's seven
+C  models with uneven layers: stages by the library, against an even split
+D  against one process with one thread
+E  what the runtime takes on top of the work
+F  what the peer cannot run
+G  predicted steps against measured ones: of every plan of A to D
+H  predicted memory against measured memory
 """
 
 import argparse
+import contextlib
+import dataclasses
+import io
+import json
 import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # profiles are measured in this run
+os.environ.setdefault(
+    "SHARDWRIGHT_CACHE", "off"
+)  # costs are measured in this run, not taken from an earlier one
 
-from duel import Times, alternate  # noqa: E402
-from models import Task, even_stages, gpt  # noqa: E402
-from peer_pipelining import KINDS, Peer  # noqa: E402
-from shardwright_side import Ours  # noqa: E402
+from check import Check, lines
+from courses import courses
+from limits import limits_check, limits_table, try_limits
+from machine import circumstances
+from memory import measure_memory, memory_check, memory_table
+from overhead import measure_overhead, overhead_table
+from race import Result
+from shardwright.plan import align
+from speed_report import prediction_check, prediction_rows, speed_checks, speed_tables
 
-from shardwright.testing import run_ranks  # noqa: E402
-
-FAMILIES = {
-    "1F1B": {"peer": ("1F1B",), "ours": ("1f1b",)},
-    "interleaved": {"peer": ("Interleaved1F1B",), "ours": ("interleaved_1f1b",)},
-    "zero bubble": {"peer": ("InterleavedZeroBubble", "ZBVZeroBubble"), "ours": ("zb_v", "zb_h1")},
-}
-_OUR_STAGES = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zb_v": 2}
-
-
-def same_stages(task: Task, family: str, microbatches: int, rounds: int) -> dict[str, object]:
-    """Runs on every rank: one family of schedules, both sides with the same stages."""
-    import torch.distributed as dist
-
-    model, num_ranks = task.build(), dist.get_world_size()
-    contestants = {}
-    for kind in FAMILIES[family]["peer"]:
-        stages = even_stages(model, num_ranks * KINDS[kind])
-        contestants[f"peer {kind}"] = Peer(task, model, stages, kind=kind, microbatches=microbatches)
-    for kind in FAMILIES[family]["ours"]:
-        stages = even_stages(model, num_ranks * _OUR_STAGES[kind])
-        settings = {"pipeline": kind, "microbatches": microbatches}
-        if kind == "interleaved_1f1b":
-            settings["virtual_stages"] = 2
-        contestants[f"ours {kind}"] = Ours(task, model, settings, stages=stages)
-    times = alternate({name: side.step for name, side in contestants.items()}, rounds=rounds)
-    return {
-        "times": times,
-        "losses": {name: side.loss for name, side in contestants.items()},
-        "predicted_s": {
-            name: side.plan.prediction.step_s for name, side in contestants.items() if isinstance(side, Ours)
-        },
-    }
+SECTIONS = "ABCDEFGH"
+_RACES = "ABCD"
 
 
-def main() -> None:
+def main() -> int:
+    """Runs the sections that are asked for."""
+    options = _options()
+    sections = options.only or SECTIONS
+    report = _Report(checks_only=options.check)
+    report.say("\n".join(f"{key}: {value}" for key, value in report.circumstances.items()))
+    races = _RACES if sections == "G" else sections
+    results: list[Result] = []
+    for course in courses(races, quick=options.quick):
+        report.progress(
+            f"{course.section}: {course.task.name}, {course.ranks} ranks, m = {course.microbatches}"
+        )
+        rounds = 2 if options.quick else options.repeats
+        results += _quietly(
+            lambda c=course, r=rounds: c.run(rounds=r, most_rounds=r * (1 + options.patience))
+        )
+        report.raw["races"] = results
+    for title, table in speed_tables(results):
+        report.table(title, table)
+    report.checks += speed_checks([r for r in results if r.section[0] in sections])
+    if "E" in sections:
+        report.progress("E: overhead")
+        found = report.keep("overhead", _quietly(lambda: measure_overhead(quick=options.quick)))
+        report.table("E. The runtime on units that hardly do any work", overhead_table(found))
+    if "F" in sections:
+        report.progress("F: what the peer cannot run")
+        verdicts = report.keep("limits", _quietly(lambda: try_limits(quick=options.quick)))
+        report.table("F. What the peer cannot run", limits_table(verdicts))
+        report.checks += limits_check(verdicts)
+    if "G" in sections:
+        report.table("G. Predicted steps against measured ones", prediction_rows(results))
+        report.checks += prediction_check(results)
+    if "H" in sections:
+        report.progress("H: memory")
+        footprints = report.keep("memory", _quietly(lambda: measure_memory(quick=options.quick)))
+        report.table("H. Predicted memory against measured memory", memory_table(footprints))
+        report.checks += memory_check(footprints)
+    if options.json:
+        report.write(options.json)
+    print("\n".join(lines(report.checks)))
+    return 1 if options.check and not all(check.passes for check in report.checks) else 0
+
+
+class _Report:
+    """Prints what was found, and keeps it for the JSON file."""
+
+    def __init__(self, *, checks_only: bool):
+        self._checks_only = checks_only
+        self.circumstances = circumstances()
+        self.checks: list[Check] = []
+        self.raw: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        """Prints, unless only the targets are wanted."""
+        if not self._checks_only:
+            print(text, flush=True)
+
+    def progress(self, text: str) -> None:
+        """What runs now, on stderr."""
+        print(f"... {text}", file=sys.stderr, flush=True)
+
+    def table(self, title: str, rows: list[list[str]]) -> None:
+        """A table below its title; the first row is the header."""
+        if len(rows) > 1:
+            self.say(f"\n{title}\n\n{align(rows)}")
+
+    def keep(self, name: str, found: Any) -> Any:
+        """Puts something into the JSON file."""
+        self.raw[name] = found
+        return found
+
+    def write(self, path: Path) -> None:
+        """All raw figures, with where they come from."""
+        checks = [{**dataclasses.asdict(check), "passes": check.passes} for check in self.checks]
+        document = {**self.circumstances, "checks": checks, **self.raw}
+        path.write_text(json.dumps(document, default=dataclasses.asdict, indent=1) + "\n")
+
+
+def _quietly(run: Callable[[], Any]) -> Any:
+    """Without the lines that the library prints on every rank's console; they are shown if it fails."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return run()
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--microbatches", default="4,8")
-    options = parser.parse_args()
-    for num_ranks in map(int, options.ranks.split(",")):
-        for microbatches in map(int, options.microbatches.split(",")):
-            for family in options.families.split(","):
-                task = gpt(layers=12 if num_ranks == 2 else 16)
-                ranks = run_ranks(
-                    same_stages, num_ranks, task, family, microbatches, options.repeats, timeout_s=600
-                )
-                times: dict[str, Times] = ranks[0]["times"]
-                losses = {n: [r["losses"][n] for r in ranks] for n in times}
-                best = min(t.median_s for n, t in times.items() if n.startswith("peer"))
-                for name, t in times.items():
-                    predicted = ranks[0]["predicted_s"].get(name)
-                    print(
-                        f"{num_ranks} ranks {microbatches} mb {name:28} {t.median_s * 1e3:8.1f} ms "
-                        f"+-{t.spread:5.1%} best {min(t.seconds) * 1e3:8.1f} ratio {t.median_s / best:.3f} "
-                        f"foreign {sum(t.foreign) / len(t.foreign):.2f} cores "
-                        + (f"predicted {predicted * 1e3:.1f}" if predicted else "")
-                        + f" loss {[x for x in losses[name] if x is not None][-1]:.6f}",
-                        flush=True,
-                    )
+    parser.add_argument("--quick", action="store_true", help="tiny models, two rounds, some cases")
+    parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
+    parser.add_argument("--only", type=_letters, help="sections, for example A,C")
+    parser.add_argument("--repeats", type=int, default=7, help="quiet rounds of every race (default 7)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=1,
+        help="so many times as many rounds more, if others keep the machine busy",
+    )
+    parser.add_argument("--json", type=Path, help="file for all raw figures")
+    return parser.parse_args()
+
+
+def _letters(text: str) -> str:
+    letters = text.upper().replace(",", "")
+    if not letters or set(letters) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"{text!r}: give letters of {SECTIONS}, for example A,C")
+    return letters
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

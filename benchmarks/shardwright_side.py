@@ -5,21 +5,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 import shardwright.torch as sw
 from models import Layered, Task
 from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
-from shardwright.planner import build_chain
+from shardwright.planner import Candidates, build_chain, make_plan
 from shardwright.planner.explain import predict
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Demands, Workload
-from shardwright.planner.search import Candidates
 from shardwright.schedule import place_stages
 from shardwright.torch.context import context, set_context
-from torch import Tensor
 
-__all__ = ["Ours"]
+__all__ = ["STAGES_PER_RANK", "Ours"]
+
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zb_v": 2}
+"""The library's schedule families, with the stages on each rank that are compared."""
 
 
 class Ours:
@@ -40,12 +43,12 @@ class Ours:
         *,
         stages: Sequence[Sequence[str]] | None = None,
     ):
-        self._inputs, self._targets = task.batch()
+        self.batch = task.batch()
         set_context(None)
         sw.init({"run_dir": "off", "log_interval": 10**6, **settings})
         self.model = sw.DistributedModel(copy.deepcopy(model))
         self.context = context()
-        self.loss = float("nan")
+        self.loss: float | None = None
 
         @sw.step
         def train_step(model: sw.DistributedModel, x: Tensor, y: Tensor) -> Tensor:
@@ -54,7 +57,8 @@ class Ours:
             return loss
 
         self._train_step = train_step
-        with mock.patch("shardwright.torch.planning.make_plan", _fixed(stages)) if stages else _nothing():
+        planner = _fixed(stages) if stages else make_plan
+        with mock.patch("shardwright.torch.planning.make_plan", planner):
             self.step()
 
     @property
@@ -72,19 +76,13 @@ class Ours:
         """Forward and backward of one batch; afterwards every rank knows the loss."""
         set_context(self.context)
         self.model.zero_grad(set_to_none=True)
-        self.loss = float(self._train_step(self.model, self._inputs, self._targets).reduce_mean())
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
+        self.loss = float(self._train_step(self.model, *self.batch).reduce_mean())
 
 
 def _fixed(stages: Sequence[Sequence[str]]) -> Any:
     """A planner without freedom: the pinned schedule on the given stages, priced by the measured profile."""
 
-    def make_plan(
+    def plan_of(
         candidates: Candidates, *, cluster: Any, config: Config, mesh: Mesh, optimizer_factor: float, **_: Any
     ) -> Plan:
         ((microbatches, (graph, profile)),) = candidates.items()
@@ -113,7 +111,7 @@ def _fixed(stages: Sequence[Sequence[str]]) -> Any:
             prediction=predict(option),
         )
 
-    return make_plan
+    return plan_of
 
 
 def _stage_of(label: str, stages: Sequence[Sequence[str]]) -> int:

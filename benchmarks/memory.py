@@ -1,0 +1,231 @@
+"""Section H: predicted against measured memory, by two measures that a CPU allows.
+
+*Saved bytes*: every tensor that autograd keeps for a backward is seen by a pair of hooks; what counts is the
+storage behind it, once, from the first save to the end of the last backward that needs it. Weights, inputs and
+targets do not count. This is what the plan calls activations, less what the temporaries of a unit take.
+
+*Resident bytes*: peak of the resident set over a whole step with AdamW, less what it was before the model was
+built. The allocator is told to take every tensor above 64 KiB from the kernel and to give it back at once, so
+that the resident set is what is alive and not what the allocator hoards. This is the plan's whole peak.
+"""
+
+import ctypes
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from check import Check
+from models import Task, conv_net, gpt
+from shardwright.testing import run_ranks
+from shardwright_side import Ours
+
+__all__ = ["Footprint", "measure_memory", "memory_check", "memory_table"]
+
+_RANKS, _MICROBATCHES = 2, 8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 64 * 1024
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of one rank.
+
+    Attributes:
+        task: what was trained.
+        settings: with which settings.
+        rank: pipeline rank.
+        predicted_saved: the plan's activations.
+        saved: measured with hooks.
+        predicted_peak: the plan's peak.
+        resident: measured as resident set.
+    """
+
+    task: str
+    settings: str
+    rank: int
+    predicted_saved: int
+    saved: int
+    predicted_peak: int
+    resident: int
+
+    @property
+    def saved_error(self) -> float:
+        """Predicted against measured."""
+        return self.predicted_saved / self.saved - 1
+
+    @property
+    def peak_error(self) -> float:
+        """Predicted against measured."""
+        return self.predicted_peak / self.resident - 1
+
+
+def measure_memory(*, quick: bool) -> list[Footprint]:
+    """A few models and schedules, each on fresh processes."""
+    blocks = gpt(layers=4, width=16, length=64) if quick else gpt(layers=8, batch=32)
+    cases: list[tuple[Task, dict[str, Any]]] = [
+        (blocks, {"pipeline": "1f1b"}),
+        (blocks, {"pipeline": "gpipe"}),
+        (blocks, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}),
+        (blocks, {"pipeline": "zb_v"}),
+        (blocks, {"pipeline": "1f1b", "activation_checkpointing": "full"}),
+        (gpt(layers=4, vocab=16384, batch=16, name="GPT 4 x 256, vocabulary 16384"), {"pipeline": "1f1b"}),
+        (conv_net(size=128, batch=64), {"pipeline": "1f1b"}),
+    ]
+    found: list[Footprint] = []
+    for task, settings in cases[:1] if quick else cases:
+        found += run_ranks(_measure, _RANKS, task, settings, timeout_s=300)
+    return found
+
+
+def memory_table(found: Sequence[Footprint]) -> list[list[str]]:
+    """Rank by rank."""
+    header = ["model", "settings", "rank", "activations", "saved", "error", "peak", "resident", "error"]
+    rows = [
+        [
+            f.task,
+            f.settings,
+            str(f.rank),
+            _mib(f.predicted_saved),
+            _mib(f.saved),
+            f"{f.saved_error:+.1%}",
+            _mib(f.predicted_peak),
+            _mib(f.resident),
+            f"{f.peak_error:+.1%}",
+        ]
+        for f in found
+    ]
+    return [header, *rows]
+
+
+def memory_check(found: Sequence[Footprint]) -> list[Check]:
+    """The worst of each measure."""
+
+    def check(what: str, errors: list[float]) -> Check:
+        worst = max(range(len(errors)), key=lambda index: abs(errors[index]))
+        where = f"{found[worst].task}, {found[worst].settings}, rank {found[worst].rank}"
+        close = sum(abs(error) <= 0.1 for error in errors)
+        where += f"; {close} of {len(errors)} within 10 %"
+        return Check(section="H", what=what, value=abs(errors[worst]), target=0.1, where=where, percent=True)
+
+    return [
+        check("predicted activations against saved bytes: worst", [f.saved_error for f in found]),
+        check("predicted peak against resident bytes: worst", [f.peak_error for f in found]),
+    ]
+
+
+def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
+    _return_memory_at_once()
+    settings = {"microbatches": _MICROBATCHES, "profile": "estimated", **settings}
+    _load_code(settings)
+    gc.collect()
+    before = _status("VmRSS")
+    ours = Ours(task, task.build(), settings)
+    optimizer = torch.optim.AdamW(ours.model.local_parameters())
+    for _ in range(2):
+        ours.step()
+        optimizer.step()
+    ledger = _Ledger(ours)
+    with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
+        ours.step()
+    gc.collect()
+    ours.model.zero_grad(set_to_none=True)
+    Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+    ours.step()
+    optimizer.step()
+    resident = _status("VmHWM") - before
+    rank = dist.get_rank()
+    assert ours.plan.prediction is not None
+    predicted = ours.plan.prediction.memory[rank]
+    return Footprint(
+        task=task.name,
+        settings=", ".join(map(str, list(settings.values())[2:])),
+        rank=rank,
+        predicted_saved=predicted.activations,
+        saved=ledger.peak,
+        predicted_peak=predicted.peak,
+        resident=resident,
+    )
+
+
+class _Ledger:
+    """Counts the bytes that autograd keeps, each storage once."""
+
+    def __init__(self, ours: Ours):
+        known = [*ours.model.parameters(), *ours.model.buffers(), *ours.batch]
+        self._others = {t.untyped_storage().data_ptr() for t in known if not t.is_meta}
+        self._uses: Counter[int] = Counter()
+        self._bytes = 0
+        self.peak = 0
+
+    def pack(self, tensor: Tensor) -> "_Kept":
+        """Called when a tensor is saved."""
+        return _Kept(self, tensor)
+
+    def unpack(self, kept: "_Kept") -> Tensor:
+        """Called when it is needed."""
+        return kept.tensor
+
+    def add(self, tensor: Tensor) -> int | None:
+        """Starts to count a storage; None for one that is no activation."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key in self._others:
+            return None
+        self._uses[key] += 1
+        if self._uses[key] == 1:
+            self._bytes += storage.nbytes()
+            self.peak = max(self.peak, self._bytes)
+        return key
+
+    def drop(self, key: int, num_bytes: int) -> None:
+        """One that kept it is gone."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            self._bytes -= num_bytes
+
+
+class _Kept:
+    """A saved tensor; it leaves the ledger when autograd lets go of it."""
+
+    def __init__(self, ledger: _Ledger, tensor: Tensor):
+        self.tensor = tensor
+        self._ledger = ledger
+        self._key = ledger.add(tensor)
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._ledger.drop(self._key, self.tensor.untyped_storage().nbytes())
+
+
+def _return_memory_at_once() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    libc.mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
+
+
+def _load_code(settings: dict[str, Any]) -> None:
+    """Trains a tiny model with the same settings: what the libraries load is none of the model's memory."""
+    for task in (gpt(layers=4, width=16, vocab=32, length=8), conv_net(width=1, size=32, batch=8)):
+        ours = Ours(task, task.build(), settings)
+        optimizer = torch.optim.AdamW(ours.model.local_parameters())
+        ours.step()
+        optimizer.step()
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: this section needs Linux")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
