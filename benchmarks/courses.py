@@ -40,6 +40,9 @@ class Course:
     microbatches: int
     names: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"{self.section}: {self.task.name}, {self.ranks} ranks, {self.microbatches} microbatches"
+
     def run(self, *, rounds: int, most_rounds: int) -> list[Result]:
         """Runs it on fresh processes."""
         ranks = run_ranks(
@@ -125,4 +128,4 @@ def _tiny(task: Task) -> Task:
         return conv_net(width=2, size=32, batch=8)
     if "equal" in task.name:
         return equal_blocks(layers=4, width=16, length=8)
-    return gpt(layers=4, width=16, vocab=64, length=8, name=task.name)
+    return gpt(layers=4, width=16, vocab=64, length=8, name=f"tiny {task.name}")

@@ -1,7 +1,7 @@
 """Section F: what the peer cannot run, tried on both sides, each attempt with a hard time limit.
 
-Every case trains on two ranks with 1F1B and compares gradients (or scores) with those of one process. An attempt
-returns the largest difference, or fails, or hangs and is killed.
+Every case trains on two ranks with 1F1B and compares gradients (or scores) with those of one process. An
+attempt returns the largest difference, or fails, or hangs and is killed.
 """
 
 import re
@@ -47,11 +47,8 @@ def try_limits(*, quick: bool) -> list[Verdict]:
     for name, (peer, ours) in cases.items():
         theirs = _tried(peer, timeout_s=20.0)
         own = _tried(ours, timeout_s=60.0)
-        found.append(
-            Verdict(
-                case=name, peer=_words(theirs), ours=_words(own), ours_right=_words(own).startswith("right")
-            )
-        )
+        right = _words(own).startswith("right")
+        found.append(Verdict(case=name, peer=_words(theirs), ours=_words(own), ours_right=right))
     return found
 
 

@@ -1,12 +1,13 @@
 """Section H: predicted against measured memory, by two measures that a CPU allows.
 
 *Saved bytes*: every tensor that autograd keeps for a backward is seen by a pair of hooks; what counts is the
-storage behind it, once, from the first save to the end of the last backward that needs it. Weights, inputs and
-targets do not count. This is what the plan calls activations, less what the temporaries of a unit take.
+storage behind it, once, from the first save to the end of the last backward that needs it. Weights, inputs
+and targets do not count. This is what the plan calls activations.
 
 *Resident bytes*: peak of the resident set over a whole step with AdamW, less what it was before the model was
-built. The allocator is told to take every tensor above 64 KiB from the kernel and to give it back at once, so
-that the resident set is what is alive and not what the allocator hoards. This is the plan's whole peak.
+built (a tiny model has run by then, so that the code that libraries load does not count). The allocator is
+told to take every tensor above 64 KiB from the kernel and to give it back at once, so that the resident set
+is what is alive and not what the allocator hoards. This is the plan's whole peak.
 """
 
 import ctypes

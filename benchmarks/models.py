@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +48,10 @@ class Task:
 
 
 def even_stages(model: Layered, num_stages: int) -> list[list[str]]:
-    """Names of the submodules of each stage: as many layers on each as can be, the ends with their neighbours."""
+    """Names of the submodules of each stage: equally many layers, the two ends with their neighbours."""
     names = [f"layers.{index}" for index in range(len(model.layers))]
     cuts = [round(stage * len(names) / num_stages) for stage in range(num_stages + 1)]
-    stages = [names[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [names[a:b] for a, b in pairwise(cuts)]
     if model.first is not None:
         stages[0].insert(0, "first")
     if model.last is not None:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -85,7 +86,7 @@ def _measure(task: Task, rounds: int) -> Overhead:
         events = ours.executor.timeline.events
         for action, start, end, waited in events:
             actions[action.kind].append((end - start - waited) * 1e6)
-        between.extend((b[1] - a[2]) * 1e6 for a, b in zip(events, events[1:], strict=False))
+        between.extend((b[1] - a[2]) * 1e6 for a, b in pairwise(events))
 
     times = alternate({"peer": peer.step, "ours": step}, rounds=rounds, warm_up=3)
     plain = _plain(task, model.get_submodule("layers")[: len(stages[0])], rounds)

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault(
-    "SHARDWRIGHT_CACHE", "off"
-)  # costs are measured in this run, not taken from an earlier one
+os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this run
 
 from check import Check, lines
 from courses import courses
@@ -51,14 +49,13 @@ def main() -> int:
     report = _Report(checks_only=options.check)
     report.say("\n".join(f"{key}: {value}" for key, value in report.circumstances.items()))
     races = _RACES if sections == "G" else sections
+    rounds = 2 if options.quick else options.repeats
+    most_rounds = rounds * (1 + options.patience)
     results: list[Result] = []
     for course in courses(races, quick=options.quick):
-        report.progress(
-            f"{course.section}: {course.task.name}, {course.ranks} ranks, m = {course.microbatches}"
-        )
-        rounds = 2 if options.quick else options.repeats
+        report.progress(str(course))
         results += _quietly(
-            lambda c=course, r=rounds: c.run(rounds=r, most_rounds=r * (1 + options.patience))
+            lambda c=course: c.run(rounds=rounds, most_rounds=rounds * (1 + options.patience))
         )
         report.raw["races"] = results
     for title, table in speed_tables(results):
@@ -83,7 +80,8 @@ def main() -> int:
         report.checks += memory_check(footprints)
     if options.json:
         report.write(options.json)
-    print("\n".join(lines(report.checks)))
+    if options.check or not options.quick:
+        print("\nTargets, the worst figure last\n\n" + "\n".join(lines(report.checks)))
     return 1 if options.check and not all(check.passes for check in report.checks) else 0
 
 
@@ -145,7 +143,7 @@ def _options() -> argparse.Namespace:
         "--patience",
         type=int,
         default=1,
-        help="so many times as many rounds more, if others keep the machine busy",
+        help="so many times as many rounds more while others keep the machine busy",
     )
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     return parser.parse_args()
