@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["QUIET_CORES", "Times", "alternate", "foreign_cores"]
+__all__ = ["QUIET_CORES", "Times", "alternate", "foreign_cores", "wait_for_quiet"]
 
 QUIET_CORES = 0.1
 """A round is quiet if others keep less than this many cores busy in each of its runs."""
 
 _FEWEST_QUIET = 3
+_STILL_S = 4
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -95,6 +96,17 @@ def alternate(
 def foreign_cores(run: Callable[[], object]) -> float:
     """Cores that other processes keep busy while every rank runs something; collective."""
     return _timed(run)[1]
+
+
+def wait_for_quiet(limit_s: float) -> None:
+    """Returns when others left the machine alone for some seconds, or after the limit."""
+    deadline = time.monotonic() + limit_s
+    still = 0
+    while still < _STILL_S and time.monotonic() < deadline:
+        busy, start = _busy_s(), time.monotonic()
+        time.sleep(1.0)
+        cores = (_busy_s() - busy) / (time.monotonic() - start)
+        still = still + 1 if cores < 2 * QUIET_CORES else 0
 
 
 def _timed(run: Callable[[], object]) -> tuple[float, float]:

@@ -30,6 +30,7 @@ os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this 
 
 from check import Check, lines
 from courses import courses
+from duel import wait_for_quiet
 from limits import limits_check, limits_table, try_limits
 from machine import circumstances
 from memory import measure_memory, memory_check, memory_table
@@ -50,13 +51,11 @@ def main() -> int:
     report.say("\n".join(f"{key}: {value}" for key, value in report.circumstances.items()))
     races = _RACES if sections == "G" else sections
     rounds = 2 if options.quick else options.repeats
-    most_rounds = rounds * (1 + options.patience)
     results: list[Result] = []
     for course in courses(races, quick=options.quick):
         report.progress(str(course))
-        results += _quietly(
-            lambda c=course: c.run(rounds=rounds, most_rounds=rounds * (1 + options.patience))
-        )
+        wait_for_quiet(options.patience)
+        results += _quietly(lambda c=course: c.run(rounds=rounds, most_rounds=2 * rounds))
         report.raw["races"] = results
     for title, table in speed_tables(results):
         report.table(title, table)
@@ -140,10 +139,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", type=_letters, help="sections, for example A,C")
     parser.add_argument("--repeats", type=int, default=7, help="quiet rounds of every race (default 7)")
     parser.add_argument(
-        "--patience",
-        type=int,
-        default=1,
-        help="so many times as many rounds more while others keep the machine busy",
+        "--patience", type=float, default=0.0, help="seconds to wait before each race for a quiet machine"
     )
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     return parser.parse_args()
