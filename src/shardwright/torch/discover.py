@@ -1,6 +1,7 @@
 """Runs a model once on fake tensors and counts what each module does."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ __all__ = ["discover"]
 
 def discover(
     model: nn.Module, function: Callable[..., Any], arguments: Arguments, *, device: torch.device
-) -> dict[int, ModuleCost]:
-    """Costs of every module in one microbatch, by id of the module.
+) -> dict[str, ModuleCost]:
+    """Costs of every module in one microbatch, by name of the module.
 
     Args:
         model: the whole model.
@@ -27,23 +28,23 @@ def discover(
         arguments: (args, kwargs) of one microbatch.
         device: where the model computes.
     """
-    costs: dict[int, ModuleCost] = {}
+    costs: dict[str, ModuleCost] = {}
     open_calls: list[int] = []
 
-    def enter(module: nn.Module, args: Any) -> None:
-        cost = costs.setdefault(id(module), ModuleCost())
-        cost.calls += 1
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        costs.setdefault(name, ModuleCost()).calls += 1
         open_calls.append(CostCounter.running_flops())
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        costs[id(module)].flops += CostCounter.running_flops() - open_calls.pop()
+    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        costs[name].flops += CostCounter.running_flops() - open_calls.pop()
 
     handles = []
     intercept_calls(model)
     try:
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave))
+        # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(enter, name)))
+            handles.append(module.register_forward_hook(partial(leave, name)))
         trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
         for handle in handles:

@@ -85,6 +85,8 @@ class PipelineEngine:
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
             self._agree_on_random_numbers()
+        if train and self.reducer is not None:
+            self.reducer.begin()
         results = self.executor.run(
             schedule,
             context.pipeline_rank,

@@ -241,9 +241,9 @@ def build_program(
     needed.update(graph.outputs)
     if graph.loss is not None:
         needed.add(graph.loss)
-    _check_after_backward(trace, homes, home_of, needed)
+    _add_aliases(trace, needed)
+    _check_after_backward(trace, homes, home_of)
     instructions = [_instruction(step, homes, home_of, stage_ranks, rank, needed) for step in trace.steps]
-    _track_aliases(trace, instructions, needed)
     for step, instruction in zip(trace.steps, instructions, strict=True):
         node = None if step.node is None else graph.nodes[step.node]
         instruction.recompute = node is not None and node.kind == "unit" and node.label in recompute
@@ -339,23 +339,15 @@ def _instruction(
     )
 
 
-def _track_aliases(trace: Trace, instructions: list[Instruction], needed: set[int]) -> None:
-    """Keeps tensors that are changed later through another name, so that the change can be sent."""
-    wanted = {
-        before
-        for step in trace.steps
-        for position, before, after in step.mutations
-        if position is None and before is not None and after in needed
-    }
-    for step, instruction in zip(trace.steps, instructions, strict=True):
-        extra = tuple((p, v) for p, v in step.writes if v in wanted and v not in needed)
-        if extra:
-            instruction.keeps += extra
+def _add_aliases(trace: Trace, needed: set[int]) -> None:
+    """Adds tensors that are changed later through another name, so that the change can be sent."""
+    for step in reversed(trace.steps):
+        for position, before, after in step.mutations:
+            if after in needed and position is None and before is not None:
+                needed.add(before)
 
 
-def _check_after_backward(
-    trace: Trace, homes: Sequence[int], home_of: Sequence[int], needed: set[int]
-) -> None:
+def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
     if trace.backward_at is None:
         return
     late = {step.node for step in trace.steps[trace.backward_at :] if step.node is not None}

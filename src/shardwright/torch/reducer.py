@@ -80,9 +80,19 @@ class GradientReducer:
                 self._by_stage.setdefault(stage, []).append(member)
         self._stages_left: dict[int, set[int]] = {}
         self._ready: set[int] = set()
+        self._earlier: dict[int, Tensor] = {}
         self._next = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.reset()
+
+    def begin(self) -> None:
+        """Puts aside what earlier batches left in the gradients: it is summed already, and must not be again."""
+        for bucket in self._buckets:
+            for member in bucket.members:
+                gradient = member.parameter.grad
+                if gradient is not None:
+                    self._earlier[id(member.parameter)] = gradient
+                    member.parameter.grad = None
 
     def reset(self) -> None:
         """Prepares for a batch."""
@@ -166,6 +176,9 @@ class GradientReducer:
                 parameter.grad.copy_(total)
             elif flag:
                 parameter.grad = total.clone()
+            earlier = self._earlier.pop(id(parameter), None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         bucket.buffer = None
 
 

@@ -39,7 +39,7 @@ class SingleEngine:
         results: list[Any] = []
         losses: list[Tensor] = []
         for index, (args, kwargs) in enumerate(parts):
-            handler = _Plain(scale, self._reducer if index == num_microbatches - 1 else None)
+            handler = _Plain(scale, self._reducer, first=index == 0, last=index == num_microbatches - 1)
             before = set_active_handler(handler)
             try:
                 with _tensor_backward(handler):
@@ -70,9 +70,10 @@ class SingleEngine:
 class _Plain:
     """The handler of a step function that is run as it is."""
 
-    def __init__(self, scale: float, reducer: GradientReducer | None):
+    def __init__(self, scale: float, reducer: GradientReducer | None, *, first: bool, last: bool):
         self._scale = scale
-        self._reducer = reducer
+        self._opens = reducer if first else None
+        self._closes = reducer if last else None
         self.loss: Tensor | None = None
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,11 +102,13 @@ class _Plain:
             )
         self.loss = loss.detach()
         start = torch.ones_like(loss) if gradient is None else gradient
-        if self._reducer is not None:
-            self._reducer.last_backward(0, True)
+        if self._opens is not None:
+            self._opens.begin()
+        if self._closes is not None:
+            self._closes.last_backward(0, True)
         torch.autograd.backward(loss, start * self._scale)
-        if self._reducer is not None:
-            self._reducer.last_backward(0, False)
+        if self._closes is not None:
+            self._closes.last_backward(0, False)
 
 
 class _tensor_backward:  # noqa: N801  (a context manager)

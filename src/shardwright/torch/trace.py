@@ -23,6 +23,7 @@ from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.recording import Sample, Step, Trace
+from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.source_line import user_line
 from shardwright.torch.trace_guard import OpenModules, Unchanged
@@ -312,7 +313,7 @@ class Tracer:
         done: set[int] = set()
         for position in changed:
             item = items[position]
-            if id(item) in self._names or id(item) in done:
+            if isinstance(item, nn.Parameter) or id(item) in self._lent_for or id(item) in done:
                 continue
             done.add(id(item))
             before = self._value(item)
@@ -445,6 +446,7 @@ def trace_step(
     tracer.vary(leaves(arguments))
     args, kwargs = arguments
     before = set_active_handler(tracer)
+    generators = get_state(torch.device(device))
     open_modules = OpenModules(tracer)
     try:
         with Unchanged(unit_map, tracer.lend), open_modules, GlueMode(tracer):
@@ -455,6 +457,7 @@ def trace_step(
         raise
     finally:
         set_active_handler(before)
+        set_state(generators, torch.device(device))
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
