@@ -164,6 +164,17 @@ def test_the_rank_that_raised_comes_first_and_its_followers_after():
     assert isinstance(caught.value.first.exception, ValueError)
 
 
+def test_the_headline_is_the_message_and_not_a_note_to_it():
+    def fail():
+        error = ValueError("boom\nand more")
+        error.add_note("in the third case")
+        raise error
+
+    with pytest.raises(RanksFailedError, match="in the third case") as caught:
+        run_ranks(fail, 1)
+    assert str(caught.value).splitlines()[0].endswith("ValueError: boom")
+
+
 def test_what_a_failing_rank_wrote_is_shown():
     def fail():
         print("the last words")

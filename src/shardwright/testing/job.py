@@ -74,6 +74,7 @@ class RankReport:
         value: cloudpickle of what the function returned, if it did.
         error: the traceback as text, if the function raised.
         error_type: the name of the exception's class.
+        error_line: the class and the first line of the message.
         exception: cloudpickle of the exception, where it has one.
         exit_code: with which the rank means to end.
     """
@@ -82,6 +83,7 @@ class RankReport:
     value: bytes | None = None
     error: str | None = None
     error_type: str | None = None
+    error_line: str | None = None
     exception: bytes | None = None
     exit_code: int = 0
 

@@ -18,6 +18,7 @@ class Outcome:
         returned: whether the function returned; then `value` is what it returned.
         error: the traceback, if the function raised.
         error_type: the name of the exception's class, for example ``"ValueError"``.
+        error_line: the class and the first line of the message.
         exception: the exception itself, if it can be pickled.
         exit_code: 0, what the rank passed to ``sys.exit`` or ``os._exit``, or minus the number of the
             signal that ended it (-9 for SIGKILL).
@@ -35,6 +36,7 @@ class Outcome:
     value: Any = None
     error: str | None = None
     error_type: str | None = None
+    error_line: str | None = None
     exception: BaseException | None = field(default=None, repr=False)
     exit_code: int
     seconds: float
@@ -60,8 +62,8 @@ class Outcome:
         """
         if self.ok:
             return "returned"
-        if self.error is not None:
-            return self.error.rstrip().splitlines()[-1]
+        if self.error_line is not None:
+            return self.error_line
         if self.stopped is not None:
             return "held by SIGSTOP" if self.was_held else "still running"
         if self.exit_code < 0:

@@ -84,6 +84,7 @@ def _call(job: Job, rank: int, *, start: Gate) -> RankReport:
             at_s=at_s,
             error="".join(traceback.format_exception(_without_our_frames(error))).rstrip(),
             error_type=type(error).__qualname__,
+            error_line=_first_line(error),
             exception=_pickled_or_none(error),
             exit_code=_exit_code(error),
         )
@@ -127,6 +128,12 @@ def _without_our_frames(error: BaseException) -> BaseException:
     while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     return error.with_traceback(frame)
+
+
+def _first_line(error: BaseException) -> str:
+    """Class and message, without the source lines of a SyntaxError before and the notes after."""
+    lines = [line for part in traceback.format_exception_only(error) for line in part.splitlines()]
+    return next((line for line in lines if not line.startswith(" ")), type(error).__qualname__)
 
 
 def _exit_code(error: BaseException) -> int:

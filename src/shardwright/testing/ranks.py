@@ -212,6 +212,7 @@ def _outcome(folder: Path, status: RankStatus) -> Outcome:
         value=None if report.value is None else pickle.loads(report.value),
         error=report.error,
         error_type=report.error_type,
+        error_line=report.error_line,
         exception=None if report.exception is None else pickle.loads(report.exception),
         exit_code=status.exit_code,
         seconds=report.at_s - status.started_at_s,
