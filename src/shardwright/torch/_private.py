@@ -3,6 +3,7 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "new_fake_mode",
     "pop_function_mode",
     "push_function_mode",
+    "run_backward",
     "storage_key",
 ]
 
@@ -62,6 +64,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 def function_mode_depth() -> int:
     """How many torch function modes are active in this thread."""
     return torch._C._len_torch_function_stack()
+
+
+def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward`, but function modes stay active in Python code that the backward runs."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:

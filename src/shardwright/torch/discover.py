@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.torch.batch import Arguments
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.glue import intercept_calls, restore_calls
+from shardwright.torch.source_line import frames_up_to
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.units import ModuleCost
@@ -30,12 +31,23 @@ def discover(
     """
     costs: dict[str, ModuleCost] = {}
     open_calls: list[int] = []
+    open_names: list[str] = []
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
-        costs.setdefault(name, ModuleCost()).calls += 1
+        cost = costs.setdefault(name, ModuleCost())
+        cost.calls += 1
+        if not any(costs[outer].recomputed for outer in open_names):
+            between = frames_up_to("torch.utils.checkpoint")
+            if between is not None:
+                # Code of the module around it in between: that module recomputes itself, not this one.
+                own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
+                around = open_names[-1] if open_names and own_code else ""
+                costs[around or name].recomputed = True
+        open_names.append(name)
         open_calls.append(CostCounter.running_flops())
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        open_names.pop()
         costs[name].flops += CostCounter.running_flops() - open_calls.pop()
 
     handles = []

@@ -10,6 +10,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.schedule import Action, Kind, Schedule
+from shardwright.torch._private import run_backward
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.program import Crossing, Place, Program
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
@@ -201,12 +203,13 @@ class Executor:
         if last and self._on_last_backward:
             self._on_last_backward(stage, True)
         if roots:
-            if split:
-                with put_off_weights() as work:
-                    torch.autograd.backward(roots, gradients)
-                self._put_off[stage, microbatch.index] = work
-            else:
-                torch.autograd.backward(roots, gradients)
+            with microbatch.remembering(stage) if program.recomputes else nullcontext():
+                if split:
+                    with put_off_weights() as work:
+                        run_backward(roots, gradients)
+                    self._put_off[stage, microbatch.index] = work
+                else:
+                    run_backward(roots, gradients)
         if last and self._on_last_backward:
             self._on_last_backward(stage, False)
         for crossing in program.receives[stage]:

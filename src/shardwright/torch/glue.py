@@ -24,10 +24,12 @@ from shardwright.torch._private import (
     push_function_mode,
 )
 from shardwright.torch.functions import is_metadata
+from shardwright.torch.tree import map_tree
 
 __all__ = [
     "GlueMode",
     "Handler",
+    "Realised",
     "active_handler",
     "intercept_calls",
     "plain_torch",
@@ -52,6 +54,7 @@ class _Active:
     """The handler of the step function that is running in this thread of control; None inside units."""
 
     handler: Handler | None = None
+    realise: Callable[[Any], Any] | None = None
 
 
 def active_handler() -> Handler | None:
@@ -63,6 +66,34 @@ def set_active_handler(handler: Handler | None) -> Handler | None:
     """Installs a handler and returns the one before."""
     before, _Active.handler = _Active.handler, handler
     return before
+
+
+class Realised(TorchFunctionMode):
+    """Gives real tensors to code that runs in a backward, for the deferred ones that it remembers.
+
+    A step function that recomputes (``torch.utils.checkpoint``) calls units and operations a second time,
+    with the arguments of the first: on this rank, stand-ins for tensors that have come in meanwhile.
+
+    Args:
+        realise: gives the real tensor for a deferred one, and anything else back as it is.
+    """
+
+    def __init__(self, realise: Callable[[Any], Any]):
+        super().__init__()
+        self._realise = realise
+
+    def __enter__(self) -> "Realised":
+        _Active.realise = self._realise
+        push_function_mode(self)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        pop_function_mode()
+        _Active.realise = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_tree(self._realise, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class GlueMode(TorchFunctionMode):
@@ -109,6 +140,8 @@ class _UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _Active.handler
         if handler is None:
+            if _Active.realise is not None:
+                args, kwargs = map_tree(_Active.realise, (args, kwargs))
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         with plain_torch():
             return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
+from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of
-from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.glue import GlueMode, Realised, set_active_handler
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
 from shardwright.torch.source_line import user_line
@@ -90,6 +91,17 @@ class Microbatch:
         result = self._coroutine.result
         self.close()
         return result
+
+    def remembering(self, stage: int) -> Realised:
+        """For a backward of this stage: what its forward got is there again when it is recomputed."""
+
+        def realise(item: Any) -> Any:
+            if not isinstance(item, DeferredTensor):
+                return item
+            leaf = self.leaves.get((item.value, stage))
+            return item if leaf is None else leaf
+
+        return Realised(realise)
 
     def close(self) -> None:
         """Ends a microbatch: a step function that has not returned is left."""

@@ -99,7 +99,11 @@ class Planner:
         pipeline, per_rank = context.mesh.pipeline, context.config.virtual_stages or 2
         first = next(iter(parts.values()))
         costs = discover(self._model, function, first, device=context.device)
-        forced = {id(module) for module in self._model.modules() if is_marked(module)}
+        forced = {
+            id(module)
+            for name, module in self._model.named_modules()
+            if is_marked(module) or (name in costs and costs[name].recomputed)
+        }
         while True:
             names = choose_units(self._model, costs, num_stages=pipeline * per_rank, forced=frozenset(forced))
             unit_map = UnitMap.of(self._model, names)

@@ -117,6 +117,7 @@ class Program:
         result_values: (position among the leaves of the returned tree, value).
         fingerprint: of the traced graph.
         flops: of the forward, all stages together.
+        recomputes: the step function itself recomputes activations around units.
     """
 
     instructions: list[Instruction]
@@ -134,6 +135,7 @@ class Program:
     result_values: tuple[tuple[int, int], ...]
     fingerprint: str
     flops: int
+    recomputes: bool
 
     @property
     def draws(self) -> bool:
@@ -268,6 +270,7 @@ def build_program(
         result_values=trace.result_values,
         fingerprint=graph.fingerprint,
         flops=sum(node.flops for node in graph.nodes),
+        recomputes=trace.recomputes,
     )
 
 

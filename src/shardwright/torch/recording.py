@@ -66,6 +66,7 @@ class Trace:
         backward_at: number of steps before ``backward``; None without one.
         result_values: (position among the leaves of what the step function returned, value).
         reads_data: Python looked at values of free tensors, so that another batch may take another path.
+        recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
         samples: cost class -> arguments of its first call.
     """
 
@@ -74,4 +75,5 @@ class Trace:
     backward_at: int | None
     result_values: tuple[tuple[int, int], ...]
     reads_data: bool
+    recomputes: bool
     samples: dict[str, Sample]

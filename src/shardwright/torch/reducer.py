@@ -86,7 +86,7 @@ class GradientReducer:
         self.reset()
 
     def begin(self) -> None:
-        """Puts aside what earlier batches left in the gradients: it is summed already, and must not be again."""
+        """Puts aside what earlier batches left in the gradients, which is summed already."""
         for bucket in self._buckets:
             for member in bucket.members:
                 gradient = member.parameter.grad

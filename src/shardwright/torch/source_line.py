@@ -2,7 +2,7 @@
 
 import sys
 
-__all__ = ["user_line"]
+__all__ = ["called_from", "frames_up_to", "user_line"]
 
 
 def user_line() -> str:
@@ -16,3 +16,21 @@ def user_line() -> str:
         fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return fallback
+
+
+def called_from(module: str) -> bool:
+    """Whether a function of this module is among the callers."""
+    return frames_up_to(module) is not None
+
+
+def frames_up_to(module: str) -> list[str] | None:
+    """Modules of the callers below the innermost function of this module; None if it is not among them."""
+    frame = sys._getframe(1)
+    names: list[str] = []
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == module:
+            return names
+        names.append(name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -25,7 +25,7 @@ from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.recording import Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, random_like
-from shardwright.torch.source_line import user_line
+from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.trace_guard import OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
@@ -61,6 +61,7 @@ class Tracer:
         self.backward_at: int | None = None
         self.reads_data = False
         self.samples: dict[str, Sample] = {}
+        self._recomputes = False
         self._varying: set[int] = set()
         self._value_of: dict[int, int] = {}
         self._fakes: dict[int, Tensor] = {}
@@ -114,6 +115,7 @@ class Tracer:
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
         name = self.unit_map.units[id(module)]
+        self._recomputes = self._recomputes or called_from("torch.utils.checkpoint")
         items, structure = flatten((args, kwargs))
         reads = self._reads(items)
         line = user_line()
@@ -417,6 +419,7 @@ class Tracer:
             backward_at=self.backward_at,
             result_values=result_values,
             reads_data=self.reads_data,
+            recomputes=self._recomputes,
             samples=self.samples,
         )
 

@@ -27,11 +27,12 @@ class ModuleCost:
     Attributes:
         calls: how often it was called through ``module(...)``.
         flops: floating-point operations, those of its children included.
-        depth_calls: calls from inside another call of itself (recursion).
+        recomputed: the model recomputes its activations (``torch.utils.checkpoint``).
     """
 
     calls: int = 0
     flops: int = 0
+    recomputed: bool = False
 
 
 @dataclass(slots=True)
