@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch.tree import Structure, flatten
 
-__all__ = ["BatchBroadcast", "Splitter"]
+__all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -120,6 +120,30 @@ def _describe(item: Any) -> _Leaf:
     ):
         return _Leaf("value", value=item)
     return _Leaf("local", value=type(item).__name__)
+
+
+def is_batch_tensor(item: Any) -> bool:
+    """Whether a leaf of the arguments is data: a tensor, and not a parameter."""
+    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+
+
+def copy_of(arguments: Arguments) -> Arguments:
+    """The same arguments with tensors of their own.
+
+    Microbatches are views of one batch. Where a step function changes them in place, autograd would take a
+    change of one for a change of all.
+    """
+    items, structure = flatten(arguments)
+    args, kwargs = structure.rebuild([item.clone() if is_batch_tensor(item) else item for item in items])
+    return args, kwargs
+
+
+def copy_back(arguments: Arguments, changed: Arguments) -> None:
+    """Puts what a step function did to its copies into the caller's batch."""
+    with torch.no_grad():
+        for item, new in zip(flatten(arguments)[0], flatten(changed)[0], strict=True):
+            if is_batch_tensor(item) and item.shape == new.shape:
+                item.copy_(new)
 
 
 @dataclass(frozen=True, slots=True)

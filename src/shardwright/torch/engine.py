@@ -11,7 +11,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower
 from shardwright.torch.activation_checkpointing import marked_inside
-from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter
+from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
@@ -85,6 +85,8 @@ class PipelineEngine:
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
             self._agree_on_random_numbers()
+        changes_batch = any(program.changes_batch for program in programs)
+        own = [copy_of(part) for part in parts] if changes_batch else parts
         if train and self.reducer is not None:
             self.reducer.begin()
         results = self.executor.run(
@@ -92,11 +94,14 @@ class PipelineEngine:
             context.pipeline_rank,
             programs,
             function,
-            parts,
+            own,
             loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
         )
         if train and self.reducer is not None:
             self.reducer.finish()
+        if changes_batch:
+            for part, changed in zip(parts, own, strict=True):
+                copy_back(part, changed)
         results, losses = exchange_outputs(context, results, programs)
         return EngineRun(
             results=results,

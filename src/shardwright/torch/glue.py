@@ -11,6 +11,7 @@ by here.
     model.backward(loss)                  ->  backward(loss)
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -134,6 +135,55 @@ def plain_torch() -> Iterator[None]:
         set_active_handler(handler)
 
 
+class _Hooks:
+    """Forward hooks of a unit: run on every rank, as glue, so that what they collect is there everywhere."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Hooks | None":
+        """None for a module without hooks."""
+        return cls(module) if module._forward_hooks or module._forward_pre_hooks else None
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Runs the pre-hooks, which may change the arguments."""
+        module = self._module
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if number in module._forward_pre_hooks_with_kwargs:
+                changed = hook(module, args, kwargs)
+                if changed is not None:
+                    args, kwargs = changed
+            else:
+                changed = hook(module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        return args, kwargs
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Runs the hooks, which may change the result."""
+        module = self._module
+        for number, hook in list(module._forward_hooks.items()):
+            if number in module._forward_hooks_with_kwargs:
+                changed = hook(module, args, kwargs, result)
+            else:
+                changed = hook(module, args, result)
+            if changed is not None:
+                result = changed
+        return result
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Runs the module without its hooks."""
+        module = self._module
+        hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
+        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield
+        finally:
+            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
 class _UnitCall:
     """Mixed into the class of every unit: the call goes to the active handler, hooks included."""
 
@@ -143,8 +193,14 @@ class _UnitCall:
             if _Active.realise is not None:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        with plain_torch():
-            return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
+        hooks = _Hooks.of(self)  # type: ignore[arg-type]
+        if hooks is None:
+            with plain_torch():
+                return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = hooks.before(args, kwargs)
+        with hooks.suspended(), plain_torch():
+            result = handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
+        return hooks.after(args, kwargs, result)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.

@@ -118,6 +118,7 @@ class Program:
         fingerprint: of the traced graph.
         flops: of the forward, all stages together.
         recomputes: the step function itself recomputes activations around units.
+        changes_batch: the step function changes tensors of its batch in place.
     """
 
     instructions: list[Instruction]
@@ -136,6 +137,7 @@ class Program:
     fingerprint: str
     flops: int
     recomputes: bool
+    changes_batch: bool
 
     @property
     def draws(self) -> bool:
@@ -271,6 +273,7 @@ def build_program(
         fingerprint=graph.fingerprint,
         flops=sum(node.flops for node in graph.nodes),
         recomputes=trace.recomputes,
+        changes_batch=trace.changes_batch,
     )
 
 

@@ -67,6 +67,7 @@ class Trace:
         result_values: (position among the leaves of what the step function returned, value).
         reads_data: Python looked at values of free tensors, so that another batch may take another path.
         recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
+        changes_batch: the step function changes tensors of its batch in place.
         samples: cost class -> arguments of its first call.
     """
 
@@ -76,4 +77,5 @@ class Trace:
     result_values: tuple[tuple[int, int], ...]
     reads_data: bool
     recomputes: bool
+    changes_batch: bool
     samples: dict[str, Sample]

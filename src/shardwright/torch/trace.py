@@ -18,6 +18,7 @@ from shardwright.errors import DeferredReadError, TraceError, UsageError
 from shardwright.model_graph import ModelGraph, Node, Unit, Value
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
+from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler
@@ -360,6 +361,11 @@ class Tracer:
             value = self._value(item)
             if value is not None:
                 found.append((position, value))
+            elif isinstance(item, FakeTensor) and id(item) not in self._lent_for:
+                raise DeferredReadError(
+                    f"{user_line()}: a tensor that was made inside a unit left it by another way than as its "
+                    f"result (through an attribute, a list, a hook of a module inside it). {REMEDY}"
+                )
             elif isinstance(item, DeferredTensor):
                 raise UsageError(
                     f"{user_line()}: a tensor of an earlier call of a step function is used here. Its "
@@ -390,7 +396,7 @@ class Tracer:
 
     # ---- the result ----
 
-    def finish(self, result: Any, batch_size: int) -> Trace:
+    def finish(self, result: Any, batch_size: int, *, changes_batch: bool) -> Trace:
         """Makes the graph."""
         result_values = tuple(self._reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
@@ -420,6 +426,7 @@ class Tracer:
             result_values=result_values,
             reads_data=self.reads_data,
             recomputes=self._recomputes,
+            changes_batch=changes_batch,
             samples=self.samples,
         )
 
@@ -446,15 +453,20 @@ def trace_step(
         TraceError: the loss does not depend on the model.
     """
     tracer = Tracer(unit_map, torch.device(device))
-    tracer.vary(leaves(arguments))
-    args, kwargs = arguments
+    items, structure = flatten(arguments)
+    # On copies: a step function that changes its batch in place must find it unchanged when it runs.
+    copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
+    versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
+    tracer.vary(copies)
+    args, kwargs = structure.rebuild(copies)
     before = set_active_handler(tracer)
     generators = get_state(torch.device(device))
     open_modules = OpenModules(tracer)
     try:
         with Unchanged(unit_map, tracer.lend), open_modules, GlueMode(tracer):
             result = function(*args, **kwargs)
-        return tracer.finish(result, batch_size)
+        changed = [isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)]
+        return tracer.finish(result, batch_size, changes_batch=any(changed))
     except DeferredReadError as error:
         error.inside = open_modules.at_failure
         raise
