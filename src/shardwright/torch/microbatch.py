@@ -232,7 +232,12 @@ class Microbatch:
         items, structure = flatten((args, kwargs))
         for position, value, clone in instruction.cuts:
             leaf = self.leaf(value, instruction.stage)
-            items[position] = leaf.clone() if clone else leaf
+            if clone:
+                leaf = leaf.clone()
+            elif torch.is_autocast_enabled(self._device.type):
+                # Autocast keeps the cast of a leaf, as if it were a weight, and sums its gradients rounded.
+                leaf = leaf.view_as(leaf)
+            items[position] = leaf
         args, kwargs = structure.rebuild(items)
         return args, kwargs
 
