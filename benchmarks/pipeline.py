@@ -57,6 +57,7 @@ def main() -> int:
         wait_for_quiet(options.patience)
         results += _quietly(lambda c=course: c.run(rounds=rounds, most_rounds=2 * rounds))
         report.raw["races"] = results
+        report.write(options.json)  # what is measured is kept, whatever happens to the next race
     for title, table in speed_tables(results):
         report.table(title, table)
     report.checks += speed_checks([r for r in results if r.section[0] in sections])
@@ -77,8 +78,7 @@ def main() -> int:
         footprints = report.keep("memory", _quietly(lambda: measure_memory(quick=options.quick)))
         report.table("H. Predicted memory against measured memory", memory_table(footprints))
         report.checks += memory_check(footprints)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
     if options.check or not options.quick:
         print("\nTargets, the worst figure last\n\n" + "\n".join(lines(report.checks)))
     return 1 if options.check and not all(check.passes for check in report.checks) else 0
@@ -112,8 +112,10 @@ class _Report:
         self.raw[name] = found
         return found
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path | None) -> None:
         """All raw figures, with where they come from."""
+        if path is None:
+            return
         checks = [{**dataclasses.asdict(check), "passes": check.passes} for check in self.checks]
         document = {**self.circumstances, "checks": checks, **self.raw}
         path.write_text(json.dumps(document, default=dataclasses.asdict, indent=1) + "\n")
