@@ -117,6 +117,7 @@ OWN_MODELS: dict[str, Recipe] = {
     "returns a dictionary": _own(modules.ReturnsDictionary, loss=classify_with_dictionary),
     "parameters in glue": _own(modules.ParametersInGlue),
     "changes in place": _own(modules.ChangesInPlace),
+    "fills one tensor": _own(modules.FillsOneTensor),
     "changes its input": _own(modules.ChangesItsInput),
     "parameter-free middle": _own(modules.ParameterFreeMiddle),
     "transposes between blocks": _own(modules.TransposesBetweenBlocks),
