@@ -1,0 +1,217 @@
+"""What a training script uses around the step: scalers, schedulers, clipping, recomputation, placement by hand."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.testing import run_ranks
+
+QUIET = {"run_dir": "off", "profile": "estimated"}
+
+
+class Network(nn.Module):
+    """Convolutions with running statistics; activations work in place."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [3, 8, 8, 8, 8]
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+                for a, b in zip(widths, widths[1:], strict=False)
+            )
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x_BCHW):
+        return self.head(self.blocks(x_BCHW).mean((2, 3)))
+
+
+def compare(config, prepare=None, steps=2):
+    """Largest difference of gradients and of the state after some steps, and the ranks of the stages."""
+    import shardwright.torch as sw
+    from shardwright.torch.context import context
+
+    sw.init({**QUIET, "microbatches": 4, **config})
+    torch.manual_seed(0)
+    model = Network().double()
+    plain = copy.deepcopy(model)
+    if prepare is not None:
+        prepare(sw, model)
+    wrapped = sw.DistributedModel(model)
+
+    @sw.step
+    def train(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(8, 3, 6, 6, dtype=torch.float64)
+    worst = 0.0
+    for _ in range(steps):
+        for parameter in (*wrapped.parameters(), *plain.parameters()):
+            parameter.grad = None
+        train(wrapped, x)
+        for part in x.tensor_split(4):
+            (plain(part).square().mean() / 4).backward()
+        expected = dict(plain.named_parameters())
+        for name, parameter in wrapped.local_named_parameters():
+            worst = max(worst, (parameter.grad - expected[name].grad).abs().max().item())
+    state, expected_state = wrapped.state_dict(), plain.state_dict()
+    apart = max((state[key] - value).abs().max().item() for key, value in expected_state.items())
+    plan = context().plan
+    return worst, apart, [stage.rank for stage in plan.stages], [len(s.recompute) for s in plan.stages]
+
+
+def recompute_blocks(sw, model):
+    sw.set_activation_checkpointing(model.blocks)
+
+
+def recompute_pairs(sw, model):
+    sw.set_activation_checkpointing(model.blocks, strategy="group_2")
+
+
+def to_and_fro(sw, model):
+    sw.set_partition(model.blocks[1], 1)
+    sw.set_partition(model.head, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "prepare"),
+    [
+        ({}, recompute_blocks),
+        ({"pipeline": "zb_v"}, recompute_blocks),
+        ({}, recompute_pairs),
+        ({"activation_checkpointing": "full"}, None),
+        ({"auto_partition": False, "default_partition": 0}, to_and_fro),
+    ],
+)
+def test_gradients_and_running_statistics_are_those_of_one_process(config, prepare):
+    for worst, apart, ranks, recomputed in run_ranks(compare, 2, config, prepare):
+        assert worst < 1e-10
+        assert apart < 1e-10
+        if prepare is to_and_fro:
+            assert ranks == [0, 1, 0, 1]
+        if config.get("activation_checkpointing") == "full":
+            assert sum(recomputed) > 0
+
+
+def test_a_stock_scaler_agrees_over_ranks_and_schedulers_step():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        torch.manual_seed(0)
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))))
+        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(scaler.scale(loss))
+            return loss
+
+        scales, moved = [], []
+        for step in range(3):
+            x = torch.randn(4, 16) * (1e30 if step == 1 else 1.0)
+            optimizer.zero_grad()
+            train(model, x)
+            if step == 1 and sw.rank() == 1:
+                for parameter in model.local_parameters():
+                    parameter.grad.nan_to_num_(0, 0, 0)  # only the other rank sees infinities
+            before = [p.detach().clone() for p in model.local_parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            moved.append(
+                any(not torch.equal(a, b) for a, b in zip(before, model.local_parameters(), strict=True))
+            )
+            scales.append(scaler.get_scale())
+        return scales, moved, optimizer.param_groups[0]["lr"], len(optimizer.state)
+
+    first, second = run_ranks(job, 2)
+    assert first[:3] == second[:3] == ([1024.0, 512.0, 512.0], [True, False, True], 0.0125)
+    assert first[3] + second[3] == 8  # each rank holds the state of its own parameters only
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_of_gradients_is_that_of_the_whole_model(norm_type):
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        plain = copy.deepcopy(module)
+        model = sw.DistributedModel(module)
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().sum()
+            model.backward(loss)
+            return loss
+
+        x = torch.randn(4, 8)
+        train(model, x)
+        for part in x.tensor_split(2):
+            (plain(part).square().sum() / 2).backward()
+        norm = sw.clip_grad_norm_(model, 0.5, norm_type=norm_type)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
+        reference = dict(plain.named_parameters())
+        apart = max(
+            (p.grad - reference[n].grad).abs().max().item() for n, p in model.local_named_parameters()
+        )
+        return abs(norm.item() - expected.item()), apart
+
+    for norm_apart, apart in run_ranks(job, 2):
+        assert norm_apart < 1e-4
+        assert apart < 1e-6
+
+
+def test_a_finished_step_leaves_no_tensors_behind():
+    """Microbatch, coroutine and function referred to each other in a circle, and kept tensors until Python's garbage
+    collector came by: memory grew by megabytes a step."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 4, "pipeline": "gpipe"})
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        def live():
+            return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+
+        counts = []
+        for _ in range(3):
+            train(model, torch.ones(8, 8))
+        gc.collect()
+        gc.disable()
+        for _ in range(5):
+            train(model, torch.ones(8, 8))
+            counts.append(live())
+        return counts
+
+    for counts in run_ranks(job, 2):
+        assert counts[0] == counts[-1]
+
+
+def test_replicas_read_different_data():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 2})
+        return list(sw.distributed_sampler(range(8), shuffle=False)), sw.dp_rank(), sw.pp_rank()
+
+    results = run_ranks(job, 4)
+    assert [r[0] for r in results] == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]

@@ -1,0 +1,78 @@
+"""A batch is cut into microbatches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.errors import UsageError
+from shardwright.torch.batch import Splitter
+from shardwright.torch.step_output import StepOutput, gather_outputs
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_microbatches_put_together_are_the_batch(batch, microbatches):
+    if microbatches > batch:
+        return
+    x = torch.arange(batch * 2).reshape(batch, 2)
+    parts = Splitter(names=("x",)).split(((x,), {"y": {"z": [x]}}), microbatches)
+    assert torch.equal(torch.cat([args[0] for args, _ in parts]), x)
+    assert torch.equal(torch.cat([kwargs["y"]["z"][0] for _, kwargs in parts]), x)
+    sizes = [len(args[0]) for args, _ in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_numbers_and_scalars_go_to_every_microbatch():
+    (args, _), (again, _) = Splitter().split(((torch.ones(4), 3, torch.tensor(2.0), None), {}), 2)
+    assert args[1:] == again[1:] == (3, torch.tensor(2.0), None)
+
+
+def test_named_arguments_are_not_split():
+    table = torch.ones(7, 2)
+    parts = Splitter(names=("x", "table"), non_split=frozenset({"table"})).split(
+        ((torch.ones(4), table), {}), 2
+    )
+    assert all(args[1] is table for args, _ in parts)
+
+
+def test_another_axis():
+    x_TB = torch.arange(6).reshape(3, 2)
+    parts = Splitter(names=("x",), axes={"x": 1}).split(((x_TB,), {}), 2)
+    assert [args[0].tolist() for args, _ in parts] == [[[0], [2], [4]], [[1], [3], [5]]]
+
+
+def test_objects_slice_themselves():
+    class Sliced:
+        def smp_slice(self, num_microbatches, microbatch, axis):
+            return (num_microbatches, microbatch, axis)
+
+    parts = Splitter().split(((torch.ones(2), Sliced()), {}), 2)
+    assert [args[1] for args, _ in parts] == [(2, 0, 0), (2, 1, 0)]
+
+
+def test_rows_that_do_not_match_are_named():
+    with pytest.raises(UsageError, match=r"weights has 7 rows along axis 0 .* x has 4"):
+        Splitter(names=("x", "weights")).split(((torch.ones(4), torch.ones(7)), {}), 2)
+
+
+def test_a_batch_smaller_than_the_microbatches():
+    with pytest.raises(UsageError, match="the batch has 2 samples, but microbatches is 4"):
+        Splitter().split(((torch.ones(2),), {}), 4)
+
+
+def test_outputs_by_microbatch():
+    results = [{"loss": torch.tensor(float(i)), "n": i, "none": None} for i in range(3)]
+    gathered = gather_outputs(results)
+    assert isinstance(gathered["loss"], StepOutput)
+    assert gathered["loss"].reduce_mean() == 1.0
+    assert gathered["loss"].reduce_sum() == 3.0
+    assert gathered["loss"].concat().tolist() == [0.0, 1.0, 2.0]
+    assert gathered["n"] == [0, 1, 2]
+    assert gathered["none"] is None
+
+
+def test_uneven_outputs_can_be_put_in_a_row_but_not_averaged():
+    output = StepOutput([torch.ones(2, 3), torch.ones(1, 3)])
+    assert output.concat().shape == (3, 3)
+    with pytest.raises(UsageError, match="different shapes"):
+        output.reduce_mean()
