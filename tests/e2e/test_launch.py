@@ -25,8 +25,9 @@ TRAIN = """
     init_process_group(environment, backend="gloo", timeout_s=60)
     value = torch.tensor([environment.rank + 1.0])
     dist.all_reduce(value)
-    print("sum", value.item(), environment.source, *sys.argv[1:])
-    print("on stderr", file=sys.stderr)
+    # One write a line: ranks, and the two streams of a rank, share a log.
+    sys.stdout.write(" ".join(["sum", str(value.item()), environment.source, *sys.argv[1:]]) + "\\n")
+    sys.stderr.write("on stderr\\n")
     how, num_times = (sys.argv[1:] + ["0"])[:2] if len(sys.argv) > 2 else ("", "0")
     if environment.rank == 1 and environment.restart_count < int(num_times):
         if how == "raise":
@@ -34,7 +35,7 @@ TRAIN = """
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(value)
-    print("done, restart", environment.restart_count)
+    sys.stdout.write(f"done, restart {environment.restart_count}\\n")
 """
 
 
