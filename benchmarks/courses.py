@@ -43,7 +43,7 @@ class Course:
     def __str__(self) -> str:
         return f"{self.section}: {self.task.name}, {self.ranks} ranks, {self.microbatches} microbatches"
 
-    def run(self, *, rounds: int, most_rounds: int) -> list[Result]:
+    def run(self, *, rounds: int, patience_s: float) -> list[Result]:
         """Runs it on fresh processes."""
         ranks = run_ranks(
             race,
@@ -53,8 +53,8 @@ class Course:
             self.names,
             microbatches=self.microbatches,
             rounds=rounds,
-            most_rounds=most_rounds,
-            timeout_s=_TIMEOUT_S,
+            patience_s=patience_s,
+            timeout_s=_TIMEOUT_S + patience_s,
         )
         return ranks[0]
 

@@ -5,8 +5,8 @@
     round 0    barrier  peer   barrier  ours         each time: from the first rank that starts
     round 1    barrier  peer   barrier  ours                    to the last that ends
 
-Every time comes with what other processes took of the machine meanwhile. Rounds in which that is much are
-run again, a limited number of times, and left out of the medians where enough quiet ones remain.
+Every time comes with what other processes took of the machine meanwhile. A run in which that is much is
+disturbed: it is run again while `Patience` lasts, and left out of the median if enough others are quiet.
 """
 
 import os
@@ -17,100 +17,127 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["QUIET_CORES", "Times", "alternate", "foreign_cores", "wait_for_quiet"]
+__all__ = ["QUIET_CORES", "Patience", "Times", "alternate", "run_quietly"]
 
 QUIET_CORES = 0.1
-"""A round is quiet if others keep less than this many cores busy in each of its runs."""
+"""A run is quiet if others keep less than this many cores busy meanwhile."""
 
 _FEWEST_QUIET = 3
-_STILL_S = 4
+_STILL_S = 0.3
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds of one contestant, round by round.
+    """Seconds of one contestant, run by run.
 
     Attributes:
-        seconds: of each round.
-        foreign: for each round, cores that processes other than the ranks kept busy.
-        quiet: for each round, whether it was quiet for all contestants.
+        seconds: of each run.
+        foreign: for each run, cores that processes other than the ranks kept busy.
     """
 
     seconds: list[float] = field(default_factory=list)
     foreign: list[float] = field(default_factory=list)
-    quiet: list[bool] = field(default_factory=list)
 
     @property
-    def counted(self) -> list[float]:
-        """The quiet rounds where there are a few, else all."""
-        if sum(self.quiet) < _FEWEST_QUIET:
-            return self.seconds
-        return [s for s, quiet in zip(self.seconds, self.quiet, strict=True) if quiet]
+    def num_quiet(self) -> int:
+        """Runs in which others hardly took anything."""
+        return sum(cores < QUIET_CORES for cores in self.foreign)
 
     @property
     def disturbed(self) -> bool:
-        """Too few rounds were quiet, so all count."""
-        return sum(self.quiet) < min(_FEWEST_QUIET, len(self.quiet))
+        """Too few runs were quiet, so all count."""
+        return self.num_quiet < min(_FEWEST_QUIET, len(self.seconds))
+
+    @property
+    def counted(self) -> list[float]:
+        """The quiet runs where there are a few, else all."""
+        if self.disturbed:
+            return self.seconds
+        return [s for s, cores in zip(self.seconds, self.foreign, strict=True) if cores < QUIET_CORES]
 
     @property
     def median_s(self) -> float:
-        """Of the rounds that count."""
+        """Of the runs that count."""
         return statistics.median(self.counted)
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the rounds that count, relative to their median."""
+        """Interquartile range of the runs that count, relative to their median."""
         if len(self.counted) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.counted, n=4, method="inclusive")
         return (high - low) / self.median_s
 
 
+class Patience:
+    """Seconds that may go to waiting for a quiet machine and to runs that were disturbed.
+
+    The first rank's clock decides for all ranks.
+    """
+
+    def __init__(self, limit_s: float):
+        self._left_s = limit_s
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left; the same on every rank after `wait`."""
+        return self._left_s <= 0
+
+    def wait(self) -> None:
+        """Returns when others leave the machine alone, or when nothing is left; collective."""
+        start = time.monotonic()
+        still_s = 0.0
+        while dist.get_rank() == 0 and still_s < _STILL_S and time.monotonic() - start < self._left_s:
+            busy, began = _busy_s(), time.monotonic()
+            time.sleep(0.1)
+            passed_s = time.monotonic() - began
+            still_s = still_s + passed_s if (_busy_s() - busy) / passed_s < 2 * QUIET_CORES else 0.0
+        self.spend(time.monotonic() - start)
+
+    def spend(self, seconds: float) -> None:
+        """Takes some away; collective."""
+        left: list[float] = [self._left_s - seconds]
+        dist.broadcast_object_list(left, src=0)
+        self._left_s = left[0]
+
+
 def alternate(
-    contestants: Mapping[str, Callable[[], object]], *, rounds: int, most_rounds: int = 0, warm_up: int = 1
+    contestants: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    patience: Patience | None = None,
+    warm_up: int = 1,
 ) -> dict[str, Times]:
     """Runs every contestant in every round; collective over all ranks, the same result on each.
 
     Args:
         contestants: what each rank calls.
-        rounds: how many quiet rounds are wanted.
-        most_rounds: how many rounds are run at most to get them.
-        warm_up: rounds before those.
+        rounds: how many quiet runs are wanted of each.
+        patience: for that; None takes every run.
+        warm_up: runs of each before those.
     """
+    patience = patience or Patience(0.0)
     times = {name: Times() for name in contestants}
-    for number in range(-warm_up, max(rounds, most_rounds)):
-        found = {name: _timed(run) for name, run in contestants.items()}
-        if number < 0:
-            continue
-        quiet = max(foreign for _, foreign in found.values()) < QUIET_CORES
-        for name, (seconds, foreign) in found.items():
-            times[name].seconds.append(seconds)
-            times[name].foreign.append(foreign)
-            times[name].quiet.append(quiet)
-        if min(sum(t.quiet) for t in times.values()) >= rounds:
-            break
+    for _ in range(warm_up):
+        for run in contestants.values():
+            run()
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            while True:
+                seconds, foreign = run_quietly(run, patience)
+                times[name].seconds.append(seconds)
+                times[name].foreign.append(foreign)
+                if foreign < QUIET_CORES or patience.ended:
+                    break
+                patience.spend(seconds)
     return times
 
 
-def foreign_cores(run: Callable[[], object]) -> float:
-    """Cores that other processes keep busy while every rank runs something; collective."""
-    return _timed(run)[1]
-
-
-def wait_for_quiet(limit_s: float) -> None:
-    """Returns when others left the machine alone for some seconds, or after the limit."""
-    deadline = time.monotonic() + limit_s
-    still = 0
-    while still < _STILL_S and time.monotonic() < deadline:
-        busy, start = _busy_s(), time.monotonic()
-        time.sleep(1.0)
-        cores = (_busy_s() - busy) / (time.monotonic() - start)
-        still = still + 1 if cores < 2 * QUIET_CORES else 0
-
-
-def _timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds, and cores that others kept busy; the same on every rank."""
+def run_quietly(run: Callable[[], object], patience: Patience) -> tuple[float, float]:
+    """Runs something on all ranks: seconds, and cores that others kept busy; the same on every rank."""
+    if not patience.ended:
+        patience.wait()
     dist.barrier()
     busy, own, start = _busy_s(), time.process_time(), time.perf_counter()
     run()
@@ -120,7 +147,9 @@ def _timed(run: Callable[[], object]) -> tuple[float, float]:
     # The clock is one for all processes of a host.
     starts, ends, own_s, busy_before, busy_after = zip(*gathered, strict=True)
     seconds = max(ends) - min(starts)
-    return seconds, max(0.0, (max(busy_after) - min(busy_before) - sum(own_s)) / seconds)
+    # The machine's own count comes in ticks of 10 ms for each core: too coarse for short runs.
+    foreign = (max(busy_after) - min(busy_before) - sum(own_s)) / max(seconds, 0.1)
+    return seconds, max(0.0, foreign)
 
 
 def _busy_s() -> float:

@@ -30,7 +30,6 @@ os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this 
 
 from check import Check, lines
 from courses import courses
-from duel import wait_for_quiet
 from limits import limits_check, limits_table, try_limits
 from machine import circumstances
 from memory import measure_memory, memory_check, memory_table
@@ -53,9 +52,10 @@ def main() -> int:
     rounds = 2 if options.quick else options.repeats
     results: list[Result] = []
     for course in courses(races, quick=options.quick):
+        if course.ranks not in options.ranks:
+            continue
         report.progress(str(course))
-        wait_for_quiet(options.patience)
-        results += _quietly(lambda c=course: c.run(rounds=rounds, most_rounds=2 * rounds))
+        results += _quietly(lambda c=course: c.run(rounds=rounds, patience_s=options.patience))
         report.raw["races"] = results
         report.write(options.json)  # what is measured is kept, whatever happens to the next race
     for title, table in speed_tables(results):
@@ -139,12 +139,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny models, two rounds, some cases")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
     parser.add_argument("--only", type=_letters, help="sections, for example A,C")
-    parser.add_argument("--repeats", type=int, default=7, help="quiet rounds of every race (default 7)")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of every contestant (default 7)")
     parser.add_argument(
-        "--patience", type=float, default=0.0, help="seconds to wait before each race for a quiet machine"
+        "--patience", type=float, default=0.0, help="seconds a race may take longer to get quiet runs"
     )
+    parser.add_argument("--ranks", type=_numbers, default=(2, 4), help="of the races (default 2,4)")
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     return parser.parse_args()
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _letters(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from duel import Times, alternate, foreign_cores
+from duel import QUIET_CORES, Patience, Times, alternate, run_quietly
 from models import Layered, Task, even_stages
 from peer_pipelining import KINDS, Peer
 from shardwright_side import STAGES_PER_RANK, Ours
@@ -54,7 +54,7 @@ class _Contestant(Protocol):
 
 
 def race(
-    section: str, task: Task, names: Sequence[str], *, microbatches: int, rounds: int, most_rounds: int
+    section: str, task: Task, names: Sequence[str], *, microbatches: int, rounds: int, patience_s: float
 ) -> list[Result]:
     """Runs on every rank; the same results on each.
 
@@ -64,21 +64,26 @@ def race(
         names: contestants, as ``peer 1F1B``, ``ours zb_v`` (the stages are the peer's), ``ours free`` (the
             library chooses schedule and stages) or ``plain batch`` (see `Plain`).
         microbatches: parts into which a batch is split.
-        rounds: how many quiet rounds are wanted.
-        most_rounds: how many rounds are run at most to get them.
+        rounds: how many quiet runs of each are wanted.
+        patience_s: seconds that may be spent on that.
     """
     model = task.build()
     sides: dict[str, _Contestant] = {}
     profiled: dict[str, float] = {}
+    patience = Patience(patience_s)
 
     for name in names:
 
         def enter(name: str = name) -> None:
             sides[name] = _contestant(name, task, model, microbatches)
 
-        profiled[name] = foreign_cores(enter)
+        while True:
+            seconds, profiled[name] = run_quietly(enter, patience)
+            if not name.startswith("ours") or profiled[name] < QUIET_CORES or patience.ended:
+                break
+            patience.spend(seconds)
     steps = {name: side.step for name, side in sides.items()}
-    times = alternate(steps, rounds=rounds, most_rounds=most_rounds)
+    times = alternate(steps, rounds=rounds, patience=patience)
     _check_losses({name: side.loss for name, side in sides.items()})
     return [
         _result(section, task, name, sides[name], times[name], microbatches, profiled[name]) for name in names

@@ -23,7 +23,7 @@ def speed_tables(results: Sequence[Result]) -> list[Table]:
     """One table a section: all contestants of all races."""
     tables = []
     for letter, rows in groupby(sorted(results, key=_order), key=_letter):
-        table = [["model", "ranks", "m", "contestant", "median", "IQR", "of best peer", "rounds", "note"]]
+        table = [["model", "ranks", "m", "contestant", "median", "IQR", "of best peer", "runs", "note"]]
         for _, field in groupby(rows, key=_course):
             table += _rows(list(field))
         tables.append((_TITLES[letter], table))
