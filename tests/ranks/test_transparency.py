@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
-from zoo import TRANSFORMERS, ZOO
+from zoo import TRANSFORMERS, ZOO, classify, features
+from zoo_modules import ChangesWhatAnotherStageReads
 
+import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -93,6 +95,16 @@ def test_replicas_without_stages_average_their_gradients(name):
 @pytest.mark.parametrize("name", ["GPT-NeoX", "changes its input", "dropout between blocks"])
 def test_one_process_runs_the_same_script(name):
     check(ZOO[name], {"one": case(), "loss.backward()": case(plain_backward=True)}, num_ranks=1)
+
+
+def test_a_tensor_may_be_changed_after_another_stage_has_read_it():
+    def place(model: ChangesWhatAnotherStageReads) -> None:
+        sw.set_partition(model.block, 0)
+        sw.set_partition(model.shift, 1)
+
+    recipe = Recipe(build=ChangesWhatAnotherStageReads, batch=features, loss=classify, place=place)
+    by_hand = {"auto_partition": False, "default_partition": 1}
+    check(recipe, {kind: case({**SCHEDULES[kind], **by_hand}) for kind in ("gpipe", "1f1b", "zb_h1")})
 
 
 SCRIPTS: dict[str, Case] = {

@@ -31,6 +31,7 @@ class Recipe:
         build: makes the model; called after `torch.manual_seed`, so every rank gets the same one.
         batch: (batch size, length) -> the argument of `loss`; called after `torch.manual_seed`.
         loss: (model, batch) -> one number, as a user would write it.
+        place: places modules by hand; for cases with `auto_partition` false.
         dtype: of parameters and floating-point inputs.
         tolerance: largest difference, relative to the largest entry of a tensor, or to 0.01.
         loss_tolerance: the same for losses; some models compute theirs in float32 whatever their dtype.
@@ -39,6 +40,7 @@ class Recipe:
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
+    place: Callable[[nn.Module], None] | None = None
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-10
     loss_tolerance: float = 1e-10
@@ -126,6 +128,8 @@ class _Comparison:
             if name.startswith(case.frozen):
                 parameter.requires_grad_(False)
         module = copy.deepcopy(self._plain)
+        if recipe.place is not None:
+            recipe.place(module)
         self._plain_optimizer = _sgd(self._plain)
         optimizer = _sgd(module) if case.optimizer_first else None
         self._model = sw.DistributedModel(module)

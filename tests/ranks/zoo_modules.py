@@ -159,6 +159,31 @@ class FillsOneTensor(Stack):
         return self.head(x + total)
 
 
+class Shift(nn.Module):
+    """Its backward does not need its input, which may be changed afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class ChangesWhatAnotherStageReads(nn.Module):
+    """What crosses to the next stage is changed in place before the first stage ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.shift, self.head = Block(), Shift(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        shifted = self.shift(x)
+        x.mul_(0.5)
+        return self.head(x + shifted)
+
+
 class ChangesItsInput(Stack):
     """The caller's batch is changed in place, once a microbatch."""
 
