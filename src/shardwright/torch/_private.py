@@ -27,8 +27,10 @@ __all__ = [
     "new_fake_mode",
     "pop_function_mode",
     "push_function_mode",
+    "put_saved_tensor_hooks",
     "run_backward",
     "storage_key",
+    "take_saved_tensor_hooks",
 ]
 
 # Raised when an operation's result cannot be known without data.
@@ -71,6 +73,21 @@ def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def take_saved_tensor_hooks() -> list[Any]:
+    """Removes the hooks that `torch.autograd.graph.saved_tensors_hooks` has installed in this thread."""
+    taken: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return taken[::-1]
+
+
+def put_saved_tensor_hooks(hooks: Sequence[Any]) -> None:
+    """Installs what `take_saved_tensor_hooks` removed."""
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:

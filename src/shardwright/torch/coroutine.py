@@ -13,6 +13,8 @@ from shardwright.torch._private import (
     function_mode_depth,
     pop_function_mode,
     push_function_mode,
+    put_saved_tensor_hooks,
+    take_saved_tensor_hooks,
 )
 from shardwright.torch.glue import Handler, active_handler, set_active_handler
 
@@ -30,6 +32,7 @@ class _ThreadState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     modes: tuple[TorchFunctionMode, ...]
+    saved_tensor_hooks: list[Any]
     handler: Handler | None
 
     @classmethod
@@ -46,6 +49,7 @@ class _ThreadState:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             modes=tuple(reversed(modes)),
+            saved_tensor_hooks=take_saved_tensor_hooks(),
             handler=active_handler(),
         )
 
@@ -61,6 +65,7 @@ class _ThreadState:
         torch.set_autocast_cache_enabled(self.autocast_cache)
         for mode in self.modes:
             push_function_mode(mode)
+        put_saved_tensor_hooks(self.saved_tensor_hooks)
         set_active_handler(self.handler)
 
 

@@ -47,6 +47,8 @@ _METADATA: frozenset[Any] = frozenset(
     }
     | _existing(Tensor, _METADATA_METHODS)
     | _existing(torch, _METADATA_FUNCTIONS)
+    # Entering and leaving no_grad() is no operation on a tensor.
+    | _existing(torch._C, ["_set_grad_enabled"])
 )
 
 # Functions that turn the data of a tensor into Python objects.

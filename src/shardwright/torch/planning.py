@@ -99,13 +99,20 @@ class Planner:
         pipeline, per_rank = context.mesh.pipeline, context.config.virtual_stages or 2
         first = next(iter(parts.values()))
         costs = discover(self._model, function, first, device=context.device)
-        forced = {
+        forced: set[int] = set()
+        recomputed = frozenset(
             id(module)
             for name, module in self._model.named_modules()
             if is_marked(module) or (name in costs and costs[name].recomputed)
-        }
+        )
         while True:
-            names = choose_units(self._model, costs, num_stages=pipeline * per_rank, forced=frozenset(forced))
+            names = choose_units(
+                self._model,
+                costs,
+                num_stages=pipeline * per_rank,
+                forced=frozenset(forced),
+                preferred=recomputed,
+            )
             unit_map = UnitMap.of(self._model, names)
             for module in unit_map.modules.values():
                 intercept_calls(module)

@@ -67,7 +67,9 @@ class _SplitLinear(torch.autograd.Function):
         ctx.uses = uses = _PutOff.uses
         if uses is not None:
             uses[id(weight)] = uses.get(id(weight), 0) + 1
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        result = F.linear(x, weight.t() if transposed else weight, bias)
+        # A view made in here must not be changed in place, as an activation behind it may well do.
+        return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

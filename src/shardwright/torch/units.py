@@ -41,6 +41,7 @@ class _Walk:
     total: float
     num_stages: int
     forced: frozenset[int]
+    preferred: frozenset[int]
     units: list[str] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -61,7 +62,7 @@ class _Walk:
         if cost.calls == 0 or not _has_parameters(module):
             return False
         share_of_stage = self.share(name) * self.num_stages
-        if id(module) in self.forced and share_of_stage <= 1.0:
+        if id(module) in self.forced or (id(module) in self.preferred and share_of_stage <= 1.0):
             return True
         if not any(_has_parameters(child) for child in module.children()):
             return True
@@ -80,6 +81,7 @@ def choose_units(
     *,
     num_stages: int,
     forced: frozenset[int] = frozenset(),
+    preferred: frozenset[int] = frozenset(),
 ) -> list[str]:
     """The names of the units, in order of registration.
 
@@ -87,11 +89,12 @@ def choose_units(
         model: the whole model.
         costs: name of a module -> what it does in one forward.
         num_stages: number of stages, which says how fine the pieces need to be.
-        forced: ids of modules that are better kept whole (their inside cannot be traced, or is recomputed
-            as a whole), unless they are more than a stage.
+        forced: ids of modules that must be kept whole: their inside cannot be traced.
+        preferred: ids of modules that are kept whole unless they are more than a stage: their inside is
+            recomputed as a whole.
     """
     total = float(costs[""].flops) if "" in costs else 0.0
-    walk = _Walk(costs=costs, total=total, num_stages=num_stages, forced=forced)
+    walk = _Walk(costs=costs, total=total, num_stages=num_stages, forced=forced, preferred=preferred)
     walk.visit(model, "", repeated=False)
     return walk.units
 
