@@ -71,7 +71,10 @@ def test_an_encoder_decoder_runs_over_eight_stages(kind):
     check(ZOO["T5"], {kind: case(SCHEDULES[kind])}, num_ranks=4)
 
 
-@pytest.mark.parametrize("name", ["GPT-NeoX", "tied embeddings", "changes in place"])
+@pytest.mark.parametrize(
+    "name",
+    ["GPT-NeoX", "tied embeddings", "changes in place", "hooks collect outputs", "statistics in glue"],
+)
 def test_every_schedule_runs_more_microbatches(name):
     cases = {kind: case(settings, microbatches=6) for kind, settings in SCHEDULES.items()}
     check(ZOO[name], cases)
