@@ -26,10 +26,18 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection between two ranks: a message of n bytes takes ``latency_s + n / bandwidth_Bps``."""
+    """A connection between two ranks: a message of n bytes takes ``latency_s + n / bandwidth_Bps``.
+
+    Attributes:
+        latency_s: seconds that a message of no bytes takes.
+        bandwidth_Bps: bytes per second of a large one.
+        occupancy: share of that time for which each end cannot compute, because its core copies the message:
+            near 1 for ranks of one host that talk over sockets, 0 where the network card does the work.
+    """
 
     latency_s: float
     bandwidth_Bps: float
+    occupancy: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
         """Time of one message of `num_bytes`."""

@@ -6,9 +6,11 @@ No framework is imported here: a model of any size is planned on a laptop.
 from shardwright.planner.adopt import read_plan, schedule_of, stage_costs_of
 from shardwright.planner.chain import Chain, build_chain
 from shardwright.planner.estimate import estimate_profile
+from shardwright.planner.fabric import ACTION_OVERHEAD_S
 from shardwright.planner.search import Candidates, make_plan, microbatch_counts
 
 __all__ = [
+    "ACTION_OVERHEAD_S",
     "Candidates",
     "Chain",
     "build_chain",

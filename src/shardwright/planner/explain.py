@@ -74,7 +74,10 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
 
 
 def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:
-    """The best of the other options, one for each family, number of microbatches and number of stages."""
+    """The best of the other options, one for each family, number of microbatches and number of stages.
+
+    The best of every family comes before the second of any.
+    """
     found: dict[tuple[str, int, int], Alternative] = {}
     for option in others:
         key = (option.kind, option.num_microbatches, option.layout.num_stages)
@@ -88,7 +91,13 @@ def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative
             peak_bytes=option.peak_bytes,
             verdict=_verdict(option, best),
         )
-    return tuple(found.values())[:_NUM_ALTERNATIVES]
+    of_family: dict[str, int] = {}
+    places = []
+    for alternative in found.values():
+        places.append(of_family.get(alternative.schedule, 0))
+        of_family[alternative.schedule] = places[-1] + 1
+    ordered = sorted(zip(places, found.values(), strict=True), key=lambda row: row[0])
+    return tuple(alternative for _, alternative in ordered)[:_NUM_ALTERNATIVES]
 
 
 def describe_memory(memory: MemoryPrediction) -> str:

@@ -8,7 +8,10 @@ from shardwright.cluster import Cluster, Link
 from shardwright.mesh import Mesh
 from shardwright.planner.layout import Layout
 
-__all__ = ["Fabric"]
+__all__ = ["ACTION_OVERHEAD_S", "Fabric"]
+
+ACTION_OVERHEAD_S = 1.5e-4
+"""Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``."""
 
 
 @dataclass(frozen=True, slots=True)

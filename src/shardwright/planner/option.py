@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import Fabric
+from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
 from shardwright.planner.layout import Layout
 from shardwright.planner.memory import in_flight, rank_memory
 from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
@@ -264,6 +264,7 @@ class Draft:
             link=fabric.link,
             cores=fabric.cores,
             ranks_per_node=fabric.ranks_per_node,
+            action_overhead_s=ACTION_OVERHEAD_S,
         )
         memory = rank_memory(
             layout, activation_bytes=simulation.peak_bytes, optimizer_factor=demands.optimizer_factor

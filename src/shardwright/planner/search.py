@@ -35,11 +35,11 @@ __all__ = ["Candidates", "make_plan", "microbatch_counts"]
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """For each number of microbatches, the graph traced at that microbatch size and its profile."""
 
-# Families in the order of simplicity: near ties go to the first. 1F1B needs less memory than GPipe for the
-# same time.
+# Families in the order of simplicity: near ties go to the fewest stages, then to the first of these. 1F1B
+# needs less memory than GPipe for the same time.
 _SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
 
-_NEAR_TIE = 1.02
+_NEAR_TIE = 1.01
 _NUM_SIMULATED = 12
 _FEWEST_SIMULATED = 2
 _NUM_REFINED = 4
@@ -128,7 +128,7 @@ def make_plan(
 
 
 def rank(options: Sequence[Option], *, memory_weight: float) -> list[Option]:
-    """The options, best first: by time (and memory, by its weight); within 2 % of the best, the simplest."""
+    """The options, best first: by time (and memory, by its weight); within 1 % of the best, the simplest."""
     least_s = min(option.step_s for option in options) or 1.0
     least_bytes = min(option.peak_bytes for option in options) or 1
 
@@ -139,7 +139,7 @@ def rank(options: Sequence[Option], *, memory_weight: float) -> list[Option]:
     def simplicity(option: Option) -> tuple[int, int, int, int]:
         recomputed = int(option.layout.recompute.sum())
         family = _SIMPLICITY.index(option.kind)
-        return family, option.layout.num_stages, recomputed, option.num_microbatches
+        return option.layout.num_stages, family, recomputed, option.num_microbatches
 
     best = min(score(option) for option in options)
     near = [option for option in options if score(option) <= best * _NEAR_TIE]

@@ -8,7 +8,7 @@
 """
 
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.build import build_schedule
+from shardwright.schedule.build import build_schedule, splits_backward
 from shardwright.schedule.closed_form import bubble_seconds, peak_activations
 from shardwright.schedule.edges import Edge, chain_edges
 from shardwright.schedule.lower import lower
@@ -43,6 +43,7 @@ __all__ = [
     "place_stages",
     "read_torch_csv",
     "simulate",
+    "splits_backward",
     "unit_costs",
     "validate",
     "write_torch_csv",

@@ -13,7 +13,7 @@ from shardwright.schedule.stage_cost import StageCost
 from shardwright.schedule.zb_h1 import zb_h1
 from shardwright.schedule.zb_v import zb_v
 
-__all__ = ["build_schedule"]
+__all__ = ["build_schedule", "splits_backward"]
 
 _FAMILIES = {
     "gpipe": gpipe,
@@ -22,6 +22,16 @@ _FAMILIES = {
     "zb_h1": zb_h1,
     "zb_v": zb_v,
 }
+
+
+def splits_backward(kind: str) -> bool:
+    """Whether a family computes the gradients of inputs (``I``) and of weights (``W``) apart.
+
+    >>> splits_backward("zb_v"), splits_backward("1f1b")
+    (True, False)
+    """
+    check_kind(kind)
+    return kind in ("zb_h1", "zb_v")
 
 
 def build_schedule(

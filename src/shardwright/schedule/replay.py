@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import COMPUTE
+from shardwright.schedule.actions import COMPUTE, Kind
 from shardwright.schedule.mail import Departure, Mail, Price
 from shardwright.schedule.program import Program
 from shardwright.schedule.stage_cost import StageCost
 
-__all__ = ["Timeline", "action_seconds", "refuse_stuck", "replay"]
+__all__ = ["Handling", "Timeline", "action_seconds", "refuse_stuck", "replay"]
 
 
 @dataclass(slots=True)
@@ -33,9 +33,30 @@ class Timeline:
         return max(self.ends, default=0.0)
 
 
-def action_seconds(program: Program, costs: Sequence[StageCost], *, overhead_s: float = 0.0) -> list[float]:
-    """Seconds that each action of a program takes on a free device."""
+Handling = tuple[float, float]
+"""Seconds in which messages occupy the core of a stage in a microbatch: forward, backward."""
+
+
+def action_seconds(
+    program: Program,
+    costs: Sequence[StageCost],
+    *,
+    overhead_s: float = 0.0,
+    handling: Sequence[Handling] = (),
+) -> list[float]:
+    """Seconds that each action of a program takes on a free device.
+
+    Args:
+        program: the actions.
+        costs: of each stage.
+        overhead_s: on top of each action.
+        handling: of each stage; empty where messages occupy no core.
+    """
     by_stage = [{kind: cost.seconds(kind) + overhead_s for kind in COMPUTE} for cost in costs]
+    for seconds, (forward_s, backward_s) in zip(by_stage, handling, strict=False):
+        seconds[Kind.FORWARD] += forward_s
+        seconds[Kind.BACKWARD] += backward_s
+        seconds[Kind.BACKWARD_INPUT] += backward_s
     return [by_stage[action.stage][action.kind] for action in program.actions]
 
 

@@ -1,8 +1,8 @@
 """What a schedule costs: seconds, idle time and memory.
 
 The same rows that the runtime executes are played out with the seconds of each stage and the links between
-the ranks. Transfers overlap compute. Messages on one channel (a directed pair of ranks) wait for one
-another's bytes.
+the ranks. Transfers overlap compute, but for the share of them that keeps the cores at their ends busy
+(`Link.occupancy`). Messages on one channel (a directed pair of ranks) wait for one another's bytes.
 
 Ranks on CPUs share the cores of their node. When more of them compute at once than there are cores, each runs
 at the rate cores / computing, from event to event::
@@ -21,7 +21,7 @@ from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
 from shardwright.schedule.mail import Price
 from shardwright.schedule.program import Program, compile_program
-from shardwright.schedule.replay import Timeline, action_seconds, replay
+from shardwright.schedule.replay import Handling, Timeline, action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.shared_replay import replay_on_shared_cores
 from shardwright.schedule.stage_cost import StageCost, check_costs
@@ -104,7 +104,8 @@ def simulate(
         num_microbatches=schedule.num_microbatches,
         edges=edges,
     )
-    seconds = action_seconds(program, costs, overhead_s=action_overhead_s)
+    handling = _handling(schedule.stage_ranks, edges, link)
+    seconds = action_seconds(program, costs, overhead_s=action_overhead_s, handling=handling)
     prices = _prices(schedule.stage_ranks, edges, link)
     if cores:
         nodes = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
@@ -139,6 +140,26 @@ def _prices(
             way = link(sender, receiver)
             prices.append((num_bytes / way.bandwidth_Bps, way.latency_s))
     return prices
+
+
+def _handling(
+    stage_ranks: Sequence[int], edges: Sequence[Edge], link: Callable[[int, int], Link] | None
+) -> list[Handling]:
+    """For each stage: seconds in which messages keep its core from computing, forward and backward."""
+    handling = [(0.0, 0.0)] * len(stage_ranks)
+    if link is None:
+        return handling
+    for edge in edges:
+        source, target = stage_ranks[edge.source], stage_ranks[edge.target]
+        if source == target:
+            continue
+        there, back = link(source, target), link(target, source)
+        forward_s = there.occupancy * there.seconds(edge.num_bytes)
+        backward_s = back.occupancy * back.seconds(edge.backward_bytes) if edge.has_gradient else 0.0
+        for stage in (edge.source, edge.target):
+            before = handling[stage]
+            handling[stage] = before[0] + forward_s, before[1] + backward_s
+    return handling
 
 
 def _summary(

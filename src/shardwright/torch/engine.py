@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.planner import stage_costs_of
-from shardwright.schedule import Schedule, build_schedule, lower
+from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.context import Context
@@ -80,7 +80,8 @@ class PipelineEngine:
         assert self.executor is not None
         microbatches = context.plan.schedule.microbatches
         parts = splitter.split(arguments, microbatches)
-        programs = [self._program(function, part) for part in parts]
+        path = self._path(function)
+        programs = [self._program(function, part, path) for part in parts]
         train = programs[0].backward_at is not None
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
@@ -171,8 +172,10 @@ class PipelineEngine:
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
         )
         self.reducer = self._model.make_reducer(members) if members else None
-        for unit in self._unit_map.modules.values():
-            split_linear_modules(unit)
+        assert context.plan is not None
+        if splits_backward(context.plan.schedule.kind):
+            for unit in self._unit_map.modules.values():
+                split_linear_modules(unit)
 
     def _agree(self, trace: Trace) -> None:
         """Refuses a model that the ranks of a replica trace differently."""
@@ -211,8 +214,9 @@ class PipelineEngine:
 
     # ---- every step ----
 
-    def _program(self, function: Callable[..., Any], part: Arguments) -> Program:
-        key = self._signature(function, part)
+    def _program(self, function: Callable[..., Any], part: Arguments, path: Any) -> Program:
+        items, structure = flatten(part)
+        key = (path, structure.key, tuple(_signature_of(item) for item in items))
         found = self._programs.get(key)
         if found is not None and not found[1]:
             return found[0]
@@ -232,14 +236,11 @@ class PipelineEngine:
         self._programs[key] = (program, trace.reads_data)
         return program
 
-    def _signature(self, function: Callable[..., Any], part: Arguments) -> Any:
-        """Equal for microbatches that take the same path through the model."""
-        items, structure = flatten(part)
+    def _path(self, function: Callable[..., Any]) -> Any:
+        """What decides the path through the model beside the batch; equal for all microbatches of a step."""
         module = self._model.module
         return (
             function,
-            structure.key,
-            tuple(_signature_of(item) for item in items),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(self._context.device.type),
             tuple(sub.training for sub in module.modules()),

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import statistics
 import time
 from pathlib import Path
 
@@ -67,12 +68,12 @@ def _memory_bytes(context: Context) -> int:
 
 def _time_link(context: Context, first: int, second: int) -> Link:
     """Sends messages of two sizes to and fro; the same result on every rank."""
-    seconds = []
+    seconds, busy = [], []
     for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
-        times = []
+        times, busy_times = [], []
         for _ in range(_MESSAGES + 1):
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             if context.rank == first:
                 dist.send(message, second)
                 dist.recv(message, second)
@@ -82,9 +83,14 @@ def _time_link(context: Context, first: int, second: int) -> Link:
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)
             times.append((time.perf_counter() - start) / 2)
+            busy_times.append((time.process_time() - worked) / 2)
         seconds.append(min(times[1:]))  # the first message opens the connection
-    measured: list[float] = [*seconds]
+        busy.append(statistics.median(busy_times[1:]))
+    occupancy = min(1.0, busy[-1] / seconds[-1]) if context.device.type == "cpu" else 0.0
+    measured: list[float] = [*seconds, occupancy]
     dist.broadcast_object_list(measured, src=first)
-    small, large = measured
+    small, large, occupancy = measured
     bandwidth = (_LARGE_BYTES - _SMALL_BYTES) / max(large - small, 1e-9)
-    return Link(latency_s=max(small - _SMALL_BYTES / bandwidth, 0.0), bandwidth_Bps=bandwidth)
+    return Link(
+        latency_s=max(small - _SMALL_BYTES / bandwidth, 0.0), bandwidth_Bps=bandwidth, occupancy=occupancy
+    )

@@ -14,7 +14,7 @@ from shardwright.observe.observer import Observer
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import idle_share, measured_events
 from shardwright.plan import Plan
-from shardwright.planner import stage_costs_of
+from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
 from shardwright.schedule import simulate
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
@@ -144,6 +144,7 @@ class Reporter:
                 edges=step.edges,
                 link=lambda a, b: cluster.link(ranks[a], ranks[b]),
                 cores=cluster.cores_per_node,
+                action_overhead_s=ACTION_OVERHEAD_S,
             )
         self.observer.timeline(events, simulation, step=self.num_steps)
 

@@ -11,7 +11,7 @@ from shardwright.config import Config
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import make_plan, read_plan, schedule_of, stage_costs_of
+from shardwright.planner import ACTION_OVERHEAD_S, make_plan, read_plan, schedule_of, stage_costs_of
 from shardwright.schedule import build_schedule, simulate
 
 GRAPH = chain_graph(4)
@@ -95,7 +95,7 @@ def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> No
     mesh = Mesh(world_size=2, pipeline=2)
     plan = make_plan({4: (GRAPH, profile_of())}, cluster=instant, config=config, mesh=mesh)
     assert any(stage.recompute for stage in plan.stages)
-    again = simulate(schedule_of(plan), stage_costs_of(plan) or ())
+    again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_OVERHEAD_S)
     assert plan.prediction is not None
     assert again.step_s == pytest.approx(plan.prediction.step_s)
     assert again.peak_bytes == tuple(memory.activations for memory in plan.prediction.memory)

@@ -24,6 +24,7 @@ PUBLIC = [
     "place_stages",
     "read_torch_csv",
     "simulate",
+    "splits_backward",
     "unit_costs",
     "validate",
     "write_torch_csv",

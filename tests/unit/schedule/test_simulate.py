@@ -320,3 +320,13 @@ def test_it_is_fast_enough_for_the_planner():
     small_s = best_of(5, lambda: simulate(small, unit_costs(4), edges=edges[:3], link=link))
     assert large_s < 0.1
     assert small_s < 0.005
+
+
+def test_a_link_that_occupies_cores_takes_time_from_both_ends():
+    edges = [Edge(0, 1, num_bytes=10, gradient_bytes=20)]
+    link = Link(latency_s=0.5, bandwidth_Bps=10.0, occupancy=0.5)
+    schedule = schedule_of("0F0 0B0", "1F0 1B0")
+    simulation = simulate(schedule, unit_costs(2), edges=edges, link=lambda a, b: link)
+    seconds = {str(e.action): e.end_s - e.start_s for e in simulation.events}
+    # A message takes 1.5 s forward and 2.5 s backward, of which half is work for the cores at its ends.
+    assert seconds == {"0F0": 1.75, "0B0": 3.25, "1F0": 1.75, "1B0": 3.25}
