@@ -22,9 +22,7 @@ from shardwright.plan import Plan
 __all__ = ["run"]
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")
-]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")]
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")]
 NumRanks = Annotated[
     int | None, typer.Option("--num-ranks", "-n", min=1, help="Ranks on this host; default: its GPUs, or 1.")

@@ -1,5 +1,6 @@
 """The batch: from the first rank of a replica to the others, then cut into microbatches."""
 
+import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class _Leaf:
     requires_grad: bool = False
     value: Any = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a tensor."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
+
 
 class BatchBroadcast:
     """Gives all ranks of a replica the arguments of its first rank.
@@ -45,25 +51,23 @@ class BatchBroadcast:
         self._source = source
         self._device = device
         self._header = b""
+        self._num_bytes = 0  # of the tensors, as described last
         self._described: tuple[list[_Leaf], Structure] | None = None
 
     def __call__(self, arguments: Arguments) -> Arguments:
         """Collective over the replica."""
         items, structure = flatten(arguments)
         if dist.get_rank() == self._source:
-            described = [_describe(item) for item in items]
-            self._send_header(pickle.dumps((described, structure.without_template())))
-            for item in items:
-                if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
-                    self._broadcast(item.detach().to(self._device).contiguous())
+            self._send(items, structure)
             return arguments
-        described, common = self._receive_header()
+        tensors = iter(self._receive())
+        assert self._described is not None
+        described, common = self._described
         taken: list[Any] = []
         for position, leaf in enumerate(described):
             if leaf.kind == "tensor":
-                buffer = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-                self._broadcast(buffer)
-                taken.append(buffer.requires_grad_() if leaf.requires_grad else buffer)
+                tensor = next(tensors)
+                taken.append(tensor.requires_grad_() if leaf.requires_grad else tensor)
             elif leaf.kind == "value":
                 taken.append(leaf.value)
             elif len(items) == len(described) and structure.key == common.key:
@@ -78,34 +82,84 @@ class BatchBroadcast:
         args, kwargs = common.rebuild(taken)
         return args, kwargs
 
-    def _broadcast(self, tensor: Tensor) -> None:
-        if tensor.numel():
-            payload = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-            dist.broadcast(payload, self._source, group=self._group)
+    # One message while batches look alike; three where the description changes:
+    #
+    #     [ 0 | tensors ]                           described as before
+    #     [ n | ignored ]  [ n bytes ]  [ tensors ] described anew
 
-    def _send_header(self, header: bytes) -> None:
-        changed = header != self._header
-        self._header = header
-        length = torch.tensor([len(header) if changed else 0], dtype=torch.int64, device=self._device)
-        dist.broadcast(length, self._source, group=self._group)
-        if changed:
-            payload = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)
-            dist.broadcast(payload, self._source, group=self._group)
+    def _send(self, items: Sequence[Any], structure: Structure) -> None:
+        described = [_describe(item) for item in items]
+        header = pickle.dumps((described, structure.without_template()))
+        tensors = [item.detach().to(self._device) for item in items if is_batch_tensor(item)]
+        packed = _pack(tensors, self._device)
+        if header == self._header:
+            self._broadcast(torch.cat([_number(0, self._device), packed]))
+            return
+        self._broadcast(torch.cat([_number(len(header), self._device), self._zeros(self._num_bytes)]))
+        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device))
+        self._broadcast(packed)
+        self._header, self._num_bytes = header, packed.numel()
 
-    def _receive_header(self) -> tuple[list[_Leaf], Structure]:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.broadcast(length, self._source, group=self._group)
-        num_bytes = int(length.item())
-        if num_bytes:
-            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            dist.broadcast(payload, self._source, group=self._group)
-            self._described = pickle.loads(payload.cpu().numpy().tobytes())
+    def _receive(self) -> list[Tensor]:
+        first = self._broadcast(self._zeros(_NUMBER_BYTES + self._num_bytes))
+        header_bytes = int(first[:_NUMBER_BYTES].view(torch.int64)[0].item())
+        if not header_bytes:
+            return _unpack(first[_NUMBER_BYTES:], self._leaves)
+        header = self._broadcast(self._zeros(header_bytes))
+        self._described = pickle.loads(header.cpu().numpy().tobytes())
+        self._num_bytes = sum(_padded(leaf.num_bytes) for leaf in self._leaves)
+        return _unpack(self._broadcast(self._zeros(self._num_bytes)), self._leaves)
+
+    @property
+    def _leaves(self) -> list[_Leaf]:
+        """Descriptions of the tensors."""
         assert self._described is not None
-        return self._described
+        return [leaf for leaf in self._described[0] if leaf.kind == "tensor"]
+
+    def _zeros(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _broadcast(self, payload: Tensor) -> Tensor:
+        if payload.numel():
+            dist.broadcast(payload, self._source, group=self._group)
+        return payload
+
+
+_NUMBER_BYTES = 16
+_ALIGNMENT = 16  # so that a slice of bytes can be viewed as any type
+
+
+def _number(number: int, device: torch.device) -> Tensor:
+    return torch.tensor([number, 0], dtype=torch.int64, device=device).view(torch.uint8)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The bytes of all tensors, one after the other."""
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for tensor in tensors:
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+        parts.append(torch.nn.functional.pad(raw, (0, _padded(raw.numel()) - raw.numel())))
+    return torch.cat(parts)
+
+
+def _unpack(packed: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
+    """The tensors, each with memory of its own."""
+    tensors = []
+    offset = 0
+    for leaf in leaves:
+        assert leaf.dtype is not None
+        raw = packed[offset : offset + leaf.num_bytes].clone()
+        tensors.append(raw.view(leaf.dtype).view(leaf.shape))
+        offset += _padded(leaf.num_bytes)
+    return tensors
 
 
 def _describe(item: Any) -> _Leaf:
-    if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
+    if is_batch_tensor(item):
         return _Leaf("tensor", tuple(item.shape), item.dtype, item.requires_grad)
     if item is None or type(item) in (
         bool,
