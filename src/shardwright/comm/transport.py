@@ -3,6 +3,10 @@
 Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end
 gets the n-th tensor sent at the other. Receives are posted ahead of need, sends return at once, so
 transfers overlap compute.
+
+NCCL runs what two ranks send one another in the order in which it was asked for: a receive posted ahead
+would hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With a
+process group for each direction, messages up and down the pipeline do not meet.
 """
 
 from collections import deque
@@ -49,12 +53,22 @@ class Transport:
 
     Args:
         ranks: world rank of each pipeline rank.
-        group: process group that contains them; None for the default one.
+        rank: the pipeline rank of this process.
+        up: process group for messages to higher pipeline ranks; None for the default one.
+        down: process group for messages to lower ones.
     """
 
-    def __init__(self, ranks: Sequence[int], *, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        rank: int,
+        up: dist.ProcessGroup | None = None,
+        down: dist.ProcessGroup | None = None,
+    ):
         self._ranks = tuple(ranks)
-        self._group = group
+        self._rank = rank
+        self._up, self._down = up, down
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
@@ -69,7 +83,8 @@ class Transport:
         while self._pending and self._pending[0][0].is_completed():
             self._finish(*self._pending.popleft())
         try:
-            work = dist.isend(_bytes_of(payload), self._ranks[target], group=self._group, tag=tag)
+            group = self._up if target > self._rank else self._down
+            work = dist.isend(_bytes_of(payload), self._ranks[target], group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("sending to", self._ranks[target], error) from error
         assert work is not None
@@ -85,7 +100,8 @@ class Transport:
         tag = self._expected[source] % _TAG_LIMIT
         self._expected[source] += 1
         try:
-            work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=self._group, tag=tag)
+            group = self._up if source < self._rank else self._down
+            work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("receiving from", self._ranks[source], error) from error
         return Receipt(buffer, work, self._ranks[source])

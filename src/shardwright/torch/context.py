@@ -166,7 +166,10 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     )
     if mesh.pipeline > 1:
         made.pipeline_group = _own_group(mesh.groups("pp"), rank)
-        made.transport = Transport(made.pipeline_ranks)
+        nccl = dist.get_backend() == "nccl"
+        up = _own_group(mesh.groups("pp"), rank) if nccl else None
+        down = _own_group(mesh.groups("pp"), rank) if nccl else None
+        made.transport = Transport(made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down)
     if mesh.data > 1:
         made.data_group = _own_group(mesh.groups("dp"), rank)
     return made

@@ -1,0 +1,45 @@
+"""Messages between pipeline ranks."""
+
+import torch
+import torch.distributed as dist
+
+from shardwright.comm.transport import Transport
+from shardwright.testing import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def talk(num_groups):
+    """Every rank posts all its receives, then sends to all others, up and down."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(size))) for _ in range(num_groups)]
+    up, down = groups if groups else (None, None)
+    transport = Transport(range(size), rank=rank, up=up, down=down)
+    others = [other for other in range(size) if other != rank]
+    receipts = {
+        (other, number): transport.post_receive((number, 2), other, dtype=torch.float64, device=CPU)
+        for other in others
+        for number in range(3)
+    }
+    for other in others:
+        for number in range(3):
+            transport.send(torch.full((number, 2), 10.0 * rank + number, dtype=torch.float64), other)
+    received = {key: receipt.wait().tolist() for key, receipt in receipts.items()}
+    transport.flush()
+    return received
+
+
+def check(found):
+    for rank, received in enumerate(found):
+        others = [other for other in range(len(found)) if other != rank]
+        assert received == {
+            (other, number): [[10.0 * other + number] * 2] * number for other in others for number in range(3)
+        }
+
+
+def test_receives_may_be_posted_before_anything_is_sent():
+    check(run_ranks(talk, 3, 0))
+
+
+def test_each_direction_may_have_a_group_of_its_own():
+    check(run_ranks(talk, 3, 2))
