@@ -1,7 +1,7 @@
 """The command line: ``shardwright COMMAND``.
 
-A command is a function of its own file, and a line in `COMMANDS`. Only the command that is asked for is
-imported, so that ``shardwright --help`` answers at once.
+A command is a function of its own file, and a line in `COMMANDS`; a group of commands is an application of
+its own file. Only the command that is asked for is imported, so that ``shardwright --help`` answers at once.
 """
 
 import sys
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
+from shardwright.cli.application import new_application
 from shardwright.cli.exit_codes import exit_code_of
 from shardwright.errors import ShardwrightError
 
@@ -21,22 +22,25 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: the function ``name`` (with ``_`` for ``-``) of the module ``shardwright.cli.<name>``.
+    """A command: the function ``name`` of the module ``shardwright.cli.<name>``.
 
     Attributes:
         name: as it is typed.
         summary: one line for ``shardwright --help``.
+        is_group: it has commands of its own, in the ``application`` of its module.
         settings: what click calls context settings.
     """
 
     name: str
     summary: str
+    is_group: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
-        """Imports the function."""
-        name = self.name.replace("-", "_")
-        return getattr(import_module(f"shardwright.cli.{name}"), name)
+        """Imports the function, or the application of a group."""
+        return getattr(
+            import_module(f"shardwright.cli.{self.name}"), "application" if self.is_group else self.name
+        )
 
 
 COMMANDS = (
@@ -46,6 +50,11 @@ COMMANDS = (
         # What follows the script belongs to it, also where it looks like an option of ours.
         settings={"allow_interspersed_args": False},
     ),
+    Command(name="plan", summary="Make a plan without running it, show one, compare two.", is_group=True),
+    Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
+    Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
+    Command(name="runs", summary="List the runs of a folder."),
+    Command(name="show", summary="Show what a run came to, beside what was predicted."),
 )
 
 
@@ -64,18 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _application(words: Sequence[str]) -> typer.Typer:
-    application = typer.Typer(
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # importing rich would take half of the time that --help may take
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    application = new_application()
     application.callback()(_shardwright)
     wanted = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
-        function = command.load() if command.name == wanted else _not_loaded
-        application.command(command.name, help=None if command.name == wanted else command.summary)(function)
+        is_wanted = command.name == wanted
+        if is_wanted and command.is_group:
+            application.add_typer(command.load(), name=command.name)
+            continue
+        function = command.load() if is_wanted else _not_loaded
+        application.command(command.name, help=None if is_wanted else command.summary)(function)
         application.registered_commands[-1].context_settings = command.settings
     return application
 

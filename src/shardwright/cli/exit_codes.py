@@ -2,6 +2,7 @@
 
 ==== ==================================================================
 0    done
+1    no: plans differ, a schedule is wrong; or any other error
 2    usage: the command line, a setting or a file cannot be used
 3    no feasible plan
 4    the environment: ranks could not be started, something is missing
@@ -19,6 +20,7 @@ from shardwright.errors import (
     InfeasiblePlanError,
     LaunchError,
     PlanError,
+    ScheduleError,
     ShardwrightError,
     UsageError,
 )
@@ -43,6 +45,6 @@ def exit_code_of(error: ShardwrightError) -> int:
         return NO_PLAN
     if isinstance(error, LaunchError):
         return ENVIRONMENT
-    if isinstance(error, ConfigError | PlanError | UsageError):
+    if isinstance(error, ConfigError | PlanError | ScheduleError | UsageError):
         return USAGE
     return FAILED

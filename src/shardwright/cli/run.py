@@ -4,16 +4,15 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
 
+from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.config import Config
-from shardwright.errors import ConfigError, UsageError
+from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.torchrun import torchrun_command, torchrun_line
 from shardwright.observe.run_folder import RunFolder, show_path
@@ -36,11 +35,6 @@ MaxRestarts = Annotated[
     int, typer.Option("--max-restarts", min=0, help="How often all ranks start again after a failure.")
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Plan to follow.")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, YAML or JSON.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="One setting, stronger than the file; may be repeated."),
-]
 RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Folder that holds the run folders.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run folder; default: the time.")]
 Grace = Annotated[
@@ -94,7 +88,7 @@ def run(
         run_folder=run_dir / (name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"),
         plan=plan,
         config=config,
-        settings=_parse_settings(settings or ()),
+        settings=parse_settings(settings or ()),
         grace_s=grace_s,
     )
     _check_settings(request)
@@ -127,33 +121,9 @@ def _num_devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-def _parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Reads ``key=value`` words; a value is JSON where it can be read so, else text."""
-    settings: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key:
-            raise UsageError(f"--set {word}: write it as KEY=VALUE, for example --set microbatches=4")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
-    return settings
-
-
 def _check_settings(request: LaunchRequest) -> None:
     """Finds here what otherwise each rank would complain about."""
-    from_file: Any = {}
-    if request.config is not None:
-        try:
-            from_file = yaml.safe_load(request.config.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--config {request.config} is neither YAML nor JSON: {error}") from error
-        if not isinstance(from_file, dict):
-            raise ConfigError(
-                f"--config {request.config} holds no settings. Write lines such as microbatches: 4"
-            )
-    Config.merge(from_file, request.settings)
+    Config.merge(read_settings(request.config), request.settings)
     if request.plan is not None:
         Plan.read(request.plan)
 

@@ -24,13 +24,13 @@ from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.console import Console, Phase
 from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
+from shardwright.observe.plan_text import format_plan
 from shardwright.observe.progress import Progress
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.plan import Plan
 from shardwright.schedule import Simulation
-from shardwright.units import format_seconds
 
 __all__ = ["Observer"]
 
@@ -95,7 +95,8 @@ class Observer:
         if plan == self._plan:
             return
         self._plan = plan
-        self.console.line(_describe(plan, self._written))
+        written = [] if self._written is None else [f"  written to {show_path(self._written.plan_file)}"]
+        self.console.line("\n".join([format_plan(plan), *written]))
         if self._written is not None:
             self._written.write(self._written.plan_file.name, plan.to_json())
         self.event(
@@ -190,25 +191,3 @@ class Observer:
         num_stages = max((event.action.stage for event in events), default=-1) + 1
         known = tuple(stage.saved_bytes for stage in prediction.stages)
         return known if len(known) >= num_stages else None
-
-
-def _describe(plan: Plan, folder: RunFolder | None) -> str:
-    """The plan for the console: title, table, reasons, where the file is."""
-    mesh, schedule = plan.mesh, plan.schedule
-    title = (
-        f"plan: {schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages on "
-        f"{mesh.pipeline} ranks"
-    )
-    if mesh.data > 1:
-        title += f", {mesh.data} replicas"
-    if plan.prediction is not None:
-        predicted = plan.prediction
-        title += f"; predicted step {format_seconds(predicted.step_s)}, bubble {predicted.bubble:.0%}"
-    lines = [
-        title,
-        *(f"  {row}" for row in plan.table().splitlines()),
-        *(f"  {reason}" for reason in plan.why),
-    ]
-    if folder is not None:
-        lines.append(f"  written to {show_path(folder.plan_file)}")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The graph of a model without running it: no weights, no ranks, any size."""
+"""The graph and the plan of a model without running it: no weights, no ranks, any size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import PlanError, UsageError
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.batch import Splitter
-from shardwright.torch.discover import discover
-from shardwright.torch.glue import active_handler, intercept_calls, plain_torch, restore_calls
-from shardwright.torch.trace import trace_step
-from shardwright.torch.tree import leaves
-from shardwright.torch.unit_map import UnitMap
-from shardwright.torch.units import choose_units
+from shardwright.plan import Plan
+from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.tracing import trace_parts
+from shardwright.torch.tree import flatten, leaves
 
-__all__ = ["trace_model"]
+__all__ = ["plan_model", "trace_model"]
 
 
 def trace_model(
@@ -55,6 +57,64 @@ def trace_model(
         ['0', '2']
     """
 
+    arguments = _on_device((args, kwargs), device)
+    trace = trace_parts(
+        model,
+        _step_of(model, loss),
+        {1: arguments},
+        device=torch.device(device),
+        num_stages=num_stages,
+    )[1]
+    return trace.graph
+
+
+def plan_model(
+    model: nn.Module,
+    *args: Any,
+    config: Config,
+    world_size: int,
+    cluster: Cluster,
+    loss: Callable[[Any], Tensor] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Makes the plan of a training run from counts: FLOPs and bytes, and the rates of machines.
+
+    Args:
+        model: any module; under ``torch.device("meta")`` it takes no memory.
+        *args: one batch of one replica; tensors may be on the meta device.
+        config: the settings of the run.
+        world_size: ranks of the run.
+        cluster: its machines.
+        loss: as for `trace_model`.
+        **kwargs: one batch of one replica.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the number of ranks.
+        PlanError: the settings cannot be met, or nothing fits.
+        TraceError: the model cannot be traced; the line is named.
+    """
+    mesh = config.resolve_world(world_size)
+    arguments, splitter = _on_device((args, kwargs), "cpu"), Splitter()
+    batch_size = splitter.batch_size(arguments)
+    if batch_size is None:
+        raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+    counts = microbatch_counts(batch_size, config=config, pipeline=mesh.pipeline)
+    traces = trace_parts(
+        model,
+        _step_of(model, loss),
+        {m: splitter.split(arguments, m)[0] for m in counts},
+        device=torch.device("cpu"),
+        num_stages=mesh.pipeline * (config.virtual_stages or 2),
+    )
+    candidates = {
+        m: (trace.graph, estimate_profile(trace.graph, device=cluster.device)) for m, trace in traces.items()
+    }
+    return make_plan(candidates, cluster=cluster, config=config, mesh=mesh)
+
+
+def _step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable[..., Tensor]:
+    """A training step: the model, the loss, the backward."""
+
     def step(*args: Any, **kwargs: Any) -> Tensor:
         value = _loss_of(model(*args, **kwargs), loss)
         handler = active_handler()
@@ -63,21 +123,7 @@ def trace_model(
                 handler.backward(value, None)
         return value
 
-    arguments = (
-        tuple(_placed(arg, device) for arg in args),
-        {k: _placed(v, device) for k, v in kwargs.items()},
-    )
-    place = torch.device(device)
-    costs = discover(model, step, arguments, device=place)
-    unit_map = UnitMap.of(model, choose_units(model, costs, num_stages=num_stages))
-    for module in unit_map.modules.values():
-        intercept_calls(module)
-    try:
-        batch_size = Splitter().batch_size(arguments) or 1
-        return trace_step(unit_map, step, arguments, device=place, batch_size=batch_size).graph
-    finally:
-        for module in unit_map.modules.values():
-            restore_calls(module)
+    return step
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
@@ -86,12 +132,23 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    first = next(leaf for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return first.mean()
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.mean()
+    raise UsageError(
+        f"the model returns {type(output).__name__} without a tensor of floating-point numbers, so there is "
+        "no loss to train it with. Give a function loss that makes one number of what the model returns."
+    )
 
 
-def _placed(value: Any, device: torch.device | str) -> Any:
-    """An argument with data: operations between units look at values, so zeros stand for meta tensors."""
-    if isinstance(value, Tensor) and value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype, device=device)
-    return value
+def _on_device(arguments: Arguments, device: torch.device | str) -> Arguments:
+    """Arguments with data: operations between units look at values, so zeros stand for meta tensors."""
+    items, structure = flatten(arguments)
+    args, kwargs = structure.rebuild([_with_data(item, device) for item in items])
+    return args, kwargs
+
+
+def _with_data(item: Any, device: torch.device | str) -> Any:
+    if isinstance(item, Tensor) and item.is_meta:
+        return torch.zeros(item.shape, dtype=item.dtype, device=device)
+    return item

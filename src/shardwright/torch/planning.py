@@ -9,7 +9,6 @@
     plan ◄── broadcast to all ranks ◄── planner (on the first rank) ◄┘
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,27 +16,20 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.errors import DeferredReadError, PlanError, ShardwrightError
+from shardwright.errors import PlanError, ShardwrightError
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.plan import Plan
 from shardwright.planner import estimate_profile, make_plan, microbatch_counts
 from shardwright.profile import Profile, UnitCost
-from shardwright.torch.activation_checkpointing import is_marked
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
-from shardwright.torch.discover import discover
-from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.machine import present_cluster
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
-from shardwright.torch.units import choose_units
+from shardwright.torch.tracing import trace_parts
 
 __all__ = ["Planner"]
-
-log = logging.getLogger(__name__)
 
 
 class Planner:
@@ -58,7 +50,7 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            traces = self._traces(function, {m: splitter.split(arguments, m)[0] for m in counts})
+            traces = self._traces(function, arguments, splitter, counts)
         context.cluster = cluster = present_cluster(context)
         with context.reporter.phase("measuring units") as phase:
             profiles = self._profiles(traces, cluster, phase)
@@ -93,53 +85,22 @@ class Planner:
             )
         return microbatch_counts(batch_size, config=config, pipeline=pipeline)
 
-    def _traces(self, function: Callable[..., Any], parts: dict[int, Arguments]) -> dict[int, Trace]:
-        """Chooses units and traces every microbatch size; modules that cannot be split are kept whole."""
+    def _traces(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        splitter: Splitter,
+        counts: tuple[int, ...],
+    ) -> dict[int, Trace]:
         context = self._context
-        pipeline, per_rank = context.mesh.pipeline, context.config.virtual_stages or 2
-        first = next(iter(parts.values()))
-        costs = discover(self._model, function, first, device=context.device)
-        forced: set[int] = set()
-        recomputed = frozenset(
-            id(module)
-            for name, module in self._model.named_modules()
-            if is_marked(module) or (name in costs and costs[name].recomputed)
+        return trace_parts(
+            self._model,
+            function,
+            {m: splitter.split(arguments, m)[0] for m in counts},
+            device=context.device,
+            num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
+            splitter=splitter,
         )
-        while True:
-            names = choose_units(
-                self._model,
-                costs,
-                num_stages=pipeline * per_rank,
-                forced=frozenset(forced),
-                preferred=recomputed,
-            )
-            unit_map = UnitMap.of(self._model, names)
-            for module in unit_map.modules.values():
-                intercept_calls(module)
-            try:
-                return {
-                    m: trace_step(unit_map, function, part, device=context.device)
-                    for m, part in parts.items()
-                }
-            except DeferredReadError as error:
-                whole = self._smallest_around(error, forced)
-                if whole is None:
-                    raise
-                log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
-                forced.add(id(whole))
-            finally:
-                for module in unit_map.modules.values():
-                    restore_calls(module)
-
-    def _smallest_around(self, error: DeferredReadError, forced: set[int]) -> nn.Module | None:
-        """The smallest module around a failure that can be a unit."""
-        for module in reversed(error.inside):
-            known = isinstance(module, nn.Module) and id(module) not in forced
-            if known and module is not self._model and not isinstance(module, type(self._context.model)):
-                assert isinstance(module, nn.Module)
-                if next(module.parameters(), None) is not None:
-                    return module
-        return None
 
     def _profiles(self, traces: dict[int, Trace], cluster: Cluster, phase: Phase) -> dict[int, Profile]:
         device = cluster.device

@@ -8,17 +8,18 @@ import time
 
 import pytest
 
+from cli.calling import call
 from shardwright import __version__
-from shardwright.cli import COMMANDS, main
+from shardwright.cli import COMMANDS
 from shardwright.cli.exit_codes import exit_code_of
-from shardwright.errors import ConfigError, InfeasiblePlanError, LaunchError, PlanError, ScheduleError
-
-
-def call(capsys, *words):
-    """Runs the command line in this process; returns code, stdout and stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    return ended.value.code or 0, *capsys.readouterr()
+from shardwright.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    LaunchError,
+    PeerLostError,
+    PlanError,
+    ScheduleError,
+)
 
 
 def test_the_version(capsys):
@@ -38,6 +39,22 @@ def test_every_command_has_help_and_a_function(capsys, command):
     code, out, _ = call(capsys, command, "-h")
     assert code == 0
     assert "Usage: shardwright" in out
+
+
+GROUPS = [command for command in COMMANDS if command.is_group]
+
+
+@pytest.mark.parametrize("command", GROUPS, ids=[command.name for command in GROUPS])
+def test_every_command_of_a_group_is_listed_and_has_help(capsys, command):
+    code, out, _ = call(capsys, command.name, "--help")
+    assert code == 0
+    names = [inner.name for inner in command.load().registered_commands]
+    assert names
+    for name in names:
+        assert f"  {name} " in out
+        code, inner_out, _ = call(capsys, command.name, name, "--help")
+        assert code == 0
+        assert f"Usage: shardwright {command.name} {name}" in inner_out
 
 
 def test_an_unknown_option_is_a_usage_error_with_a_suggestion(capsys):
@@ -116,7 +133,14 @@ def test_a_dry_run_as_json(capsys, script):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError, 2), (PlanError, 2), (InfeasiblePlanError, 3), (LaunchError, 4), (ScheduleError, 1)],
+    [
+        (ConfigError, 2),
+        (PlanError, 2),
+        (InfeasiblePlanError, 3),
+        (LaunchError, 4),
+        (ScheduleError, 2),
+        (PeerLostError, 1),
+    ],
 )
 def test_each_kind_of_error_has_its_exit_code(error, code):
     assert exit_code_of(error("why")) == code
@@ -125,7 +149,7 @@ def test_each_kind_of_error_has_its_exit_code(error, code):
 HELP = """
 import sys
 from shardwright.cli import main
-try: main(['--help'])
+try: main(sys.argv[1:])
 except SystemExit: pass
 print('loaded', sorted({'torch', 'rich', 'pydantic', 'numpy'} & sys.modules.keys()), file=sys.stderr)
 """
@@ -135,11 +159,24 @@ def test_help_is_quick_and_loads_no_torch():
     seconds = []
     for _ in range(5):
         before_s = time.perf_counter()
-        found = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [sys.executable, "-c", HELP, "--help"], capture_output=True, text=True, check=True
+        )
         seconds.append(time.perf_counter() - before_s)
         assert found.stderr == "loaded []\n"
     print(f"--help took {min(seconds):.3f} s at best")
     assert min(seconds) < 1.0  # 0.06 s when nothing else runs; the promise is 0.2 s
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(command.name, "--help") for command in COMMANDS]
+    + [("plan", "make", "--help"), ("schedule", "show", "1f1b", "--ranks", "2")],
+    ids=" ".join,
+)
+def test_what_needs_no_torch_loads_none(words):
+    found = subprocess.run([sys.executable, "-c", HELP, *words], capture_output=True, text=True, check=True)
+    assert "torch" not in found.stderr
 
 
 def test_python_m_shardwright_is_the_same_and_has_no_colours_unless_on_a_terminal():

@@ -1,0 +1,84 @@
+"""A traced model as text, for people."""
+
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import align
+from shardwright.units import format_bytes, format_count
+
+__all__ = ["feeds", "format_graph"]
+
+_MOST_NAMES = 3
+
+
+def format_graph(graph: ModelGraph) -> str:
+    """A title, a row a unit call, what lies between them, and the ties."""
+    ops = [node for node in graph.nodes if node.kind == "op" and not node.free]
+    flops, saved = (sum(getattr(node, what) for node in graph.nodes) for what in ("flops", "saved_bytes"))
+    lines = [
+        f"{len(graph.units)} units, {format_count(graph.num_parameters)} parameters; of a microbatch of "
+        f"{graph.batch_size}: {format_count(flops)} FLOP forward, {format_bytes(saved)} kept for "
+        "the backward",
+        "",
+        _units(graph),
+        "",
+        f"between the units: {len(ops)} operations, {format_count(sum(node.flops for node in ops))} FLOP, "
+        f"{format_bytes(sum(node.saved_bytes for node in ops))} kept",
+        *_ties(graph),
+    ]
+    return "\n".join(lines)
+
+
+def feeds(graph: ModelGraph) -> dict[int, list[int]]:
+    """For each unit call, by node: the unit calls that read what it makes, directly or through operations."""
+    readers = graph.consumers()
+    # Through operations: what each node's outputs lead to, found from the end, as nodes stand in order.
+    reached: dict[int, set[int]] = {}
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        found: set[int] = set()
+        for value in graph.nodes[index].outputs:
+            for reader in readers[value]:
+                found |= {reader} if graph.nodes[reader].kind == "unit" else reached.get(reader, set())
+        reached[index] = found
+    return {call: sorted(reached[call]) for call in graph.calls}
+
+
+def _units(graph: ModelGraph) -> str:
+    rows = [["unit", "class", "parameters", "FLOP", "kept", "makes", "feeds"]]
+    targets = feeds(graph)
+    for call in graph.calls:
+        node = graph.nodes[call]
+        unit = graph.units[node.name]
+        held = [graph.parameters[name] for name in dict.fromkeys((*unit.parameters, *node.parameters))]
+        size = sum(graph.values[value].spec.num_bytes for value in node.outputs)
+        rows.append(
+            [
+                node.label,
+                unit.class_name + (", updates buffers" if unit.mutates_buffers else ""),
+                format_bytes(sum(parameter.spec.num_bytes for parameter in held)),
+                format_count(node.flops),
+                format_bytes(node.saved_bytes),
+                format_bytes(size),
+                _names([graph.nodes[target].label for target in targets[call]]) or "the loss",
+            ]
+        )
+    return align(rows)
+
+
+def _ties(graph: ModelGraph) -> list[str]:
+    """Parameters that several units use, or that have several names."""
+    lines = []
+    for name, parameter in graph.parameters.items():
+        if parameter.is_buffer:
+            continue
+        users = [unit.name for unit in graph.units.values() if name in unit.parameters]
+        users += [node.label for node in graph.nodes if name in node.parameters]
+        users = list(dict.fromkeys(users))
+        if len(users) > 1 or parameter.aliases:
+            size = format_bytes(parameter.spec.num_bytes)
+            also = f" = {', '.join(parameter.aliases)}" if parameter.aliases else ""
+            lines.append(f"tied: {name}{also} ({size}), used by {_names(users) or 'no unit'}")
+    return lines
+
+
+def _names(labels: list[str]) -> str:
+    more = len(labels) - _MOST_NAMES
+    return ", ".join(labels[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

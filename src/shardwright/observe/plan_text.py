@@ -1,0 +1,71 @@
+"""A plan as text, for people."""
+
+from collections.abc import Iterator, Sequence
+
+from shardwright.plan import MemoryPrediction, Plan, align
+from shardwright.units import format_bytes, format_count, format_seconds
+
+__all__ = ["format_plan", "format_plan_in_full"]
+
+
+def format_plan(plan: Plan) -> str:
+    """What a run logs: a title, the table of stages, the reasons."""
+    lines = [_title(plan), *_indented(plan.table()), *(f"  {reason}" for reason in plan.why)]
+    return "\n".join(lines)
+
+
+def format_plan_in_full(plan: Plan) -> str:
+    """The plan, the model that it is for, and what it is expected to take."""
+    blocks = [format_plan(plan), _model(plan)]
+    if plan.prediction is not None and plan.prediction.memory:
+        blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))
+    if plan.alternatives:
+        blocks.append("\n".join(["runners-up", *_indented(_alternatives(plan))]))
+    return "\n\n".join(blocks)
+
+
+def _title(plan: Plan) -> str:
+    mesh, schedule = plan.mesh, plan.schedule
+    title = (
+        f"plan: {schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages on "
+        f"{mesh.pipeline} ranks"
+    )
+    if mesh.data > 1:
+        title += f", {mesh.data} replicas"
+    if plan.prediction is not None:
+        predicted = plan.prediction
+        title += f"; predicted step {format_seconds(predicted.step_s)}, bubble {predicted.bubble:.0%}"
+    return title
+
+
+def _model(plan: Plan) -> str:
+    model, recomputed = plan.model, sum(len(stage.recompute) for stage in plan.stages)
+    lines = [
+        f"model {model.fingerprint}: {format_count(model.num_parameters)} parameters, "
+        f"{len(model.units)} units" + (f", {recomputed} of them recomputed" if recomputed else "")
+    ]
+    for name, stages in plan.replicated.items():
+        lines.append(f"  {name} is held by stages {', '.join(map(str, stages))}")
+    return "\n".join([*lines, f"  made by {plan.created_by}"])
+
+
+def _memory(ranks: tuple[MemoryPrediction, ...]) -> str:
+    parts = ("parameters", "gradients", "optimizer", "activations", "work", "peak")
+    rows: list[Sequence[str]] = [("rank", *parts[:-1], "sum")]
+    rows += [
+        (str(rank), *(format_bytes(getattr(row, part)) for part in parts)) for rank, row in enumerate(ranks)
+    ]
+    return align(rows)
+
+
+def _alternatives(plan: Plan) -> str:
+    rows = [("schedule", "microbatches", "stages", "step", "verdict")]
+    rows += [
+        (a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict)
+        for a in plan.alternatives
+    ]
+    return align(rows)
+
+
+def _indented(text: str) -> Iterator[str]:
+    return (f"  {line}" for line in text.splitlines())

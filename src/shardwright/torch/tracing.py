@@ -1,0 +1,88 @@
+"""Chooses the units of a model and traces it, once for each microbatch size."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.errors import DeferredReadError
+from shardwright.torch.activation_checkpointing import is_marked
+from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.discover import discover
+from shardwright.torch.glue import intercept_calls, restore_calls
+from shardwright.torch.recording import Trace
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.units import choose_units
+
+__all__ = ["trace_parts"]
+
+log = logging.getLogger(__name__)
+
+
+def trace_parts(
+    model: nn.Module,
+    function: Callable[..., Any],
+    parts: Mapping[int, Arguments],
+    *,
+    device: torch.device,
+    num_stages: int,
+    splitter: Splitter | None = None,
+) -> dict[int, Trace]:
+    """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
+
+    Args:
+        model: the whole model.
+        function: the step function.
+        parts: for each number of microbatches, (args, kwargs) of one microbatch.
+        device: where the model computes.
+        num_stages: how many stages are thought of, which says how fine the units need to be.
+        splitter: knows how many samples are in a part.
+
+    Raises:
+        TraceError: the step function cannot be traced; the line is named.
+    """
+    splitter = Splitter() if splitter is None else splitter
+    costs = discover(model, function, next(iter(parts.values())), device=device)
+    forced: set[int] = set()
+    recomputed = frozenset(
+        id(module)
+        for name, module in model.named_modules()
+        if is_marked(module) or (name in costs and costs[name].recomputed)
+    )
+    while True:
+        names = choose_units(
+            model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=recomputed
+        )
+        unit_map = UnitMap.of(model, names)
+        for module in unit_map.modules.values():
+            intercept_calls(module)
+        try:
+            return {
+                m: trace_step(
+                    unit_map, function, part, device=device, batch_size=splitter.batch_size(part) or 1
+                )
+                for m, part in parts.items()
+            }
+        except DeferredReadError as error:
+            whole = _smallest_around(error, model, forced)
+            if whole is None:
+                raise
+            log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
+            forced.add(id(whole))
+        finally:
+            for module in unit_map.modules.values():
+                restore_calls(module)
+
+
+def _smallest_around(error: DeferredReadError, model: nn.Module, forced: set[int]) -> nn.Module | None:
+    """The smallest module around a failure that can be a unit."""
+    inner = {id(module) for module in model.modules()} - {id(model)} - forced
+    for module in reversed(error.inside):
+        if id(module) in inner:
+            assert isinstance(module, nn.Module)
+            if next(module.parameters(), None) is not None:
+                return module
+    return None

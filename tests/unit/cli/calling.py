@@ -1,0 +1,12 @@
+"""Runs the command line in this process."""
+
+import pytest
+
+from shardwright.cli import main
+
+
+def call(capsys, *words):
+    """Returns exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code or 0, *capsys.readouterr()

@@ -1,0 +1,85 @@
+"""Models from the command line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli import models
+from shardwright.cli.factory import build
+from shardwright.errors import ConfigError, UsageError
+
+FILE = Path(models.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _path_as_before(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("models", None)
+
+
+def test_a_factory_in_a_file_and_in_a_module():
+    for where in (str(FILE), "cli.models"):
+        sample = build(f"{where}:build", device="meta")
+        assert sample.model.embed.weight.is_meta
+        assert [arg.shape for arg in sample.args] == [(8, 6)]
+        assert (sample.kwargs, sample.loss) == ({}, None)
+
+
+def test_a_batch_by_name_and_a_loss():
+    assert list(build("cli.models:build_by_name", device="meta").kwargs) == ["ids"]
+    assert build("cli.models:build_with_loss", device="meta").loss is not None
+
+
+def test_a_factory_may_need_data():
+    with pytest.raises(UsageError, match=r"add --build-on cpu"):
+        build("cli.models:build_needing_data", device="meta")
+    assert build("cli.models:build_needing_data", device="cpu").args == (0, 0, 0)
+
+
+def test_a_file_sees_the_files_beside_it(tmp_path):
+    (tmp_path / "beside_factory.py").write_text("from cli.models import build as inner\n")
+    (tmp_path / "factory.py").write_text("import beside_factory\ndef make(): return beside_factory.inner()\n")
+    assert build(f"{tmp_path / 'factory.py'}:make", device="meta").args[0].is_meta
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("model.py", "names no function. Write model.py:build"),
+        (":build", "names no function"),
+        ("gone.py:build", r"there is no file gone.py. Give its path from /"),
+        ("gone.module:build", "there is no module gone, seen from"),
+        ("cli.models:biuld", r"cli.models has no function biuld. It has build, build_by_name"),
+        ("cli.models:not_callable", "has no function not_callable"),
+        ("cli.models:build_model_only", r"returned \(Model\), but it must return \(model, batch\)"),
+    ],
+)
+def test_what_is_no_factory_is_refused(factory, message):
+    with pytest.raises(UsageError, match=message):
+        build(factory, device="meta")
+
+
+def test_a_failure_of_the_factory_shows_its_lines_and_not_ours():
+    with pytest.raises(UsageError) as raised:
+        build(f"{FILE}:build_failing", device="meta")
+    text = str(raised.value)
+    assert "build_failing failed with KeyError: 'layers'" in text
+    assert 'raise KeyError("layers")' in text
+    assert "cli/factory.py" not in text
+
+
+def test_our_own_errors_pass():
+    with pytest.raises(ConfigError, match=r"^layers is 0\.$"):
+        build("cli.models:build_refused", device="meta")
+
+
+def test_a_file_that_cannot_be_imported(tmp_path):
+    (tmp_path / "broken.py").write_text("import shardwright\nx = 1 / 0\n")
+    with pytest.raises(UsageError, match=r"importing .*broken.py failed with ZeroDivisionError") as raised:
+        build(f"{tmp_path / 'broken.py'}:build", device="meta")
+    assert "x = 1 / 0" in str(raised.value)
+    (tmp_path / "lacking.py").write_text("import a_package_that_is_not_there\n")
+    with pytest.raises(UsageError, match="No module named 'a_package_that_is_not_there'"):
+        build(f"{tmp_path / 'lacking.py'}:build", device="meta")

@@ -1,0 +1,144 @@
+"""``shardwright plan``."""
+
+import json
+
+import pytest
+from observe.plans import two_stage_plan
+
+from cli.calling import call
+from shardwright.plan import Plan
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    two_stage_plan().write(tmp_path / "run" / "plan.json")
+    changes = {"schedule": {"kind": "gpipe", "microbatches": 3}}
+    Plan.model_validate({**two_stage_plan().model_dump(), **changes}).write(tmp_path / "gpipe.json")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.json").write_text("{")
+    return tmp_path
+
+
+def test_show_has_stages_memory_and_reasons(capsys, folder):
+    code, out, err = call(capsys, "plan", "show", "run")
+    assert (code, err) == (0, "")
+    assert "plan: 1f1b, 3 microbatches, 2 stages on 2 ranks, 2 replicas; predicted step 1.20 s" in out
+    assert "  0      0     1      embed          2.0 KiB     100 ms   200 ms    0 B\n" in out
+    assert "  1f1b keeps fewer microbatches.\n" in out
+    assert "model f: 10 parameters, 2 units" in out
+    assert "  1     800 B       800 B      1.6 KiB    100 B        0 B   3.2 KiB\n" in out
+
+
+def test_show_as_json_is_the_plan(capsys, folder):
+    _, out, _ = call(capsys, "plan", "show", "run/plan.json", "--json")
+    assert Plan.parse(out) == two_stage_plan()
+
+
+def test_diff_ends_as_diff_does(capsys, folder):
+    assert call(capsys, "plan", "diff", "run", "run/plan.json") == (0, "the plans decide alike\n", "")
+    code, out, _ = call(capsys, "plan", "diff", "run", "gpipe.json")
+    assert code == 1
+    assert out == "the plans differ\n  schedule.kind  1f1b -> gpipe\n"
+    code, out, _ = call(capsys, "plan", "diff", "run", "gpipe.json", "--json")
+    assert code == 1
+    assert json.loads(out) == {
+        "alike": False,
+        "decision": [{"what": "schedule.kind", "before": "1f1b", "after": "gpipe"}],
+        "prediction": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("gone.json", "plan file gone.json cannot be read: No such file or directory"),
+        ("empty", "empty is a folder without a plan.json"),
+        ("broken.json", "is not valid JSON"),
+    ],
+)
+def test_what_is_no_plan_is_a_usage_error(capsys, folder, path, message):
+    for words in (("show", path), ("diff", "run", path)):
+        code, out, err = call(capsys, "plan", *words)
+        assert (code, out) == (2, "")
+        assert message in err
+
+
+def test_a_plan_for_ranks_that_are_not_there(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, err = call(capsys, "plan", "make", "cli.models:build", "--world", 2, "-o", file)
+    assert code == 0
+    plan = Plan.read(file)
+    assert plan.mesh.pipeline == 2
+    assert len({stage.rank for stage in plan.stages}) == 2
+    assert "expect an error of 25 % or more" in out
+    assert "no --machine: assuming" in err
+    assert f"run it: shardwright run -n 2 --plan {file} train.py" in err
+    assert call(capsys, "plan", "show", file)[1] == out
+
+
+def test_no_command_is_make(capsys):
+    code, out, _ = call(capsys, "plan", "--world", 2, "cli.models:build", "--set", "microbatches=4", "--json")
+    assert code == 0
+    assert Plan.parse(out).schedule.microbatches == 4
+    code, out, _ = call(
+        capsys, "plan", "cli.models:build_by_name", "-n", 2, "--set", "pipeline=gpipe", "--json"
+    )
+    assert Plan.parse(out).schedule.kind == "gpipe"
+    code, _, err = call(capsys, "plan", "shwo")
+    assert code == 2
+    assert "Did you mean 'show'?" in err
+
+
+MACHINE = """
+device: {name: large, memory: SIZE, flops_per_s: 3e14, memory_Bps: 1.5e12}
+ranks_per_node: 8
+intra_node: {latency_s: 5e-6, bandwidth_Bps: 250e9}
+"""
+
+
+def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE.replace("SIZE", "4TiB"))
+    (tmp_path / "settings.yaml").write_text("microbatches: 8\npipeline: 1f1b\n")
+    options = ("--machine", tmp_path / "machine.yaml", "--config", tmp_path / "settings.yaml")
+    code, out, err = call(capsys, "plan", "make", "cli.models:build_large", "-n", 64, *options, "--json")
+    assert code == 0, err
+    assert "no --machine" not in err
+    plan = Plan.parse(out)
+    assert plan.prediction is not None
+    assert sum(stage.parameter_bytes for stage in plan.prediction.stages) > 16 * 2**40
+    assert max(memory.peak for memory in plan.prediction.memory) < 4 * 2**40
+
+
+def test_what_does_not_fit_ends_with_3(capsys, tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE.replace("SIZE", "1GiB"))
+    options = ("--machine", tmp_path / "machine.yaml", "--set", "microbatches=8", "--set", "pipeline=1f1b")
+    code, out, err = call(capsys, "plan", "make", "cli.models:build_large", "-n", 4, *options)
+    assert (code, out) == (3, "")
+    assert "InfeasiblePlanError" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-n", "2", "--set", "microbatchs=2"), "Did you mean microbatches?"),
+        (("-n", "3", "--set", "pipeline_parallel_degree=2"), "WORLD_SIZE(3)"),
+        (("-n", "2", "--set", "plan=x.json"), "a plan is to be made"),
+        (("-n", "2", "--set", "auto_partition=false", "--set", "default_partition=0"), "sw.partition"),
+        (("-n", "2", "--config", "gone.yaml"), "--config gone.yaml cannot be read"),
+        (("-n", "2", "--machine", "gone.yaml"), "machine file gone.yaml cannot be read"),
+        (("-n", "2", "-o", "/proc/plan.json"), "--output /proc/plan.json cannot be written"),
+        (("-n", "40"), "units to place"),
+        ((), "--world"),
+    ],
+)
+def test_wrong_options_of_make(capsys, words, message):
+    code, out, err = call(capsys, "plan", "make", "cli.models:build", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_batch_without_a_tensor(capsys):
+    code, _, err = call(capsys, "plan", "make", "cli.models:build_without_batch", "-n", 2)
+    assert code == 2
+    assert "no tensor that can be cut into microbatches" in err

@@ -1,0 +1,98 @@
+"""``shardwright runs`` and ``shardwright show``."""
+
+import json
+import os
+
+import pytest
+from observe.plans import two_stage_plan
+
+from cli.calling import call
+from shardwright.observe import MetricsLog, StepRecord
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a run, one that never did a step, one with a damaged plan, and something else."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("first", "second", "third")):
+        path = tmp_path / "runs" / name
+        (path / "logs").mkdir(parents=True)
+        os.utime(path, (age, age))
+    (tmp_path / "runs" / "notes").mkdir()
+    log = MetricsLog(tmp_path / "runs" / "first" / "metrics.jsonl", world_size=2)
+    for step, seconds in enumerate((9.0, 1.0, 1.2, 1.1), start=1):
+        log.append(
+            StepRecord(
+                step=step,
+                seconds=seconds,
+                samples=4,
+                tokens=440,
+                loss=5.0 - step,
+                step_predicted_s=1.21,
+                bubble_measured=0.3,
+                bubble_predicted=0.25,
+            )
+        )
+    log.close()
+    two_stage_plan().write(tmp_path / "runs" / "first" / "plan.json")
+    (tmp_path / "runs" / "third" / "plan.json").write_text("{")
+    (tmp_path / "runs" / "third" / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.utime(tmp_path / "runs" / "first", (0, 0))
+    os.utime(tmp_path / "runs" / "third", (2, 2))
+    return tmp_path
+
+
+def test_runs_are_listed_the_oldest_first(capsys, folder):
+    code, out, err = call(capsys, "runs")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1] == ["first", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "25%"]
+    assert lines[2] == ["second", "no", "step", "done"]
+    assert lines[3][0] == "third"
+    assert "not valid JSON" in out.splitlines()[3]
+    assert len(lines) == 4
+
+
+def test_runs_as_json(capsys, folder):
+    _, out, _ = call(capsys, "runs", "runs", "--json")
+    found = json.loads(out)
+    assert [row["folder"] for row in found] == ["runs/first", "runs/second", "runs/third"]
+    assert found[0]["step_s"] == 1.1
+    assert found[1]["problem"] == "no step done"
+
+
+def test_no_runs(capsys, folder):
+    assert call(capsys, "runs", "runs/notes") == (0, "no runs in runs/notes\n", "")
+    code, _, err = call(capsys, "runs", "elsewhere")
+    assert code == 2
+    assert "there is no folder elsewhere" in err
+
+
+def test_a_run_is_shown_beside_its_prediction(capsys, folder):
+    code, out, err = call(capsys, "show", "runs/first")
+    assert (code, err) == (0, "")
+    assert "  step        1.10 s measured, 1.21 s predicted (+10%)\n" in out
+    assert "  bubble      30% measured, 25% predicted\n" in out
+    assert "plan: 1f1b, 3 microbatches" in out
+    assert "  1f1b keeps fewer microbatches.\n" in out
+    assert out.endswith("files: plan.json, metrics.jsonl, logs/\n")
+
+
+def test_a_run_as_json(capsys, folder):
+    _, out, _ = call(capsys, "show", "runs/first", "--json")
+    found = json.loads(out)
+    assert (found["steps"], found["step_s"], found["step_predicted_s"]) == (4, 1.1, 1.21)
+    assert found["last_metrics"]["train/loss"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/frist", "there is no run folder runs/frist. List them: shardwright runs runs"),
+        ("runs/second", "no step"),
+    ],
+)
+def test_a_folder_without_a_run(capsys, folder, path, message):
+    code, out, err = call(capsys, "show", path)
+    assert (code, out) == (2, "")
+    assert message in err
