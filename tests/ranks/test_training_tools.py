@@ -216,3 +216,27 @@ def test_replicas_read_different_data():
 
     results = run_ranks(job, 4)
     assert [r[0] for r in results] == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_is_called_when_every_rank_has_its_part(ranks):
+    """It could not be registered: a handle needs a weak reference to where hooks are kept."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+        calls = []
+        model.register_post_partition_hook(lambda wrapped, _: calls.append(wrapped is model))
+
+        @sw.step
+        def evaluate(model, x):
+            return model(x)
+
+        with torch.no_grad():
+            evaluate(model, torch.ones(8, 8))
+        model.register_post_partition_hook(lambda *_: calls.append("late"))
+        return calls
+
+    assert run_ranks(job, ranks) == [[True, "late"]] * ranks

@@ -17,6 +17,7 @@ from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import intercept_calls
+from shardwright.torch.materialise import Materialiser
 from shardwright.torch.placement import (
     SharingGroups,
     call_placement,
@@ -46,6 +47,7 @@ class PipelineEngine:
         context: the run; its plan is set by the first call of `run` if none was given.
         model: the wrapped model.
         planner: makes the plan from the first batch.
+        materialiser: gives memory to a model on the meta device.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class PipelineEngine:
         context: Context,
         model: "DistributedModel",
         planner: Callable[[Callable[..., Any], Arguments, Splitter], Any],
+        materialiser: Materialiser,
     ):
         self._context = context
         self._model = model
         self._planner = planner
+        self._materialiser = materialiser
         assert context.pipeline_group is not None
         self._broadcast = BatchBroadcast(
             context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
@@ -120,6 +124,7 @@ class PipelineEngine:
     def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
         context, module = self._context, self._model.module
         assert context.reporter is not None
+        self._materialiser.agree_on_seed()
         if context.plan is None:
             context.plan = self._planner(function, arguments, splitter)
         plan = context.plan
@@ -127,6 +132,7 @@ class PipelineEngine:
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
         self._set_units(names)
         assert self._unit_map is not None
+        self._materialiser.buffers_outside(self._unit_map)
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
         self._agree(trace)
@@ -160,9 +166,10 @@ class PipelineEngine:
         assert self._unit_map is not None
         rank = context.pipeline_rank
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
-        tensors = _first_named(module)
-        synchronise(residency, tensors, self._groups, rank=rank)
-        release_remote(module, set(residency.held_by(rank)), self._unit_map.parameters)
+        held = set(residency.held_by(rank))
+        release_remote(module, held, self._unit_map.parameters)
+        self._materialiser.named(held, self._unit_map)
+        synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))
         parameters = {
             n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta

@@ -1,7 +1,9 @@
 """The model as the script sees it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from shardwright.torch.context import context
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine
 from shardwright.torch.failure import first_cause_named
+from shardwright.torch.first_values import Initialise
 from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.materialise import Materialiser
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency
 from shardwright.torch.single_engine import SingleEngine
@@ -28,8 +32,14 @@ class DistributedModel(nn.Module):
     With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once
     the first step has shown what the model does.
 
+    A model that was built under ``torch.device("meta")`` has no memory. Each rank takes it for its own units
+    alone, in the first step, and has modules fill it: by their ``reset_parameters()`` and by the
+    ``_init_weights(module)`` of the model around them (as Hugging Face transformers have it).
+
     Args:
         module: the model, the same on every rank. One per script.
+        initialize: for a model on the meta device: called with each module whose parameters or buffers get
+            memory, after its own methods; fills those in place that nothing else fills.
         average_grads_across_microbatches: gradients are the mean over the microbatches of a batch; else
             their sum.
         overlapping_allreduce: reduce gradients over replicas during the last backward; else after it.
@@ -53,6 +63,7 @@ class DistributedModel(nn.Module):
         self,
         module: nn.Module,
         *,
+        initialize: Initialise | None = None,
         average_grads_across_microbatches: bool = True,
         overlapping_allreduce: bool = True,
         bucket_cap_mb: float = 25,
@@ -72,15 +83,22 @@ class DistributedModel(nn.Module):
         self._overlap = overlapping_allreduce
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         self._residency: Residency | None = None
-        self._post_partition_hooks: dict[int, Callable[..., Any]] = {}
+        self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
+        self._materialiser.check()
+        self._state_to_load: Mapping[str, Any] | None = None
         self._engine: Engine
         if current.mesh.pipeline == 1:
+            self._materialiser.agree_on_seed()
+            self._materialiser.everything()
             module.to(current.device)
             self._engine = SingleEngine(current, self)
         else:
             from shardwright.torch.planning import Planner
 
-            self._engine = PipelineEngine(current, self, Planner(current, module))
+            self._engine = PipelineEngine(
+                current, self, Planner(current, module, self._materialiser), self._materialiser
+            )
         current.model = self
 
     # ---- running ----
@@ -164,8 +182,17 @@ class DistributedModel(nn.Module):
         return self._gathered(state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the whole model's state; each rank takes what it holds."""
+        """Loads the whole model's state; each rank takes what it holds.
+
+        Before the first step of a model on the meta device, it is kept until then.
+        """
         if self._residency is None:
+            if self._materialiser.waits and not assign:
+                # There is nowhere to put it yet: each rank takes its part when it knows which that is.
+                self._state_to_load = state_dict
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*no-op.*")
+                    return self.module.load_state_dict(state_dict, strict=strict)
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         own = self.module.state_dict()
         known = {
@@ -186,6 +213,9 @@ class DistributedModel(nn.Module):
     def placed(self, residency: Residency) -> None:
         """Takes note of where parameters live, and tells optimizers and hooks."""
         self._residency = residency
+        if self._state_to_load is not None:
+            self.load_state_dict(self._state_to_load, strict=False)
+            self._state_to_load = None
         local = self.local_parameter_ids()
         for optimizer in context().optimizers:
             optimizer.keep(local)

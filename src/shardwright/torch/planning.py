@@ -25,6 +25,7 @@ from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.machine import present_cluster
+from shardwright.torch.materialise import Materialiser
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
 from shardwright.torch.tracing import trace_parts
@@ -35,9 +36,10 @@ __all__ = ["Planner"]
 class Planner:
     """Plans a run when its first batch is there; collective over all ranks."""
 
-    def __init__(self, context: Context, model: nn.Module):
+    def __init__(self, context: Context, model: nn.Module, materialiser: Materialiser):
         self._context = context
         self._model = model
+        self._materialiser = materialiser
 
     def __call__(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> Plan:
         """Returns the plan, the same on every rank.
@@ -100,6 +102,7 @@ class Planner:
             device=context.device,
             num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
             splitter=splitter,
+            prepare=self._materialiser.buffers_outside,
         )
 
     def _profiles(self, traces: dict[int, Trace], cluster: Cluster, phase: Phase) -> dict[int, Profile]:

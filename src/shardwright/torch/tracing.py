@@ -30,6 +30,7 @@ def trace_parts(
     device: torch.device,
     num_stages: int,
     splitter: Splitter | None = None,
+    prepare: Callable[[UnitMap], None] | None = None,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
 
@@ -40,6 +41,7 @@ def trace_parts(
         device: where the model computes.
         num_stages: how many stages are thought of, which says how fine the units need to be.
         splitter: knows how many samples are in a part.
+        prepare: called with the units before a trace is tried.
 
     Raises:
         TraceError: the step function cannot be traced; the line is named.
@@ -57,6 +59,8 @@ def trace_parts(
             model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=recomputed
         )
         unit_map = UnitMap.of(model, names)
+        if prepare is not None:
+            prepare(unit_map)
         for module in unit_map.modules.values():
             intercept_calls(module)
         try:
