@@ -118,6 +118,7 @@ OWN_MODELS: dict[str, Recipe] = {
     "parameters in glue": _own(modules.ParametersInGlue),
     "changes in place": _own(modules.ChangesInPlace),
     "fills one tensor": _own(modules.FillsOneTensor),
+    "changes views": _own(modules.ChangesViews),
     "changes its input": _own(modules.ChangesItsInput),
     "parameter-free middle": _own(modules.ParameterFreeMiddle),
     "transposes between blocks": _own(modules.TransposesBetweenBlocks),

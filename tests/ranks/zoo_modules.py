@@ -159,6 +159,24 @@ class FillsOneTensor(Stack):
         return self.head(x + total)
 
 
+class ChangesViews(Stack):
+    """Every stage writes to views: of what the first stage made, and of a tensor that all ranks have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BTD = self.blocks[0](x)
+        x_BDT = x_BTD.transpose(1, 2)
+        total = torch.zeros(x.shape, dtype=x.dtype)
+        y = x_BTD * 1.0
+        for number, block in enumerate(self.blocks[1:]):
+            y = block(y)
+            x_BDT[:, number] += y[..., 0]
+            first = total[..., 0]
+            first.add_(y[..., 1])
+            total[:, -1] += y[:, number]
+            y = y.tanh() + x_BTD
+        return self.head(y * x_BTD.sum(1, keepdim=True) + total)
+
+
 class Shift(nn.Module):
     """Its backward does not need its input, which may be changed afterwards."""
 

@@ -60,6 +60,8 @@ def new_fake_mode() -> FakeTensorMode:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, also for fake ones."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)  # sparse tensors have no memory of their own to share
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -254,10 +254,9 @@ class Executor:
     def _free(self, stage: int, microbatch: Microbatch) -> None:
         """Drops what the stage kept for this microbatch, but for what the step function returns."""
         program = microbatch.program
-        for value in [
-            v for v in microbatch.values if program.home_of[v] == stage and v not in program.outputs
-        ]:
-            del microbatch.values[value]
+        for kept in (microbatch.values, microbatch.held):
+            for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
+                del kept[value]
 
     def _finish(self, microbatch: Microbatch) -> None:
         self._results[microbatch.index] = microbatch.finish()

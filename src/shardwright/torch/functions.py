@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["READS_DATA", "SHAPE_FROM_DATA", "is_metadata", "is_random", "name_of"]
+__all__ = ["CHANGES_HISTORY", "READS_DATA", "SHAPE_FROM_DATA", "is_metadata", "is_random", "name_of"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -63,6 +63,9 @@ READS_DATA: frozenset[Any] = frozenset(
     )
     | _existing(torch, ["equal", "allclose", "is_nonzero"])
 )
+
+# Functions that change a tensor in place without a change of its data.
+CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
 
 # Functions whose result has a shape that depends on data.
 SHAPE_FROM_DATA: frozenset[Any] = frozenset(

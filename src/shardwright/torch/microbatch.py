@@ -1,6 +1,6 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
+from shardwright.torch.dataflow import Copy, Keep
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of
 from shardwright.torch.glue import GlueMode, Realised, set_active_handler
@@ -31,6 +32,7 @@ class Microbatch:
         loss: the loss, on the rank that computes it.
         loss_gradient: gradient that the user gave to ``backward``.
         values: tensors made here that another stage, the loss or the result needs.
+        held: tensors of this rank that steps cannot get from the user's variables.
         leaves: tensors that came in from another stage, by (value, stage): leaves of autograd.
         gradients: gradients of values for which both stages are on this rank, by (value, target stage).
         generator_states: position of a step that draws random numbers -> state of the generators before it.
@@ -55,6 +57,7 @@ class Microbatch:
         self.loss_gradient: Tensor | None = None
         self.reached_backward = False
         self.values: dict[int, Tensor] = {}
+        self.held: dict[int, Tensor] = {}
         self.leaves: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self.uses: dict[int, int] = {}
@@ -88,9 +91,19 @@ class Microbatch:
         """
         if not self._coroutine.finished:
             self._coroutine.resume()
-        result = self._coroutine.result
+        result = self._with_held(self._coroutine.result)
         self.close()
         return result
+
+    def _with_held(self, result: Any) -> Any:
+        """What the step function returned, where its variables refer to tensors before a change in place."""
+        wanted = [(p, v) for p, v in self.program.result_values if v in self.held]
+        if not wanted:
+            return result
+        items, structure = flatten(result)
+        for position, value in wanted:
+            items[position] = self.held[value]
+        return structure.rebuild(items)
 
     def remembering(self, stage: int) -> Realised:
         """For a backward of this stage: what its forward got is there again when it is recomputed."""
@@ -108,6 +121,7 @@ class Microbatch:
         self._coroutine.close()
         self._coroutine = _ENDED
         self.values.clear()
+        self.held.clear()
         self.leaves.clear()
         self.gradients.clear()
         self.loss = self.loss_gradient = None
@@ -128,11 +142,12 @@ class Microbatch:
             return _stand_in(instruction, args, kwargs)
         if instruction.stage != self.stage:
             self._enter(instruction.stage)
-        if instruction.cuts:
-            args, kwargs = self._cut(instruction, args, kwargs)
+        copied: dict[int, Tensor] = {}
+        if instruction.flow.cuts or instruction.flow.held or instruction.flow.copies:
+            args, kwargs, copied = self._find(instruction, args, kwargs)
         if instruction.draws:
             self._restore_generators(position)
-        return self._keep(instruction, func(*args, **kwargs), args, kwargs)
+        return self._keep(instruction, func(*args, **kwargs), args, kwargs, copied)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
@@ -142,15 +157,16 @@ class Microbatch:
             return _stand_in(instruction, args, kwargs)
         if instruction.stage != self.stage:
             self._enter(instruction.stage)
-        if instruction.cuts:
-            args, kwargs = self._cut(instruction, args, kwargs)
+        copied: dict[int, Tensor] = {}
+        if instruction.flow.cuts or instruction.flow.held or instruction.flow.copies:
+            args, kwargs, copied = self._find(instruction, args, kwargs)
         if instruction.draws:
             self._restore_generators(position)
         if instruction.recompute:
             result = call_recomputed(module, module, args, kwargs)
         else:
             result = module(*args, **kwargs)
-        return self._keep(instruction, result, args, kwargs)
+        return self._keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Hands the loss to the executor; comes back when every backward of this microbatch here "
@@ -226,29 +242,48 @@ class Microbatch:
             self.leaves[value, stage] = leaf
         return leaf
 
-    def _cut(
+    def _find(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
+        """Puts the tensors in place that do not come from the user's variables.
+
+        Returns:
+            The arguments, and copies that the step will change: by value after the change.
+        """
         items, structure = flatten((args, kwargs))
-        for position, value, clone in instruction.cuts:
+        for position, value in instruction.flow.cuts:
             leaf = self.leaf(value, instruction.stage)
-            if clone:
-                leaf = leaf.clone()
-            elif torch.is_autocast_enabled(self._device.type):
+            if torch.is_autocast_enabled(self._device.type):
                 # Autocast keeps the cast of a leaf, as if it were a weight, and sums its gradients rounded.
                 leaf = leaf.view_as(leaf)
             items[position] = leaf
+        for position, value in instruction.flow.held:
+            items[position] = self.held[value]
+        copied: dict[int, Tensor] = {}
+        for copy in instruction.flow.copies:
+            base = self.leaf(copy.base, instruction.stage) if copy.from_stage else self.held[copy.base]
+            for place, value, tensor in _copied(base, copy):
+                copied[value] = tensor
+                if place is not None:
+                    items[place] = tensor
         args, kwargs = structure.rebuild(items)
-        return args, kwargs
+        return args, kwargs, copied
 
     def _keep(
-        self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        instruction: Instruction,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: dict[int, Tensor],
     ) -> Any:
-        if instruction.keeps:
+        flow = instruction.flow
+        if flow.keeps:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
-            for position, value in instruction.keeps:
-                item = items[position]
-                expected = self.program.specs[value]
+            for keep in flow.keeps:
+                assert keep.position is not None
+                item = items[keep.position]
+                expected = self.program.specs[keep.value]
                 if tuple(item.shape) != expected.shape:
                     raise TraceMismatchError(
                         f"{instruction.line}: {_name(instruction.func)} gave a tensor of shape "
@@ -257,16 +292,45 @@ class Microbatch:
                         f"that another "
                         "stage needs must have a shape that follows from the shapes of the batch alone."
                     )
-                self.values[value] = item
-        if instruction.keeps_mutated:
+                self._store(keep, item)
+        if flow.changes:
             items = flatten((args, kwargs))[0]
-            for place, before, after in instruction.keeps_mutated:
-                if place is not None:
-                    self.values[after] = items[place]
+            for keep in flow.changes:
+                if keep.value in copied:
+                    tensor = copied[keep.value]
+                elif keep.position is None:
+                    assert keep.before is not None
+                    tensor = self.held[keep.before]
                 else:
-                    assert before is not None
-                    self.values[after] = self.values[before]
+                    tensor = items[keep.position]
+                    if keep.view is not None:
+                        tensor = tensor if tensor._base is None else tensor._base
+                        tensor = tensor.as_strided(keep.view.size, keep.view.stride, keep.view.offset)
+                self._store(keep, tensor)
         return result
+
+    def _store(self, keep: Keep, tensor: Tensor) -> None:
+        if keep.hold:
+            self.held[keep.value] = tensor
+        if keep.send:
+            if keep.clone:
+                # It is sent, and its gradient comes back, as it is now: the user's code will change it.
+                with torch.enable_grad():
+                    tensor = tensor.clone()
+            self.values[keep.value] = tensor
+
+
+def _copied(base: Tensor, copy: Copy) -> Iterator[tuple[int | None, int, Tensor]]:
+    """Copies memory, and gives all tensors in it."""
+    with torch.enable_grad():  # also under no_grad, a change in place leaves a tensor its history
+        memory = base.permute(copy.order).clone(memory_format=torch.contiguous_format)
+        for position, value, view in copy.views:
+            tensor = memory
+            if len(copy.views) > 1:
+                tensor = memory.as_strided(view.size, view.stride, view.offset - copy.offset)
+            elif copy.order != tuple(range(len(copy.order))):
+                tensor = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
+            yield position, value, tensor
 
 
 _ENDED = Coroutine(lambda: None)

@@ -13,13 +13,14 @@ alone, where its result is first needed. A value crosses stages once for each ot
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
+from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -70,11 +71,7 @@ class Instruction:
         func: the torch function or unit expected here.
         place: on this rank, on another, or on all.
         stage: home of the node.
-        cuts: (position among the leaves of the arguments, value, clone) of inputs that come from another
-            stage; clone where the step changes its input in place, which a leaf of autograd does not allow.
-        keeps: (position among the leaves of the result, value) of tensors that another stage, the loss or the
-            result needs.
-        keeps_mutated: (position among the leaves of the arguments or None, value before, value after).
+        flow: where its tensors come from, and which are kept.
         structure: structure of the result, for a rank that does not execute it.
         result: its leaves.
         passed: (position in the result, position in the arguments).
@@ -86,9 +83,7 @@ class Instruction:
     func: Any
     place: Place
     stage: int = -1
-    cuts: tuple[tuple[int, int, bool], ...] = ()
-    keeps: tuple[tuple[int, int], ...] = ()
-    keeps_mutated: tuple[tuple[int | None, int | None, int], ...] = ()
+    flow: StepFlow = field(default_factory=StepFlow)
     structure: Structure | None = None
     result: tuple[Any, ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
@@ -113,8 +108,8 @@ class Program:
         specs: value -> shape and type.
         stage_ranks: stage -> pipeline rank.
         stages: the stages of this rank, ascending.
-        outputs: values that the step function returns.
         result_values: (position among the leaves of the returned tree, value).
+        kept: values that are needed when the backward of their stage has ended.
         fingerprint: of the traced graph.
         flops: of the forward, all stages together.
         recomputes: the step function itself recomputes activations around units.
@@ -132,8 +127,8 @@ class Program:
     specs: tuple[TensorSpec, ...]
     stage_ranks: tuple[int, ...]
     stages: tuple[int, ...]
-    outputs: frozenset[int]
     result_values: tuple[tuple[int, int], ...]
+    kept: frozenset[int]
     fingerprint: str
     flops: int
     recomputes: bool
@@ -240,14 +235,13 @@ def build_program(
     graph = trace.graph
     homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
-    crossings = _crossings(graph, homes, home_of)
-    needed = {c.value for group in crossings.values() for c in group}
-    needed.update(graph.outputs)
-    if graph.loss is not None:
-        needed.add(graph.loss)
-    _add_aliases(trace, needed)
+    dataflow = Dataflow(trace, homes, home_of)
+    crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
-    instructions = [_instruction(step, homes, home_of, stage_ranks, rank, needed) for step in trace.steps]
+    instructions = [
+        _instruction(step, flow, homes, stage_ranks, rank)
+        for step, flow in zip(trace.steps, dataflow.flows, strict=True)
+    ]
     for step, instruction in zip(trace.steps, instructions, strict=True):
         node = None if step.node is None else graph.nodes[step.node]
         instruction.recompute = node is not None and node.kind == "unit" and node.label in recompute
@@ -268,8 +262,8 @@ def build_program(
         specs=tuple(value.spec for value in graph.values),
         stage_ranks=tuple(stage_ranks),
         stages=local,
-        outputs=frozenset(graph.outputs),
         result_values=trace.result_values,
+        kept=frozenset(graph.outputs).union(_read_after_backward(trace)),
         fingerprint=graph.fingerprint,
         flops=sum(node.flops for node in graph.nodes),
         recomputes=trace.recomputes,
@@ -278,21 +272,18 @@ def build_program(
 
 
 def _crossings(
-    graph: ModelGraph, homes: Sequence[int], home_of: Sequence[int]
+    graph: ModelGraph, dataflow: Dataflow, homes: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
     contributes = _contributing(graph)
-    for index, node in enumerate(graph.nodes):
-        for value in node.inputs:
-            source, target = home_of[value], homes[index]
-            if source == target:
-                continue
-            spec = graph.values[value].spec
-            pair = found.setdefault((source, target), {})
-            gradient = spec.requires_grad and graph.loss is not None
-            before = pair.get(value)
-            has_gradient = (before is not None and before.has_gradient) or (gradient and index in contributes)
-            pair[value] = Crossing(value, source, target, spec, has_gradient)
+    for value, reader in dataflow.crossings:
+        source, target = dataflow.home_of[value], homes[reader]
+        spec = graph.values[value].spec
+        pair = found.setdefault((source, target), {})
+        gradient = spec.requires_grad and graph.loss is not None
+        before = pair.get(value)
+        has_gradient = (before is not None and before.has_gradient) or (gradient and reader in contributes)
+        pair[value] = Crossing(value, source, target, spec, has_gradient)
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
 
 
@@ -314,29 +305,16 @@ def _contributing(graph: ModelGraph) -> set[int]:
 
 
 def _instruction(
-    step: Step,
-    homes: Sequence[int],
-    home_of: Sequence[int],
-    stage_ranks: Sequence[int],
-    rank: int,
-    needed: set[int],
+    step: Step, flow: StepFlow, homes: Sequence[int], stage_ranks: Sequence[int], rank: int
 ) -> Instruction:
     if step.node is None:
         return Instruction(func=step.func, place=Place.FREE, draws=step.draws)
     stage = homes[step.node]
-    place = Place.HERE if stage_ranks[stage] == rank else Place.ELSEWHERE
-    changed = {position for position, _, _ in step.mutations}
     return Instruction(
         func=step.func,
-        place=place,
+        place=Place.HERE if stage_ranks[stage] == rank else Place.ELSEWHERE,
         stage=stage,
-        cuts=tuple(
-            (position, value, position in changed)
-            for position, value in step.reads
-            if home_of[value] != stage
-        ),
-        keeps=tuple((position, value) for position, value in step.writes if value in needed),
-        keeps_mutated=tuple(row for row in step.mutations if row[2] in needed),
+        flow=flow,
         structure=step.structure,
         result=step.result,
         passed=step.passed,
@@ -345,12 +323,10 @@ def _instruction(
     )
 
 
-def _add_aliases(trace: Trace, needed: set[int]) -> None:
-    """Adds tensors that are changed later through another name, so that the change can be sent."""
-    for step in reversed(trace.steps):
-        for position, before, after in step.mutations:
-            if after in needed and position is None and before is not None:
-                needed.add(before)
+def _read_after_backward(trace: Trace) -> set[int]:
+    if trace.backward_at is None:
+        return set()
+    return {value for step in trace.steps[trace.backward_at :] for value in step.inputs}
 
 
 def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:

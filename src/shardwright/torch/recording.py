@@ -7,7 +7,67 @@ from shardwright.model_graph import ModelGraph
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
-__all__ = ["Sample", "Step", "Trace"]
+__all__ = ["Change", "Sample", "Step", "Trace", "View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a tensor lies in memory, in elements.
+
+    Attributes:
+        memory: equal for tensors that share memory.
+        size: its shape.
+        stride: elements from one entry to the next, by dim.
+        offset: element at which it starts.
+        dtype: type of its elements.
+    """
+
+    memory: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: Any
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Its dims from the widest stride to the narrowest; None where it leaves holes in memory."""
+        order = sorted(range(len(self.size)), key=lambda dim: (-self.stride[dim], self.size[dim] == 1))
+        expected = 1
+        for dim in reversed(order):
+            if self.size[dim] != 1 and self.stride[dim] != expected:
+                return None
+            expected *= self.size[dim]
+        return tuple(order)
+
+    @property
+    def end(self) -> int:
+        """The element behind its last."""
+        if 0 in self.size:
+            return self.offset
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def covers(self, other: "View") -> bool:
+        """Whether the other tensor is a view of this one."""
+        inside = self.offset <= other.offset and other.end <= self.end
+        return inside and self.order is not None and self.dtype == other.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor that a step changes in place, or one that shares memory with such a tensor.
+
+    Attributes:
+        position: among the leaves of the arguments; None for a tensor that the step is not given.
+        before: its value before; None for a tensor that every rank has.
+        after: its value afterwards.
+        view: where it lies in memory.
+    """
+
+    position: int | None
+    before: int | None
+    after: int
+    view: View
 
 
 @dataclass(slots=True)
@@ -19,8 +79,8 @@ class Step:
         node: index of its node in the graph; None for free operations.
         reads: (position among the leaves of the arguments, value) of each value that it reads.
         writes: (position among the leaves of the result, value).
-        mutations: (position of an argument, or None; value before, or None; value after) of what it changed
-            in place.
+        changes: what it changes in place, and what shares memory with that and is read later.
+        bases: for each memory of which several tensors change, the one that the others are views of.
         structure: structure of the result.
         result: leaves of the result as a rank that does not execute it returns them.
         passed: (position in the result, position in the arguments) of arguments that are returned as they
@@ -35,10 +95,17 @@ class Step:
     draws: tuple[Draw, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
-    mutations: tuple[tuple[int | None, int | None, int], ...] = ()
+    changes: tuple[Change, ...] = ()
+    bases: tuple[Change, ...] = ()
     structure: Structure | None = None
     result: tuple[Any, ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values that it depends on, each once."""
+        changed = [c.before for c in (*self.changes, *self.bases) if c.before is not None]
+        return tuple(dict.fromkeys([*(value for _, value in self.reads), *changed]))
 
 
 @dataclass(slots=True)
@@ -69,6 +136,7 @@ class Trace:
         recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
         changes_batch: the step function changes tensors of its batch in place.
         samples: cost class -> arguments of its first call.
+        memory: of each value: equal for those that share memory.
     """
 
     graph: ModelGraph
@@ -79,3 +147,4 @@ class Trace:
     recomputes: bool
     changes_batch: bool
     samples: dict[str, Sample]
+    memory: tuple[int, ...] = ()

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, TraceError, UsageError
-from shardwright.model_graph import ModelGraph, Node, Unit, Value
+from shardwright.model_graph import ModelGraph, Node, TensorSpec, Unit, Value
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
+from shardwright.torch.aliases import follow_changes, view_of
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.grad_scaler import adopt_scaler
-from shardwright.torch.recording import Sample, Step, Trace
+from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.source_line import called_from, user_line
@@ -44,6 +45,13 @@ class _Recorded:
     position: int
     fake: Tensor
     holder: Tensor | None
+    had_gradient: bool
+
+    @property
+    def spec(self) -> TensorSpec:
+        # Both count: x.requires_grad_() makes one that was none, x.detach_() unmakes one that was sent.
+        spec = spec_of(self.fake)
+        return replace(spec, requires_grad=spec.requires_grad or self.had_gradient)
 
 
 class Tracer:
@@ -69,6 +77,8 @@ class Tracer:
         self._keep_alive: list[Any] = []
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
+        self._changers: dict[int, list[Step]] = {}
+        self._changed_memory: dict[int, int] = {}
 
     # ---- what the step function calls ----
 
@@ -263,7 +273,7 @@ class Tracer:
         cost: CostCounter,
     ) -> Any:
         index = len(self.nodes)
-        mutations = self._mutations(index, items, fakes, versions)
+        changes = self._changes(func, index, items, fakes, versions)
         results, structure = flatten(output)
         positions = {id(fake): position for position, fake in enumerate(fakes) if isinstance(fake, Tensor)}
         opaque = {id(item): position for position, item in enumerate(items) if _is_opaque(item)}
@@ -281,60 +291,81 @@ class Tracer:
                 returned.append(self.values[value].holder)
             else:
                 returned.append(result)
-        outputs = (*(value for _, value in writes), *(new for _, _, new in mutations))
-        self.nodes.append(_with_outputs(node, outputs))
+        self.nodes.append(replace(node, outputs=tuple(value for _, value in writes)))
         blank = [None if position in dict(passed) else item for position, item in enumerate(returned)]
-        self.steps.append(
-            Step(
-                func=func,
-                node=index,
-                line=node.line,
-                draws=tuple(cost.draws),
-                reads=tuple(reads),
-                writes=tuple(writes),
-                mutations=mutations,
-                structure=structure.without_template(),
-                result=tuple(blank),
-                passed=tuple(passed),
-            )
+        step = Step(
+            func=func,
+            node=index,
+            line=node.line,
+            draws=tuple(cost.draws),
+            reads=tuple(reads),
+            writes=tuple(writes),
+            changes=tuple(changes),
+            structure=structure.without_template(),
+            result=tuple(blank),
+            passed=tuple(passed),
         )
+        for memory in {change.view.memory for change in changes}:
+            self._changers.setdefault(memory, []).append(step)
+        self.steps.append(step)
         return structure.rebuild(returned)
 
-    def _mutations(
-        self, node: int, items: list[Any], fakes: list[Any], versions: list[int | None]
-    ) -> tuple[tuple[int | None, int | None, int], ...]:
+    def _changes(
+        self, func: Any, node: int, items: list[Any], fakes: list[Any], versions: list[int | None]
+    ) -> list[Change]:
         """Gives every tensor that was changed in place, and every alias of it, a new value."""
         changed = [
             position
             for position, (fake, version) in enumerate(zip(fakes, versions, strict=True))
-            if version is not None and fake._version != version
+            if version is not None
+            and (fake._version != version or (position == 0 and func in functions.CHANGES_HISTORY))
         ]
-        if not changed:
-            return ()
-        mutations: list[tuple[int | None, int | None, int]] = []
-        keys = {storage_key(fakes[position]) for position in changed}
+        changes: list[Change] = []
+        memories = {storage_key(fakes[position]) for position in changed}
         done: set[int] = set()
         for position in changed:
-            item = items[position]
+            item, fake = items[position], fakes[position]
             if isinstance(item, nn.Parameter) or id(item) in self._lent_for or id(item) in done:
                 continue
             done.add(id(item))
             before = self._value(item)
-            mutations.append((position, before, self._new_value(node, -1, fakes[position], holder=item)))
+            if tuple(item.shape) != tuple(fake.shape):
+                raise UsageError(
+                    f"{user_line()}: {functions.name_of(func)}() changes the shape of a tensor in place from "
+                    f"{tuple(item.shape)} to {tuple(fake.shape)}, which other ranks cannot follow. Give the "
+                    "result a name instead: x = x.unsqueeze(0), not x.unsqueeze_(0)."
+                )
+            if before is None:
+                self._changed_memory[storage_key(item)] = storage_key(fake)
+            after = self._new_value(node, -1, fake, holder=item)
+            changes.append(Change(position, before, after, view_of(fake)))
         for value, recorded in enumerate(list(self.values)):
             current = recorded.holder is not None and self._value_of.get(id(recorded.holder)) == value
-            if current and id(recorded.holder) not in done and storage_key(recorded.fake) in keys:
+            if current and id(recorded.holder) not in done and storage_key(recorded.fake) in memories:
                 done.add(id(recorded.holder))
-                mutations.append(
-                    (None, value, self._new_value(node, -1, recorded.fake, holder=recorded.holder))
-                )
-        return tuple(mutations)
+                after = self._new_value(node, -1, recorded.fake, holder=recorded.holder)
+                changes.append(Change(None, value, after, view_of(recorded.fake)))
+        return changes
+
+    def _changed_elsewhere(self, item: Tensor) -> int | None:
+        """The value of a tensor that every rank had, until a step changed it through another name."""
+        if not self._changed_memory or isinstance(item, DeferredTensor | FakeTensor | nn.Parameter):
+            return None
+        if item.layout is not torch.strided or storage_key(item) not in self._changed_memory:
+            return None
+        value, fake = None, self._as_fake(item)
+        for step in self._changers[self._changed_memory[storage_key(item)]]:
+            assert step.node is not None
+            after = self._new_value(step.node, -1, fake, holder=item)
+            step.changes = (*step.changes, Change(None, value, after, view_of(fake)))
+            value = after
+        return value
 
     def _new_value(self, producer: int, position: int, fake: Tensor, holder: Tensor | None = None) -> int:
         value = len(self.values)
         if holder is None:
             holder = DeferredTensor(fake, value)
-        self.values.append(_Recorded(producer, position, fake, holder))
+        self.values.append(_Recorded(producer, position, fake, holder, fake.requires_grad))
         self._value_of[id(holder)] = value
         self._keep_alive.append(holder)
         return value
@@ -359,6 +390,8 @@ class Tracer:
         found = []
         for position, item in enumerate(items):
             value = self._value(item)
+            if value is None and isinstance(item, Tensor):
+                value = self._changed_elsewhere(item)
             if value is not None:
                 found.append((position, value))
             elif isinstance(item, FakeTensor) and id(item) not in self._lent_for:
@@ -400,6 +433,7 @@ class Tracer:
         """Makes the graph."""
         result_values = tuple(self._reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
+        follow_changes(self.steps, outputs if self.loss is None else (*outputs, self.loss))
         units: dict[str, Unit] = {}
         for name, num_calls in self._calls.items():
             module = self.unit_map.modules[name]
@@ -411,8 +445,8 @@ class Tracer:
                 mutates_buffers=name in self._mutates,
             )
         graph = ModelGraph(
-            nodes=tuple(self.nodes),
-            values=tuple(Value(v.producer, v.position, spec_of(v.fake)) for v in self.values),
+            nodes=self._finished_nodes(),
+            values=tuple(Value(v.producer, v.position, v.spec) for v in self.values),
             units=units,
             parameters=self.unit_map.specs,
             loss=self.loss,
@@ -428,7 +462,18 @@ class Tracer:
             recomputes=self._recomputes,
             changes_batch=changes_batch,
             samples=self.samples,
+            memory=tuple(storage_key(v.fake) for v in self.values),
         )
+
+    def _finished_nodes(self) -> tuple[Node, ...]:
+        """The nodes, with all values that they make and depend on."""
+        nodes = list(self.nodes)
+        for step in self.steps:
+            if step.node is not None and step.changes:
+                after = tuple(change.after for change in step.changes)
+                node = nodes[step.node]
+                nodes[step.node] = replace(node, inputs=step.inputs, outputs=node.outputs + after)
+        return tuple(nodes)
 
 
 def trace_step(
@@ -490,7 +535,3 @@ def _copy_of(item: Any) -> Any:
         return copy.deepcopy(item)
     except Exception:
         return item
-
-
-def _with_outputs(node: Node, outputs: tuple[int, ...]) -> Node:
-    return replace(node, outputs=outputs)
