@@ -225,3 +225,51 @@ def test_a_rank_that_dies_in_mid_step_is_named_and_the_others_stop_within_second
     for rank in (0, 2, 3):
         assert PeerLostError.__name__ in outcomes[rank].error
         assert "rank 1 failed first" in outcomes[rank].error
+
+
+class FailsOnTheLastStage(nn.Module):
+    def forward(self, x):
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            raise ArithmeticError("the last layer has had enough")
+        return x
+
+
+def test_a_finally_block_does_not_hide_why_a_step_failed():
+    """A step function that was left in the middle was ended by an exception; what its `finally` block then
+    computed was taken for another path than the traced one, and that error was shown."""
+
+    def failing():
+        last = nn.Sequential(nn.Linear(4, 4), FailsOnTheLastStage())
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), last)
+
+    def loss_of(model, x):
+        seen = torch.zeros(())
+        hidden = model[:3](x)
+        try:
+            return model[3](hidden).square().mean()
+        finally:
+            seen.add_(1.0)
+            seen = hidden.sum()
+
+    config = {"microbatches": 4, "pipeline": "gpipe", "auto_partition": False, "default_partition": 0}
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **config})
+        module = failing()
+        sw.set_partition(module[3], 1)
+        model = sw.DistributedModel(module)
+
+        @sw.step
+        def train(model, x):
+            loss = loss_of(model.module, x)
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(8, 4))
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(job, 2)
+    assert "the last layer has had enough" in str(caught.value)
+    assert "TraceMismatchError" not in str(caught.value)

@@ -174,6 +174,43 @@ def test_the_norm_of_gradients_is_that_of_the_whole_model(norm_type):
         assert apart < 1e-6
 
 
+def test_marks_survive_a_copy_of_the_module():
+    """Placement went by the identity of a module, and was lost when a script copied its model afterwards."""
+
+    def job(strategy):
+        import shardwright.torch as sw
+        from shardwright.torch.context import context
+
+        sw.init({**QUIET, "microbatches": 2, "auto_partition": False, "default_partition": 0})
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        sw.set_partition(module[3], 1)
+        sw.set_activation_checkpointing(module[0], strategy=strategy)
+        module = copy.deepcopy(module)
+        model = sw.DistributedModel(module)
+        outputs = []
+        module[0].register_forward_hook(lambda *_: None)
+        first = module[0][0]
+        original = first.forward
+        first.forward = lambda x: (outputs.append(x), original(x))[1]
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(4, 8))
+        real = [x for x in outputs if type(x) is torch.Tensor]
+        return {s.rank: list(s.units) for s in context().plan.stages}, len(real)
+
+    for strategy in ("each", "contiguous"):
+        results = run_ranks(job, 2, strategy)
+        placed, calls = results[0]
+        assert all(name.startswith("3") for name in placed[1])
+        assert not any(name.startswith("3") for name in placed[0])
+        assert calls == 4  # two microbatches, forward and again in the backward
+
+
 def test_a_finished_step_leaves_no_tensors_behind():
     """Microbatch, coroutine and function referred to each other in a circle, and kept tensors until Python's
     garbage collector came by: memory grew by megabytes a step."""

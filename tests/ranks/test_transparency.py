@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 from zoo import TRANSFORMERS, ZOO, classify, features
 from zoo_modules import ChangesWhatAnotherStageReads
@@ -77,11 +78,23 @@ def test_an_encoder_decoder_runs_over_eight_stages(kind):
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT-NeoX", "tied embeddings", "changes in place", "fills one tensor", "changes views"],
+    ["GPT-NeoX", "tied embeddings", "changes in place", "fills one tensor", "changes views", "hooks collect outputs"],
 )
 def test_every_schedule_runs_more_microbatches(name):
     cases = {kind: case(settings, microbatches=6) for kind, settings in SCHEDULES.items()}
     check(ZOO[name], cases)
+
+
+def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
+    """A loss on what every block returned, which transformers gathers with hooks."""
+    answer = model(**batch, output_hidden_states=True)
+    return answer.loss + torch.stack([hidden.square().mean() for hidden in answer.hidden_states]).sum()
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_hidden_states_of_every_layer(name):
+    recipe = replace(ZOO[name], loss=with_hidden_states)
+    check(recipe, {kind: case(SCHEDULES[kind]) for kind in ("interleaved_1f1b", "zb_v")})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "FAKE_FAILURES",
@@ -25,6 +26,7 @@ __all__ = [
     "function_mode_depth",
     "make_wrapper",
     "new_fake_mode",
+    "num_hooks_registered",
     "pop_function_mode",
     "push_function_mode",
     "put_saved_tensor_hooks",
@@ -63,6 +65,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)  # sparse tensors have no memory of their own to share
     return int(tensor.untyped_storage()._cdata)
+
+
+def num_hooks_registered() -> int:
+    """How many hooks were ever registered, on modules and tensors: grows with each."""
+    return int(RemovableHandle.next_id)
 
 
 def function_mode_depth() -> int:

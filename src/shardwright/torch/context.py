@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
@@ -46,8 +45,6 @@ class Context:
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
-        pinned: id of a module -> pipeline rank that the user gave it.
-        pinned_modules: those modules.
     """
 
     config: Config
@@ -65,8 +62,6 @@ class Context:
     blame: Blame | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
-    pinned: dict[int, int] = field(default_factory=dict)
-    pinned_modules: list[nn.Module] = field(default_factory=list)
 
     @property
     def pipeline_rank(self) -> int:

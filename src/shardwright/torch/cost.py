@@ -169,7 +169,9 @@ def class_key(module: nn.Module) -> str:
 
 
 # Attributes that tell which of several equal blocks a module is, not what it does.
-_POSITION = frozenset({"layer_idx", "layer_id", "layer_index", "block_idx", "_is_full_backward_hook"})
+_POSITION = frozenset(
+    {"layer_idx", "layer_id", "layer_index", "block_idx", "_is_full_backward_hook", "_shardwright_partition"}
+)
 
 
 @functools.cache

@@ -101,6 +101,7 @@ class PipelineEngine:
             function,
             own,
             loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
+            model=self._model.module,
         )
         if train and self.reducer is not None:
             self.reducer.finish()

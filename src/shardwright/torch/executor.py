@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.schedule import Action, Kind, Schedule
@@ -77,6 +77,7 @@ class Executor:
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         *,
         loss_scale: float = 1.0,
+        model: nn.Module | None = None,
     ) -> list[Any]:
         """Runs all microbatches.
 
@@ -87,6 +88,7 @@ class Executor:
             function: the step function.
             arguments: (args, kwargs) of each microbatch.
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
+            model: the model, for step functions that register hooks on it.
 
         Returns:
             What the step function returned for each microbatch; deferred tensors where another rank has the
@@ -96,7 +98,7 @@ class Executor:
         self.timeline = Timeline()
         self._loss_scale = loss_scale
         self._microbatches = [
-            Microbatch(index, program, function, args, self._receive_value, device=self._device)
+            Microbatch(index, program, function, args, self._receive_value, device=self._device, model=model)
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
         self._backwards_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)

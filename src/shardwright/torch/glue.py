@@ -32,10 +32,12 @@ __all__ = [
     "Handler",
     "Realised",
     "active_handler",
+    "call_without_hooks",
     "intercept_calls",
     "plain_torch",
     "restore_calls",
     "set_active_handler",
+    "without_hooks",
 ]
 
 
@@ -45,7 +47,10 @@ class Handler(Protocol):
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called with interception suspended: what it calls runs as if the library were not there."""
+        """Called with interception suspended: what it calls runs as if the library were not there.
+
+        Forward hooks run before and after; the handler calls the module without them.
+        """
         ...
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None: ...
@@ -172,16 +177,27 @@ class _Hooks:
                 result = changed
         return result
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Runs the module without its hooks."""
-        module = self._module
-        hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-        try:
-            yield
-        finally:
-            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Suspends the forward hooks of a unit: they run around its call, as glue.
+
+    No microbatch may be left inside: the hooks would be gone for the others.
+    """
+    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
+    module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+
+
+def call_without_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a unit, but not its forward hooks."""
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return module(*args, **kwargs)
+    with without_hooks(module):
+        return module(*args, **kwargs)
 
 
 class _UnitCall:
@@ -198,7 +214,7 @@ class _UnitCall:
             with plain_torch():
                 return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
         args, kwargs = hooks.before(args, kwargs)
-        with hooks.suspended(), plain_torch():
+        with plain_torch():
             result = handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
         return hooks.after(args, kwargs, result)
 

@@ -13,7 +13,9 @@ from torch import nn
 from shardwright.errors import UsageError
 from shardwright.torch.context import context
 
-__all__ = ["partition", "set_partition"]
+__all__ = ["partition", "rank_of", "set_partition"]
+
+_PIN = "_shardwright_partition"
 
 
 class _Open:
@@ -77,10 +79,21 @@ def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     _remember(self, _Open.ranks[-1])
 
 
+def rank_of(module: nn.Module) -> int | None:
+    """The pipeline rank on which the user placed this very module, if so.
+
+    Raises:
+        UsageError: there is no such pipeline rank: it was placed for a run with more.
+    """
+    rank: int | None = vars(module).get(_PIN)
+    if rank is not None:
+        _check(rank)
+    return rank
+
+
 def _remember(module: nn.Module, rank: int) -> None:
-    current = context()
-    current.pinned[id(module)] = rank
-    current.pinned_modules.append(module)  # an id is only good while the module lives
+    # On the module itself, so that copies of it are placed as well.
+    vars(module)[_PIN] = rank
 
 
 def _check(rank: int) -> None:

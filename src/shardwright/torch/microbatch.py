@@ -1,9 +1,13 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from greenlet import GreenletExit
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
@@ -12,13 +16,16 @@ from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.dataflow import Copy, Keep
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of
-from shardwright.torch.glue import GlueMode, Realised, set_active_handler
+from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_active_handler
+from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
 
 __all__ = ["Microbatch"]
+
+log = logging.getLogger(__name__)
 
 
 class Microbatch:
@@ -48,6 +55,7 @@ class Microbatch:
         receive: Callable[["Microbatch", Crossing], Tensor],
         *,
         device: torch.device,
+        model: nn.Module | None = None,
     ):
         self.index = index
         self.program = program
@@ -70,6 +78,8 @@ class Microbatch:
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
+        self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
+        self._closing = False
 
     # ---- driven by the executor ----
 
@@ -81,7 +91,7 @@ class Microbatch:
         if self.waiting_for is not None and self.waiting_for != stage:
             return  # the stage has nothing to compute
         self.stage = stage
-        self._coroutine.resume()
+        self._resume()
 
     def finish(self) -> Any:
         """Runs what follows ``backward``, and gives back what the step function returned.
@@ -90,7 +100,7 @@ class Microbatch:
         tensors until Python's garbage collector comes by.
         """
         if not self._coroutine.finished:
-            self._coroutine.resume()
+            self._resume()
         result = self._with_held(self._coroutine.result)
         self.close()
         return result
@@ -105,6 +115,10 @@ class Microbatch:
             items[position] = self.held[value]
         return structure.rebuild(items)
 
+    def _resume(self) -> None:
+        with nullcontext() if self._hooks is None else self._hooks.in_force():
+            self._coroutine.resume()
+
     def remembering(self, stage: int) -> Realised:
         """For a backward of this stage: what its forward got is there again when it is recomputed."""
 
@@ -118,7 +132,15 @@ class Microbatch:
 
     def close(self) -> None:
         """Ends a microbatch: a step function that has not returned is left."""
-        self._coroutine.close()
+        self._closing = True
+        try:
+            with nullcontext() if self._hooks is None else self._hooks.in_force():
+                self._coroutine.close()
+        except Exception:
+            # The batch has failed already, for a reason that must not be hidden.
+            log.warning(
+                "the step function raised while it was left in microbatch %d", self.index, exc_info=True
+            )
         self._coroutine = _ENDED
         self.values.clear()
         self.held.clear()
@@ -130,6 +152,8 @@ class Microbatch:
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Executes a torch function between units, or gives stand-ins for its result."""
+        if self._closing:
+            return _while_leaving(func, args, kwargs)
         if func is Tensor.backward:
             return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
         instruction = self._next(func)
@@ -151,6 +175,8 @@ class Microbatch:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
+        if self._closing:
+            raise GreenletExit
         instruction = self._next(module)
         position = self._position
         if instruction.place is Place.ELSEWHERE:
@@ -163,14 +189,16 @@ class Microbatch:
         if instruction.draws:
             self._restore_generators(position)
         if instruction.recompute:
-            result = call_recomputed(module, module, args, kwargs)
+            result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
         else:
-            result = module(*args, **kwargs)
+            result = call_without_hooks(module, *args, **kwargs)
         return self._keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Hands the loss to the executor; comes back when every backward of this microbatch here "
         "has ended."""
+        if self._closing:
+            raise GreenletExit
         if self._position != self.program.backward_at:
             self._mismatch("backward()")
         if self.program.loss_stage in self.program.stages:
@@ -331,6 +359,13 @@ def _copied(base: Tensor, copy: Copy) -> Iterator[tuple[int | None, int, Tensor]
             elif copy.order != tuple(range(len(copy.order))):
                 tensor = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
             yield position, value, tensor
+
+
+def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a `finally` block computes when a step function is left; the block ends where data is missing."""
+    if any(isinstance(item, DeferredTensor) for item in flatten((args, kwargs))[0]):
+        raise GreenletExit
+    return func(*args, **kwargs)
 
 
 _ENDED = Coroutine(lambda: None)

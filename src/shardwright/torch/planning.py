@@ -25,6 +25,7 @@ from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.machine import present_cluster
+from shardwright.torch.manual_partition import rank_of
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
@@ -119,15 +120,15 @@ class Planner:
 
     def _placement(self, graph: ModelGraph) -> dict[str, int]:
         """Pipeline rank of each unit that the user placed, by name."""
-        pinned = self._context.pinned
         placement = {}
         for name in graph.units:
             # The innermost module that was placed wins.
             parts = name.split(".")
             for depth in range(len(parts), -1, -1):
                 module = self._model.get_submodule(".".join(parts[:depth]))
-                if id(module) in pinned:
-                    placement[name] = pinned[id(module)]
+                rank = rank_of(module)
+                if rank is not None:
+                    placement[name] = rank
                     break
         return placement
 

@@ -114,6 +114,7 @@ class Program:
         flops: of the forward, all stages together.
         recomputes: the step function itself recomputes activations around units.
         changes_batch: the step function changes tensors of its batch in place.
+        temporary_hooks: the step function registers hooks and removes them again.
     """
 
     instructions: list[Instruction]
@@ -133,6 +134,7 @@ class Program:
     flops: int
     recomputes: bool
     changes_batch: bool
+    temporary_hooks: bool
 
     @property
     def draws(self) -> bool:
@@ -268,6 +270,7 @@ def build_program(
         flops=sum(node.flops for node in graph.nodes),
         recomputes=trace.recomputes,
         changes_batch=trace.changes_batch,
+        temporary_hooks=trace.temporary_hooks,
     )
 
 

@@ -136,6 +136,7 @@ class Trace:
         recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
         changes_batch: the step function changes tensors of its batch in place.
         samples: cost class -> arguments of its first call.
+        temporary_hooks: it registers hooks, and has removed them all at its end.
         memory: of each value: equal for those that share memory.
     """
 
@@ -147,4 +148,5 @@ class Trace:
     recomputes: bool
     changes_batch: bool
     samples: dict[str, Sample]
+    temporary_hooks: bool = False
     memory: tuple[int, ...] = ()

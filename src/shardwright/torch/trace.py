@@ -17,12 +17,18 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError, TraceError, UsageError
 from shardwright.model_graph import ModelGraph, Node, TensorSpec, Unit, Value
 from shardwright.torch import functions
-from shardwright.torch._private import FAKE_FAILURES, FakeTensor, new_fake_mode, storage_key
+from shardwright.torch._private import (
+    FAKE_FAILURES,
+    FakeTensor,
+    new_fake_mode,
+    num_hooks_registered,
+    storage_key,
+)
 from shardwright.torch.aliases import follow_changes, view_of
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
-from shardwright.torch.glue import GlueMode, set_active_handler
+from shardwright.torch.glue import GlueMode, set_active_handler, without_hooks
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
@@ -125,6 +131,10 @@ class Tracer:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
+        with without_hooks(module):
+            return self._unit_call(module, args, kwargs)
+
+    def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self.unit_map.units[id(module)]
         self._recomputes = self._recomputes or called_from("torch.utils.checkpoint")
         items, structure = flatten((args, kwargs))
@@ -429,7 +439,7 @@ class Tracer:
 
     # ---- the result ----
 
-    def finish(self, result: Any, batch_size: int, *, changes_batch: bool) -> Trace:
+    def finish(self, result: Any, batch_size: int, *, changes_batch: bool, temporary_hooks: bool) -> Trace:
         """Makes the graph."""
         result_values = tuple(self._reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
@@ -462,6 +472,7 @@ class Tracer:
             recomputes=self._recomputes,
             changes_batch=changes_batch,
             samples=self.samples,
+            temporary_hooks=temporary_hooks,
             memory=tuple(storage_key(v.fake) for v in self.values),
         )
 
@@ -507,11 +518,18 @@ def trace_step(
     before = set_active_handler(tracer)
     generators = get_state(torch.device(device))
     open_modules = OpenModules(tracer)
+    unchanged = Unchanged(unit_map, tracer.lend)
+    hooks_before = num_hooks_registered()
     try:
-        with Unchanged(unit_map, tracer.lend), open_modules, GlueMode(tracer):
+        with unchanged, open_modules, GlueMode(tracer):
             result = function(*args, **kwargs)
         changed = [isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)]
-        return tracer.finish(result, batch_size, changes_batch=any(changed))
+        return tracer.finish(
+            result,
+            batch_size,
+            changes_batch=any(changed),
+            temporary_hooks=num_hooks_registered() > hooks_before and not unchanged.left_hooks,
+        )
     except DeferredReadError as error:
         error.inside = open_modules.at_failure
         raise

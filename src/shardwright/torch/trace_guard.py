@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwright.torch.glue import Handler, active_handler
+from shardwright.torch.module_hooks import hook_registries
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["OpenModules", "Unchanged"]
@@ -24,6 +25,9 @@ class Unchanged:
     Args:
         unit_map: the model and its units.
         lend: makes a fake tensor for a parameter or buffer.
+
+    Attributes:
+        left_hooks: at the end there were forward hooks that were not there at the start.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor]):
@@ -32,6 +36,7 @@ class Unchanged:
         self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
         self._lent: dict[int, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        self.left_hooks = False
 
     def __enter__(self) -> None:
         in_units = {id(sub) for unit in self._unit_map.modules.values() for sub in unit.modules()}
@@ -55,6 +60,8 @@ class Unchanged:
             if not torch.equal(buffer, content):
                 buffer.copy_(content)
         for module, attributes, containers in self._saved:
+            hooks = [id(registry) for registry in hook_registries(module)]
+            self.left_hooks |= any(id(c) in hooks and c.keys() - content.keys() for c, content in containers)
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in containers:

@@ -1,0 +1,55 @@
+"""Forward hooks that a step function registers for its own time.
+
+In a plain loop such a hook sees one microbatch: it is removed before the next one begins. Over several
+stages a rank leaves a step function in the middle and enters another, so each has to find the hooks that it
+registered itself, and no others::
+
+    microbatch 0:  register, call block 0 ┐                ┌ call block 2, remove
+    microbatch 1:                         └ call block 0 ──┘            the hook of 0 must not be called here
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["OwnHooks", "hook_registries"]
+
+
+def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Where a module keeps its forward hooks."""
+    return (
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+    )
+
+
+class OwnHooks:
+    """The hooks of one microbatch."""
+
+    def __init__(self, model: nn.Module):
+        self._registries = [registry for module in model.modules() for registry in hook_registries(module)]
+        self._own: list[dict[int, Any]] | None = None
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Has the modules call these hooks; what is registered and removed inside stays with them."""
+        outside = [dict(registry) for registry in self._registries]
+        if self._own is not None:
+            self._put(self._own)
+        try:
+            yield
+        finally:
+            self._own = [dict(registry) for registry in self._registries]
+            self._put(outside)
+
+    def _put(self, contents: list[dict[int, Any]]) -> None:
+        # In place: the handle that removes a hook knows the registry itself.
+        for registry, content in zip(self._registries, contents, strict=True):
+            if registry.keys() != content.keys():
+                registry.clear()
+                registry.update(content)
