@@ -31,6 +31,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws: operations that took random numbers, in order.
         parameters: names of the parameters and buffers that were read.
         mutated_buffers: a parameter or buffer was changed in place.
+        reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
     _total = 0
@@ -52,6 +53,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws: list[Draw] = []
         self.parameters: set[str] = set()
         self.mutated_buffers = False
+        self.reads_data = False
         self._names = names or {}
         self._saved: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -89,6 +91,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         self._note_parameters(func, args)
         result = func(*args, **kwargs)
+        self.reads_data = self.reads_data or _reads_data(func, args)
         draw = describe_draw(func, args, kwargs)
         if draw is not None:
             self.draws.append(draw)
@@ -118,6 +121,15 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(base, nn.Parameter) and id(base) not in self._names:
             self._saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
+
+
+def _reads_data(func: Any, args: Any) -> bool:
+    if func is aten.index.Tensor:  # a mask selects as many entries as it has; numbers do not
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return not _READING_TAGS.isdisjoint(func.tags)
+
+
+_READING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:

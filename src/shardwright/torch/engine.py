@@ -25,6 +25,7 @@ from shardwright.torch.placement import (
     synchronise,
 )
 from shardwright.torch.program import Program, build_program, home_stages, merged_edges
+from shardwright.torch.program_cache import ProgramCache
 from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
@@ -65,7 +66,7 @@ class PipelineEngine:
         self._broadcast = BatchBroadcast(
             context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
         )
-        self._programs: dict[Any, tuple[Program, bool]] = {}
+        self._programs = ProgramCache()
         self._schedules: dict[Any, Schedule] = {}
         self._unit_map: UnitMap | None = None
         self._residency: Residency | None = None
@@ -86,6 +87,7 @@ class PipelineEngine:
         parts = splitter.split(arguments, microbatches)
         path = self._path(function)
         programs = [self._program(function, part, path) for part in parts]
+        _check_one_order(programs)
         train = programs[0].backward_at is not None
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
@@ -224,24 +226,24 @@ class PipelineEngine:
 
     def _program(self, function: Callable[..., Any], part: Arguments, path: Any) -> Program:
         items, structure = flatten(part)
-        key = (path, structure.key, tuple(_signature_of(item) for item in items))
-        found = self._programs.get(key)
-        if found is not None and not found[1]:
-            return found[0]
+        signature = (path, structure.key, tuple(_signature_of(item) for item in items))
+        found = self._programs.find(signature, part)
+        if found is not None:
+            return found
         assert self._unit_map is not None
         assert self._context.plan is not None
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
-        if found is not None and trace.graph.fingerprint == found[0].fingerprint:
-            return found[0]
-        placed = call_placement(trace.graph, self._context.plan, self._residency)
-        program = build_program(
-            trace,
-            stage_of_call=placed.stage_of_call,
-            stage_ranks=placed.stage_ranks,
-            rank=self._context.pipeline_rank,
-            recompute=self._recompute,
-        )
-        self._programs[key] = (program, trace.reads_data)
+        program = self._programs.find_equal(signature, trace)
+        if program is None:
+            placed = call_placement(trace.graph, self._context.plan, self._residency)
+            program = build_program(
+                trace,
+                stage_of_call=placed.stage_of_call,
+                stage_ranks=placed.stage_ranks,
+                rank=self._context.pipeline_rank,
+                recompute=self._recompute,
+            )
+        self._programs.keep(signature, trace, program)
         return program
 
     def _path(self, function: Callable[..., Any]) -> Any:
@@ -278,6 +280,18 @@ class PipelineEngine:
             )
             self._schedules[key] = lower(schedule, merged_edges(programs))
         return self._schedules[key]
+
+
+def _check_one_order(programs: list[Program]) -> None:
+    """Refuses a batch for which no one schedule exists."""
+    orders = sorted({program.stage_ranks for program in programs})
+    if len(orders) > 1:
+        first, second = (" -> ".join(map(str, order)) for order in orders[:2])
+        raise TraceMismatchError(
+            f"the microbatches of one batch go through the ranks in different orders, {first} and {second}, "
+            "because the model chooses the order of its layers by values of the batch. Let them choose "
+            "which layers run and not in which order, or put the choice inside one module."
+        )
 
 
 def _signature_of(item: Any) -> Any:

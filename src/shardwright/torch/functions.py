@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CHANGES_HISTORY", "READS_DATA", "SHAPE_FROM_DATA", "is_metadata", "is_random", "name_of"]
+__all__ = ["CHANGES_HISTORY", "READS_DATA", "is_metadata", "is_random", "name_of"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -66,18 +66,6 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions that change a tensor in place without a change of its data.
 CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
-
-# Functions whose result has a shape that depends on data.
-SHAPE_FROM_DATA: frozenset[Any] = frozenset(
-    _existing(
-        Tensor, "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave".split()
-    )
-    | _existing(
-        torch,
-        "nonzero masked_select unique unique_consecutive argwhere bincount repeat_interleave where".split(),
-    )
-)
-
 
 _RANDOM: frozenset[Any] = frozenset(
     _existing(torch, "rand randn randint randperm rand_like randn_like randint_like normal bernoulli".split())

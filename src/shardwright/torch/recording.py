@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
+from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
@@ -133,6 +134,7 @@ class Trace:
         backward_at: number of steps before ``backward``; None without one.
         result_values: (position among the leaves of what the step function returned, value).
         reads_data: Python looked at values of free tensors, so that another batch may take another path.
+        path: how to find out whether it does; None where nothing is read, or where only another trace tells.
         recomputes: the step function itself recomputes activations (``torch.utils.checkpoint``) around units.
         changes_batch: the step function changes tensors of its batch in place.
         samples: cost class -> arguments of its first call.
@@ -145,6 +147,7 @@ class Trace:
     backward_at: int | None
     result_values: tuple[tuple[int, int], ...]
     reads_data: bool
+    path: Path | None
     recomputes: bool
     changes_batch: bool
     samples: dict[str, Sample]

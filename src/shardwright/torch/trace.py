@@ -7,7 +7,7 @@ unit returns is a `DeferredTensor`.
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler, without_hooks
 from shardwright.torch.grad_scaler import adopt_scaler
+from shardwright.torch.path import PathRecorder
 from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, random_like
@@ -63,7 +64,7 @@ class _Recorded:
 class Tracer:
     """The handler of a step function that is being traced."""
 
-    def __init__(self, unit_map: UnitMap, device: torch.device):
+    def __init__(self, unit_map: UnitMap, device: torch.device, batch: Sequence[Any] = ()):
         self.unit_map = unit_map
         self._device = device
         self._names = dict(unit_map.parameters)
@@ -74,10 +75,9 @@ class Tracer:
         self.values: list[_Recorded] = []
         self.loss: int | None = None
         self.backward_at: int | None = None
-        self.reads_data = False
         self.samples: dict[str, Sample] = {}
         self._recomputes = False
-        self._varying: set[int] = set()
+        self._path = PathRecorder(batch)
         self._value_of: dict[int, int] = {}
         self._fakes: dict[int, Tensor] = {}
         self._keep_alive: list[Any] = []
@@ -96,7 +96,7 @@ class Tracer:
         reads = self._reads(items)
         parameters = self._parameters(items)
         if not reads and not parameters:
-            return self._free_operation(func, args, kwargs, items)
+            return self._free_operation(func, args, kwargs, items, structure)
         if func in _PRODUCTS:
             adopt_scaler()
         line = user_line()
@@ -204,28 +204,23 @@ class Tracer:
     # ---- recording ----
 
     def _free_operation(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], items: list[Any]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        items: list[Any],
+        structure: Structure,
     ) -> Any:
         step = Step(func=func, node=None)
         self.steps.append(step)
-        varying = any(id(item) in self._varying for item in items) or functions.is_random(func)
-        # Values made of shapes alone (position numbers) are the same next time: only what depends on the
-        # batch, or on random numbers, can lead Python another way.
-        if varying and (func in functions.READS_DATA or func in functions.SHAPE_FROM_DATA):
-            self.reads_data = True
+        versions = self._path.versions(items)
         with CostCounter() as cost:
             result = func(*args, **kwargs)
         step.draws = tuple(cost.draws)
-        if varying:
-            self.vary(leaves(result))
+        draws = bool(cost.draws) or functions.is_random(func)
+        reads = cost.reads_data or func in functions.READS_DATA
+        self._path.note(func, items, structure, result, versions, draws=draws, reads=reads)
         return result
-
-    def vary(self, items: list[Any]) -> None:
-        """Notes tensors whose values may differ from one microbatch to the next."""
-        for item in items:
-            if isinstance(item, Tensor):
-                self._varying.add(id(item))
-                self._keep_alive.append(item)
 
     def _execute(
         self, func: Callable[..., Any], arguments: Any, cost: CostCounter
@@ -468,7 +463,8 @@ class Tracer:
             steps=self.steps,
             backward_at=self.backward_at,
             result_values=result_values,
-            reads_data=self.reads_data,
+            reads_data=self._path.reads_data,
+            path=self._path.path(self.unit_map.model, self._names),
             recomputes=self._recomputes,
             changes_batch=changes_batch,
             samples=self.samples,
@@ -508,12 +504,11 @@ def trace_step(
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
         TraceError: the loss does not depend on the model.
     """
-    tracer = Tracer(unit_map, torch.device(device))
     items, structure = flatten(arguments)
     # On copies: a step function that changes its batch in place must find it unchanged when it runs.
     copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
     versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
-    tracer.vary(copies)
+    tracer = Tracer(unit_map, torch.device(device), copies)
     args, kwargs = structure.rebuild(copies)
     before = set_active_handler(tracer)
     generators = get_state(torch.device(device))

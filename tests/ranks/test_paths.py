@@ -1,0 +1,119 @@
+"""Models whose path depends on the batch: traced once for each path, and right on each."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import Tensor
+from transparency import Case, Iteration, Recipe, differences
+from zoo import classify, features
+from zoo_modules import Stack
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+CONFIG = {"microbatches": 4, "profile": "estimated"}
+
+
+class LooksAtItsBatch(Stack):
+    """Rows of negative sums skip blocks; the result is divided by how many rows are long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = x.sum((1, 2))
+        for block in self.blocks if (sums > 0).any() else self.blocks[1::2]:
+            x = block(x)
+        long = int((sums.abs() > 15).sum())
+        return self.head(x) / (1 + long)
+
+
+class GoesBackwards(Stack):
+    """Rows of negative sums go by the blocks in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if x.sum() > 0 else reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list[str]]:
+    """How often the engine traced, how many microbatches it ran, and what `differences` found."""
+    import shardwright.torch.engine as engine
+
+    traced: list[object] = []
+    asked: list[object] = []
+    plain_trace, plain_program = engine.trace_step, engine.PipelineEngine._program
+
+    def trace_step(*args, **kwargs):
+        traced.append(args)
+        return plain_trace(*args, **kwargs)
+
+    def program(self, function, part):
+        asked.append(part)
+        return plain_program(self, function, part)
+
+    engine.trace_step, engine.PipelineEngine._program = trace_step, program
+    try:
+        found = differences(recipe, case)
+    finally:
+        engine.trace_step, engine.PipelineEngine._program = plain_trace, plain_program
+    return len(traced), len(asked), found
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_v"])
+def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
+    recipe = Recipe(build=LooksAtItsBatch, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": kind}, iterations=[Iteration()] * 8)
+    for num_traces, num_microbatches, found in run_ranks(programs_and_differences, 2, recipe, case):
+        assert found == []
+        assert num_microbatches == 32
+        # One to place; at most two ways through the blocks with 0, 1 or 2 long rows each.
+        assert 3 <= num_traces <= 7
+
+
+def test_microbatches_of_one_batch_go_by_the_stages_in_one_order():
+    recipe = Recipe(build=GoesBackwards, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 4)
+    with pytest.raises(RanksFailedError, match="go through the ranks in different orders, 0 -> 1 and 1 -> 0"):
+        run_ranks(differences, 2, recipe, case)
+
+
+def padded_text(batch_size: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 99, (batch_size, length))
+    padding = torch.arange(length) >= torch.randint(length // 2, length, (batch_size, 1))
+    return {
+        "input_ids": ids.masked_fill(padding, 0),
+        "attention_mask": (~padding).long(),
+        "labels": ids.masked_fill(padding, -100),
+    }
+
+
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa"])
+def test_other_tokens_and_other_padding_need_no_other_trace(name):
+    recipe = ARCHITECTURES[name].recipe()
+    recipe = Recipe(build=recipe.build, batch=padded_text, loss=recipe.loss, loss_tolerance=1e-6)
+    case = Case(config=CONFIG, iterations=[Iteration()] * 4)
+    results = run_ranks(
+        programs_and_differences, 2, recipe, case, timeout_s=60, env={"TRANSFORMERS_VERBOSITY": "error"}
+    )
+    for num_traces, num_microbatches, found in results:
+        assert found == []
+        assert (num_traces, num_microbatches) == (2, 16)  # one to place, one for all microbatches
+
+
+def test_a_mask_that_hides_nothing_is_another_path():
+    recipe = ARCHITECTURES["BERT"].recipe()
+
+    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
+        full = padded_text(batch_size, length)
+        full["attention_mask"][::4] = 1  # the first and third microbatch of two rows keep one padded row
+        full["attention_mask"][4:] = 1
+        return full
+
+    recipe = Recipe(build=recipe.build, batch=batch, loss=recipe.loss, loss_tolerance=1e-6)
+    case = Case(config=CONFIG, iterations=[Iteration()] * 3)
+    results = run_ranks(
+        programs_and_differences, 2, recipe, case, timeout_s=60, env={"TRANSFORMERS_VERBOSITY": "error"}
+    )
+    for num_traces, _, found in results:
+        assert found == []
+        assert num_traces == 3
