@@ -513,7 +513,7 @@ def trace_step(
     before = set_active_handler(tracer)
     generators = get_state(torch.device(device))
     open_modules = OpenModules(tracer)
-    unchanged = Unchanged(unit_map, tracer.lend)
+    unchanged = Unchanged(unit_map, tracer.lend, device=torch.device(device))
     hooks_before = num_hooks_registered()
     try:
         with unchanged, open_modules, GlueMode(tracer):

@@ -19,19 +19,22 @@ class Unchanged:
     """Keeps a model as it is while it is traced.
 
     Lends fake tensors to all modules in place of their parameters, and to units in place of their
-    buffers: they need no memory, and nothing can change the real ones. Afterwards takes back what forwards
+    buffers: they need no memory, and nothing can change the real ones. Buffers outside of units stay, because
+    free operations compute with them; zeros stand for those without data. Afterwards takes back what forwards
     wrote to attributes of modules, which would leave fake tensors there, and to buffers outside of units.
 
     Args:
         unit_map: the model and its units.
         lend: makes a fake tensor for a parameter or buffer.
+        device: where free operations compute.
 
     Attributes:
         left_hooks: at the end there were forward hooks that were not there at the start.
     """
 
-    def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor]):
+    def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):
         self._unit_map = unit_map
+        self._device = device
         self._make = lend
         self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
         self._lent: dict[int, Tensor] = {}
@@ -50,8 +53,10 @@ class Unchanged:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                if id(module) in in_units or buffer.is_meta:
+                if id(module) in in_units:
                     module._buffers[key] = self._lend(buffer)
+                elif buffer.is_meta:
+                    module._buffers[key] = torch.zeros_like(buffer, device=self._device)
                 else:
                     self._buffers.append((buffer, buffer.clone()))
 
