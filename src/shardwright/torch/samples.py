@@ -1,28 +1,59 @@
 """Stand-ins for the arguments and weights of a call: random data of the right shapes."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["copy_of_module", "random_like"]
+from shardwright.torch._private import TorchFunctionMode
+
+__all__ = ["copy_of_module", "copy_of_object", "random_like"]
 
 
 def random_like(leaf: Any, device: torch.device) -> Any:
     """Random numbers of the same shape and type; zeros for whole numbers, which may be indices."""
     if not isinstance(leaf, Tensor):
-        try:
-            return copy.deepcopy(leaf)
-        except Exception:
-            return leaf
+        return copy_of_object(leaf, lambda tensor: random_like(tensor, device))
     if leaf.dtype is torch.bool:
         return torch.ones(leaf.shape, dtype=torch.bool, device=device)
     if not leaf.is_floating_point() and not leaf.is_complex():
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
     tensor = torch.randn(leaf.shape, dtype=leaf.dtype, device=device)
     return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+
+class _Replacing(TorchFunctionMode):
+    """Decides what `deepcopy` puts in the place of a tensor."""
+
+    def __init__(self, replace: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self._replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        memo[id(tensor)] = new = self._replace(tensor)
+        return new
+
+
+def copy_of_object(item: Any, replace: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """A copy of something that a call may change (a cache of keys and values), with other tensors inside.
+
+    `deepcopy` alone refuses tensors that were computed. What cannot be copied (a lock, a file) is given back
+    itself.
+
+    Args:
+        item: any object.
+        replace: gives the tensor for the copy; by default the same one.
+    """
+    try:
+        with _Replacing(replace):
+            return copy.deepcopy(item)
+    except Exception:
+        return item
 
 
 def copy_of_module(

@@ -5,7 +5,6 @@ no unit and no parameter (*free*: masks, positions) run for real, so Python may 
 unit returns is a `DeferredTensor`.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
-from shardwright.torch.samples import copy_of_module, random_like
+from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
 from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.trace_guard import OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
@@ -107,7 +106,8 @@ class Tracer:
             )
         arguments = structure.rebuild([self._fake(item) for item in items])
         cost = CostCounter()
-        key = self._sample(func, functions.name_of(func), items, leaves(arguments), structure)
+        fakes = leaves(arguments)
+        key = self._sample(func, functions.name_of(func), fakes, fakes, structure)
         try:
             output, versions = self._execute(func, arguments, cost)
         except FAKE_FAILURES as error:
@@ -127,7 +127,7 @@ class Tracer:
             random=cost.random,
             line=line,
         )
-        return self._record(func, node, items, reads, leaves(arguments), output, versions, cost)
+        return self._record(func, node, items, reads, fakes, output, versions, cost)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
@@ -142,13 +142,19 @@ class Tracer:
         line = user_line()
         arguments = structure.rebuild([self._fake(item) for item in items])
         fakes = leaves(arguments)
-        key = self._sample(module, class_key(module), items, fakes, structure)
+        # Before the call: it may put fake tensors into such an object.
+        kept = [
+            copy_of_object(fake) if _is_opaque(item) else fake
+            for item, fake in zip(items, fakes, strict=True)
+        ]
+        key = self._sample(module, class_key(module), fakes, kept, structure)
         cost = CostCounter(self._names)
         try:
             output, versions = self._execute(module, arguments, cost)
         except Exception as error:
             cost = CostCounter(self._names)
-            output, versions = self._execute_for_real(module, name, fakes, structure, cost, error)
+            spare = [self._real(item, leaf) for item, leaf in zip(items, kept, strict=True)]
+            output, versions = self._execute_for_real(module, name, fakes, spare, structure, cost, error)
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
         if cost.mutated_buffers:
@@ -191,13 +197,10 @@ class Tracer:
         self.loss = value
         self.backward_at = len(self.steps)
 
-    def _sample(self, func: Any, kind: str, items: list[Any], fakes: list[Any], structure: Structure) -> str:
+    def _sample(self, func: Any, kind: str, fakes: list[Any], kept: list[Any], structure: Structure) -> str:
         """The cost class of a call, whose arguments are kept if it is the first."""
         key = cost_class(func, kind, fakes)
         if key not in self.samples:
-            kept = [
-                _copy_of(fake) if _is_opaque(item) else fake for item, fake in zip(items, fakes, strict=True)
-            ]
             self.samples[key] = Sample(func, kept, structure.without_template())
         return key
 
@@ -235,17 +238,20 @@ class Tracer:
         module: nn.Module,
         name: str,
         fakes: list[Any],
+        spare: list[Any],
         structure: Structure,
         cost: CostCounter,
         error: Exception,
     ) -> tuple[Any, list[int | None]]:
-        """Runs a unit that fake tensors cannot get through, on random data: only its shapes are used.
+        """Runs a unit that fake tensors cannot get through: only its shapes are used.
 
+        It gets the free tensors that it would get (token ids, masks), and random data in place of others.
         Some units look at values (a router that skips unused experts), and some kernels have no fake version.
         """
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
         twin = copy_of_module(module, self._device, originals=self._lent_for)
-        args, kwargs = structure.rebuild([random_like(fake, self._device) for fake in fakes])
+        args, kwargs = structure.rebuild(spare)
+        before = [item._version if isinstance(item, Tensor) else 0 for item in spare]
         generators = torch.random.get_rng_state()
         try:
             with cost:
@@ -258,7 +264,23 @@ class Tracer:
         finally:
             torch.random.set_rng_state(generators)
         items, shape = flatten(output)
-        return shape.rebuild([self._fake_result(item) for item in items]), [None] * len(fakes)
+        versions = [
+            fake._version - (item._version - count) if isinstance(fake, Tensor) else None
+            for fake, item, count in zip(fakes, spare, before, strict=True)
+        ]
+        given = {id(own): fake for own, fake in zip(spare, fakes, strict=True)}
+        results = [given[id(item)] if id(item) in given else self._fake_result(item) for item in items]
+        return shape.rebuild(results), versions
+
+    def _real(self, item: Any, leaf: Any) -> Any:
+        """What a call gets when it runs for real: free tensors as they are, random data for all others."""
+        known = isinstance(item, Tensor) and not isinstance(item, FakeTensor | nn.Parameter)
+        if not known or self._value(item) is not None or item.is_meta:
+            own = random_like(leaf, self._device)
+            # A leaf of autograd could not be changed in place, as what another unit returned can.
+            return own.clone() if isinstance(own, Tensor) and own.requires_grad else own
+        own = item.detach().to(self._device, copy=True)
+        return own.requires_grad_() if item.requires_grad else own
 
     def _fake_result(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
@@ -539,12 +561,3 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _is_opaque(item: Any) -> bool:
     return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)
-
-
-def _copy_of(item: Any) -> Any:
-    """A copy of an argument that the call may change (a cache); the thing itself where it cannot be "
-    "copied."""
-    try:
-        return copy.deepcopy(item)
-    except Exception:
-        return item

@@ -1,0 +1,110 @@
+"""What a trace makes of units that fake tensors cannot get through."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.torch.glue import intercept_calls
+from shardwright.torch.recording import Trace
+from shardwright.torch.samples import copy_of_object
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
+
+WIDTH = 4
+
+
+def traced(model: nn.Module, step, *args) -> Trace:
+    names = [name for name, _ in model.named_children()]
+    unit_map = UnitMap.of(model, names)
+    for module in unit_map.modules.values():
+        intercept_calls(module)
+    return trace_step(unit_map, step, (args, {}))
+
+
+def shapes(trace: Trace) -> list[tuple[int, ...]]:
+    return [trace.graph.values[node.outputs[0]].spec.shape for node in trace.graph.nodes]
+
+
+class Chooses(nn.Linear):
+    """Looks at values: no fake tensor gets through."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum() > -1e9 else x
+
+
+class Memory:
+    """A cache, as a decoder hands it from layer to layer."""
+
+    def __init__(self):
+        self.seen: list[Tensor] = []
+
+
+class Remembers(Chooses):
+    def forward(self, x, memory):
+        memory.seen.append(x * 2)  # a tensor that was computed: deepcopy alone refuses it
+        return super().forward(x + sum(memory.seen)), memory
+
+
+def test_a_cache_is_copied_before_the_attempt_that_fails():
+    model = nn.ModuleDict({"a": Remembers(WIDTH, WIDTH), "b": Remembers(WIDTH, WIDTH), "c": nn.Linear(4, 2)})
+
+    def step(x):
+        memory = Memory()
+        x, same = model["a"](x, memory)
+        x, same = model["b"](x, same)
+        assert same is memory
+        assert len(memory.seen) == 2
+        return model["c"](x)
+
+    trace = traced(model, step, torch.ones(3, WIDTH))
+    assert shapes(trace) == [(3, WIDTH), (3, WIDTH), (3, 2)]
+
+
+def test_a_copied_cache_has_other_tensors():
+    memory = Memory()
+    weight = torch.ones(2, requires_grad=True)
+    memory.seen.append(weight * 2)
+    with pytest.raises(RuntimeError):
+        copy.deepcopy(memory)
+    twin = copy_of_object(memory, lambda tensor: torch.zeros(5))
+    assert twin is not memory
+    assert twin.seen[0].shape == (5,)
+    assert copy_of_object(memory).seen[0] is memory.seen[0]
+
+
+class Gathers(nn.Embedding):
+    """As many rows as the largest id says: with zeros in place of the ids there would be none."""
+
+    def forward(self, ids, x):
+        top = int(ids.max())
+        ids.clamp_(max=1)
+        return super().forward(ids)[:, None, :].expand(-1, top, -1) + x[:, :1, None]
+
+
+def test_free_arguments_are_what_they_are():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": Gathers(8, WIDTH)})
+    ids = torch.tensor([5, 3, 0])
+
+    trace = traced(model, lambda x, ids: model["b"](ids, model["a"](x)), torch.ones(3, WIDTH), ids)
+    assert shapes(trace) == [(3, WIDTH), (3, 5, WIDTH)]
+    assert ids.tolist() == [5, 3, 0]
+
+
+def test_a_change_in_place_is_noted_although_fake_tensors_cannot_get_through():
+    class Doubles(Chooses):
+        def forward(self, x):
+            y = super().forward(x)
+            x.mul_(2)
+            return y
+
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": Doubles(WIDTH, WIDTH), "c": nn.Linear(4, 2)})
+
+    def step(x):
+        x = model["a"](x).clone()
+        y = model["b"](x)
+        return model["c"](x + y)
+
+    trace = traced(model, step, torch.ones(3, WIDTH))
+    assert [len(s.mutations) for s in trace.steps if s.func is model["b"]] == [1]
