@@ -107,4 +107,4 @@ def test_a_change_in_place_is_noted_although_fake_tensors_cannot_get_through():
         return model["c"](x + y)
 
     trace = traced(model, step, torch.ones(3, WIDTH))
-    assert [len(s.mutations) for s in trace.steps if s.func is model["b"]] == [1]
+    assert [len(s.changes) for s in trace.steps if s.func is model["b"]] == [1]
