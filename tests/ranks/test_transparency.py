@@ -78,7 +78,14 @@ def test_an_encoder_decoder_runs_over_eight_stages(kind):
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT-NeoX", "tied embeddings", "changes in place", "fills one tensor", "changes views", "hooks collect outputs"],
+    [
+        "GPT-NeoX",
+        "tied embeddings",
+        "changes in place",
+        "fills one tensor",
+        "changes views",
+        "hooks collect outputs",
+    ],
 )
 def test_every_schedule_runs_more_microbatches(name):
     cases = {kind: case(settings, microbatches=6) for kind, settings in SCHEDULES.items()}

@@ -1,5 +1,6 @@
 """Runs a model once on fake tensors and counts what each module does."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from shardwright.torch.batch import Arguments
 from shardwright.torch.cost import CostCounter
+from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.source_line import frames_up_to
 from shardwright.torch.trace import trace_step
@@ -16,6 +18,8 @@ from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.units import ModuleCost
 
 __all__ = ["discover"]
+
+log = logging.getLogger(__name__)
 
 
 def discover(
@@ -32,6 +36,7 @@ def discover(
     costs: dict[str, ModuleCost] = {}
     open_calls: list[int] = []
     open_names: list[str] = []
+    entanglement = Entanglement()
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
         cost = costs.setdefault(name, ModuleCost())
@@ -43,11 +48,13 @@ def discover(
                 own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
                 around = open_names[-1] if open_names and own_code else ""
                 costs[around or name].recomputed = True
+        entanglement.enter(name, module)
         open_names.append(name)
         open_calls.append(CostCounter.running_flops())
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         open_names.pop()
+        entanglement.leave()
         costs[name].flops += CostCounter.running_flops() - open_calls.pop()
 
     handles = []
@@ -57,9 +64,22 @@ def discover(
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             handles.append(module.register_forward_hook(partial(leave, name)))
-        trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
+        with entanglement.watching():
+            trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
         for handle in handles:
             handle.remove()
         restore_calls(model)
+    for name in entanglement.whole:
+        while name and name not in costs:  # a container is not called
+            name = name.rpartition(".")[0]
+        if not name:
+            log.warning(
+                "The forward of the model itself keeps tensors in attributes of modules inside it, or calls "
+                "them from an autograd.Function. Microbatches may disturb each other there. Move this code "
+                "into a module of its own, which is then not split."
+            )
+        elif not costs[name].whole:
+            costs[name].whole = True
+            log.info("%s is not split: its own code reaches into the modules inside it", name)
     return costs

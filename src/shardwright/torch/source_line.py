@@ -2,7 +2,7 @@
 
 import sys
 
-__all__ = ["called_from", "frames_up_to", "user_line"]
+__all__ = ["called_from", "frames_up_to", "innermost_call", "user_line"]
 
 
 def user_line() -> str:
@@ -32,5 +32,18 @@ def frames_up_to(module: str) -> list[str] | None:
         if name == module:
             return names
         names.append(name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def innermost_call(module: str, function: str) -> tuple[int, str] | None:
+    """Which call of a function is running: the identity of its frame, and the module of what it called."""
+    frame = sys._getframe(1)
+    callee = ""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == module and frame.f_code.co_name == function:
+            return id(frame), callee
+        callee = name
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -34,7 +34,7 @@ from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
 from shardwright.torch.source_line import called_from, user_line
-from shardwright.torch.trace_guard import OpenModules, Unchanged
+from shardwright.torch.trace_guard import Attributes, OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
 
@@ -111,10 +111,14 @@ class Tracer:
         try:
             output, versions = self._execute(func, arguments, cost)
         except FAKE_FAILURES as error:
-            raise DeferredReadError(
-                f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
-                f"tensor that only one rank has. {REMEDY}"
-            ) from error
+            cost = CostCounter()
+            found = self._operation_for_real(func, items, fakes, structure, cost)
+            if found is None:
+                raise DeferredReadError(
+                    f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values "
+                    f"of a tensor that only one rank has. {REMEDY}"
+                ) from error
+            output, versions = found
         node = Node(
             kind="op",
             name=functions.name_of(func),
@@ -148,10 +152,12 @@ class Tracer:
             for item, fake in zip(items, fakes, strict=True)
         ]
         key = self._sample(module, class_key(module), fakes, kept, structure)
+        attributes = Attributes(module)
         cost = CostCounter(self._names)
         try:
             output, versions = self._execute(module, arguments, cost)
         except Exception as error:
+            attributes.restore()
             cost = CostCounter(self._names)
             spare = [self._real(item, leaf) for item, leaf in zip(items, kept, strict=True)]
             output, versions = self._execute_for_real(module, name, fakes, spare, structure, cost, error)
@@ -251,7 +257,7 @@ class Tracer:
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
         twin = copy_of_module(module, self._device, originals=self._lent_for)
         args, kwargs = structure.rebuild(spare)
-        before = [item._version if isinstance(item, Tensor) else 0 for item in spare]
+        before = self._path.versions(spare)
         generators = torch.random.get_rng_state()
         try:
             with cost:
@@ -263,9 +269,56 @@ class Tracer:
             ) from second
         finally:
             torch.random.set_rng_state(generators)
+        return self._faked(output, fakes, spare, before)
+
+    def _operation_for_real(
+        self,
+        func: Callable[..., Any],
+        items: list[Any],
+        fakes: list[Any],
+        structure: Structure,
+        cost: CostCounter,
+    ) -> tuple[Any, list[int | None]] | None:
+        """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.
+
+        None if the shape of its result follows from the values of deferred tensors: it must be the same for
+        both, and whole numbers, which mostly are sizes and indices, are not tried at all. It may follow from
+        free tensors: then it is noted as a read of these.
+        """
+        pairs = list(zip(items, fakes, strict=True))
+        deferred = [isinstance(fake, Tensor) and not self._is_free(item) for item, fake in pairs]
+        if any(d and not fake.is_floating_point() for d, fake in zip(deferred, fakes, strict=True)):
+            return None
+        spare = [self._real(item, fake) for item, fake in pairs]
+        zeros = [self._real(item, fake) for item, fake in pairs]
+        zeros = [torch.zeros_like(own) if d else own for d, own in zip(deferred, zeros, strict=True)]
+        before, blank = self._path.versions(spare), self._path.versions(zeros)
+        generators = get_state(self._device)
+        try:
+            args, kwargs = structure.rebuild(spare)
+            with cost:
+                output = func(*args, **kwargs)
+            args, kwargs = structure.rebuild(zeros)
+            again = func(*args, **kwargs)
+        except Exception as error:
+            log.info("%s() cannot run on random data: %s", functions.name_of(func), error)
+            return None
+        finally:
+            set_state(generators, self._device)
+        first, second = ([getattr(item, "shape", None) for item in leaves(o)] for o in (output, again))
+        if first != second or None in first:
+            return None
+        known = [own if d else item for d, own, item in zip(deferred, zeros, items, strict=True)]
+        self._path.note(func, known, structure, again, blank, draws=False, reads=True)
+        return self._faked(output, fakes, spare, before)
+
+    def _faked(
+        self, output: Any, fakes: list[Any], spare: list[Any], before: list[int | None]
+    ) -> tuple[Any, list[int | None]]:
+        """What a call that ran for real would have given and done on fake tensors."""
         items, shape = flatten(output)
         versions = [
-            fake._version - (item._version - count) if isinstance(fake, Tensor) else None
+            None if count is None else fake._version - (item._version - count)
             for fake, item, count in zip(fakes, spare, before, strict=True)
         ]
         given = {id(own): fake for own, fake in zip(spare, fakes, strict=True)}
@@ -274,13 +327,17 @@ class Tracer:
 
     def _real(self, item: Any, leaf: Any) -> Any:
         """What a call gets when it runs for real: free tensors as they are, random data for all others."""
-        known = isinstance(item, Tensor) and not isinstance(item, FakeTensor | nn.Parameter)
-        if not known or self._value(item) is not None or item.is_meta:
+        if not self._is_free(item):
             own = random_like(leaf, self._device)
             # A leaf of autograd could not be changed in place, as what another unit returned can.
             return own.clone() if isinstance(own, Tensor) and own.requires_grad else own
         own = item.detach().to(self._device, copy=True)
         return own.requires_grad_() if item.requires_grad else own
+
+    def _is_free(self, item: Any) -> bool:
+        """Whether it is a tensor that every rank has, with its values."""
+        known = isinstance(item, Tensor) and not isinstance(item, FakeTensor | nn.Parameter)
+        return known and self._value(item) is None and not item.is_meta
 
     def _fake_result(self, item: Any) -> Any:
         if not isinstance(item, Tensor):

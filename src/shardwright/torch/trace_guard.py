@@ -12,7 +12,39 @@ from shardwright.torch.glue import Handler, active_handler
 from shardwright.torch.module_hooks import hook_registries
 from shardwright.torch.unit_map import UnitMap
 
-__all__ = ["OpenModules", "Unchanged"]
+__all__ = ["Attributes", "OpenModules", "Unchanged"]
+
+
+class Attributes:
+    """What the attributes of a module and of all modules inside it are, to be put back later."""
+
+    def __init__(self, module: nn.Module):
+        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        for sub in module.modules():
+            attributes = dict(sub.__dict__)
+            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
+            self._saved.append((sub, attributes, containers))
+
+    @property
+    def hooks_were_added(self) -> bool:
+        """Whether there are hooks now that were not there."""
+        for module, _, containers in self._saved:
+            hooks = [id(registry) for registry in hook_registries(module)]
+            if any(id(c) in hooks and c.keys() - content.keys() for c, content in containers):
+                return True
+        return False
+
+    def restore(self) -> None:
+        """Takes back what was written since."""
+        for module, attributes, containers in self._saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, content in containers:
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content)
+                else:
+                    container.update(content)
 
 
 class Unchanged:
@@ -36,17 +68,15 @@ class Unchanged:
         self._unit_map = unit_map
         self._device = device
         self._make = lend
-        self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        self._attributes: Attributes | None = None
         self._lent: dict[int, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.left_hooks = False
 
     def __enter__(self) -> None:
         in_units = {id(sub) for unit in self._unit_map.modules.values() for sub in unit.modules()}
+        self._attributes = Attributes(self._unit_map.model)
         for module in self._unit_map.model.modules():
-            attributes = dict(module.__dict__)
-            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
-            self._saved.append((module, attributes, containers))
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[key] = self._lend(parameter)  # type: ignore[assignment]
@@ -64,17 +94,9 @@ class Unchanged:
         for buffer, content in self._buffers:
             if not torch.equal(buffer, content):
                 buffer.copy_(content)
-        for module, attributes, containers in self._saved:
-            hooks = [id(registry) for registry in hook_registries(module)]
-            self.left_hooks |= any(id(c) in hooks and c.keys() - content.keys() for c, content in containers)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for container, content in containers:
-                container.clear()
-                if isinstance(container, list):
-                    container.extend(content)
-                else:
-                    container.update(content)
+        assert self._attributes is not None
+        self.left_hooks = self._attributes.hooks_were_added
+        self._attributes.restore()
 
     def _lend(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._lent:

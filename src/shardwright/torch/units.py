@@ -28,11 +28,13 @@ class ModuleCost:
         calls: how often it was called through ``module(...)``.
         flops: floating-point operations, those of its children included.
         recomputed: the model recomputes its activations (``torch.utils.checkpoint``).
+        whole: it cannot be split: see `shardwright.torch.entanglement`.
     """
 
     calls: int = 0
     flops: int = 0
     recomputed: bool = False
+    whole: bool = False
 
 
 @dataclass(slots=True)
@@ -62,7 +64,11 @@ class _Walk:
         if cost.calls == 0 or not _has_parameters(module):
             return False
         share_of_stage = self.share(name) * self.num_stages
-        if id(module) in self.forced or (id(module) in self.preferred and share_of_stage <= 1.0):
+        if (
+            cost.whole
+            or id(module) in self.forced
+            or (id(module) in self.preferred and share_of_stage <= 1.0)
+        ):
             return True
         if not any(_has_parameters(child) for child in module.children()):
             return True

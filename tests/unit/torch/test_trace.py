@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.errors import DeferredReadError
 from shardwright.torch.glue import intercept_calls
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
@@ -108,3 +110,46 @@ def test_a_change_in_place_is_noted_although_fake_tensors_cannot_get_through():
 
     trace = traced(model, step, torch.ones(3, WIDTH))
     assert [len(s.changes) for s in trace.steps if s.func is model["b"]] == [1]
+
+
+def ctc(model, x, targets, lengths):
+    scores = model["a"](x).log_softmax(-1)
+    return F.ctc_loss(scores, targets, torch.full((3,), 6), lengths)
+
+
+def test_an_operation_without_a_fake_kernel_runs_on_random_data():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, 5)})
+    targets, lengths = torch.tensor([[1, 2, 3], [1, 1, 0], [4, 0, 0]]), torch.tensor([3, 2, 1])
+    trace = traced(model, lambda *args: ctc(model, *args), torch.ones(6, 3, WIDTH), targets, lengths)
+    assert shapes(trace)[-1] == ()
+    assert trace.graph.nodes[-1].name == "ctc_loss"
+    assert trace.path is not None
+    assert trace.path.taken_by(((torch.ones(6, 3, WIDTH), targets, torch.tensor([1, 2, 1])), {}))
+
+
+def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, 2)})
+
+    def step(x, counts):
+        return model["b"](torch.repeat_interleave(model["a"](x), counts, dim=0))
+
+    x, counts = torch.ones(3, WIDTH), torch.tensor([2, 0, 3])
+    trace = traced(model, step, x, counts)
+    assert shapes(trace)[-1] == (5, 2)
+    assert trace.path.taken_by(((x, torch.tensor([1, 1, 3])), {}))
+    assert not trace.path.taken_by(((x, torch.tensor([1, 1, 1])), {}))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.nonzero,
+        torch.unique,
+        lambda y: y[y > 0],
+        lambda y: F.one_hot(y.argmax(-1)),
+    ],
+)
+def test_a_shape_that_follows_from_values_of_one_rank_is_refused(operation):
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+    with pytest.raises(DeferredReadError, match="only one rank has"):
+        traced(model, lambda x: operation(model["a"](x)), torch.ones(3, WIDTH))

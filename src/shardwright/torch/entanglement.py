@@ -1,0 +1,91 @@
+"""Finds modules that cannot be split, although each module inside them could be a unit.
+
+The code of such a module, between the calls of the modules inside it,
+
+- keeps a tensor in an attribute of a module inside it (``self.cell.state = None``): with stages in between,
+  other microbatches would find it there; or
+- calls a custom ``autograd.Function`` that calls them (reversible layers): its backward runs them again, on
+  tensors that are on other ranks.
+
+It is watched while the model runs once as a whole.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.torch.source_line import innermost_call
+
+__all__ = ["Entanglement"]
+
+
+class Entanglement:
+    """Watches one forward of a model; give it every call of a module.
+
+    Attributes:
+        whole: names of the modules that cannot be split.
+    """
+
+    def __init__(self) -> None:
+        self.whole: set[str] = set()
+        self._open: list[tuple[str, int | None]] = []
+        self._names: dict[int, str] = {}
+        self._written: dict[tuple[str, str], set[str]] = {}
+        self._holds_tensor: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sees what is written to attributes of modules meanwhile."""
+        plain = nn.Module.__setattr__
+
+        def write(module: nn.Module, key: str, value: Any) -> None:
+            self._note(module, key, value)
+            plain(module, key, value)
+
+        nn.Module.__setattr__ = write  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+        for place in self._holds_tensor & self._written.keys():
+            self.whole.update(self._written[place])
+
+    def enter(self, name: str, module: nn.Module) -> None:
+        """A module is called."""
+        if id(module) not in self._names:
+            # The first call; or that of a copy, after an attempt that failed inside of it.
+            del self._open[1:]
+            prefix = f"{name}." if name else ""
+            for inner, sub in module.named_modules():
+                self._names[id(sub)] = prefix + inner if inner else name
+        call = innermost_call("torch.autograd.function", "apply")
+        frame, callee = (None, "") if call is None else call
+        inside = bool(self._open) and frame is not None and frame != self._open[-1][1]
+        if inside and callee != "torch.utils.checkpoint":  # recomputation is understood
+            self.whole.add(self._open[-1][0])
+        self._open.append((name, frame))
+
+    def leave(self) -> None:
+        """The module entered last returns."""
+        self._open.pop()
+
+    def _note(self, module: nn.Module, key: str, value: Any) -> None:
+        name = self._names.get(id(module))
+        if not self._open or name is None:
+            return
+        if isinstance(value, Tensor):
+            self._holds_tensor.add((name, key))
+        writer = self._open[-1][0]
+        if writer != name:
+            self._written.setdefault((name, key), set()).add(_common_ancestor(writer, name))
+
+
+def _common_ancestor(first: str, second: str) -> str:
+    parts: list[str] = []
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        parts.append(a)
+    return ".".join(parts)

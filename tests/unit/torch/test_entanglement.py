@@ -1,0 +1,134 @@
+"""Modules whose own code reaches into the modules inside them are kept whole."""
+
+import logging
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.torch.discover import discover
+from shardwright.torch.units import choose_units
+
+WIDTH = 4
+
+
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.state = None
+        self.calls = 0
+
+    def forward(self, x):
+        if self.state is not None:
+            x = x + self.state
+        self.state = self.linear(x)
+        self.calls += 1
+        return self.state
+
+
+class Plain(nn.Module):
+    """A module may keep what it likes in its own attributes, and plain values in those of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.cell = nn.Linear(WIDTH, WIDTH), Cell()
+
+    def forward(self, x):
+        x = self.first(x)
+        self.seen = x
+        self.cell.calls = 0
+        return self.cell(x)
+
+
+class Resets(Plain):
+    def forward(self, x):
+        x = self.first(x)
+        self.cell.state = None
+        return self.cell(x)
+
+
+class Within(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        with torch.enable_grad():
+            ctx.inner = x.detach().requires_grad_()
+            ctx.result = module(ctx.inner)
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.result.backward(gradient)
+        return ctx.inner.grad, None
+
+
+class Reverses(Plain):
+    def forward(self, x):
+        return Within.apply(self.first(x), self.cell)
+
+
+class Recomputes(Plain):
+    def forward(self, x):
+        return checkpoint(self.cell, self.first(x), use_reentrant=True)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Activates(Plain):
+    """A custom function that calls no module is an operation as any other."""
+
+    def forward(self, x):
+        return Square.apply(super().forward(x))
+
+
+class LooksAtValues(Resets):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > -1e9 else x
+
+
+def whole(*modules: nn.Module) -> list[str]:
+    model = nn.Sequential(*modules)
+    arguments = ((torch.ones(2, WIDTH),), {})
+    costs = discover(model, lambda x: model(x), arguments, device=torch.device("cpu"))
+    names = [name for name, cost in costs.items() if cost.whole]
+    units = choose_units(model, costs, num_stages=2 * len(modules))
+    assert set(names) <= set(units)
+    return names
+
+
+def test_a_module_that_keeps_tensors_in_another_one_is_whole():
+    assert whole(Plain(), Resets(), nn.Linear(WIDTH, WIDTH)) == ["1"]
+
+
+def test_a_module_that_calls_others_from_an_autograd_function_is_whole():
+    assert whole(Plain(), Reverses(), Activates()) == ["1"]
+
+
+def test_recomputation_entangles_nothing():
+    assert whole(Recomputes(), Plain()) == []
+
+
+def test_it_is_seen_also_where_fake_tensors_cannot_get_through():
+    assert whole(Plain(), LooksAtValues()) == ["1"]
+
+
+def test_modules_can_be_written_to_as_before():
+    before = nn.Module.__setattr__
+    whole(Plain())
+    assert nn.Module.__setattr__ is before
+
+
+def test_the_model_itself_is_warned_about(caplog):
+    model = Resets()
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        costs = discover(model, lambda x: model(x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
+    assert "keeps tensors in attributes of modules inside it" in caplog.text
+    assert choose_units(model, costs, num_stages=8) == ["first", "cell.linear"]
