@@ -25,10 +25,8 @@ COMPARED_STEPS, TOLERANCE = 10, 1e-4
 
 def run(command: list[str], **environ: str) -> str:
     """Runs a command, shows its progress, and returns what it printed as its result."""
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env={**os.environ, **one_thread, **environ}, stdout=subprocess.PIPE, text=True
-    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"demo failed: {' '.join(command)} ended with {done.returncode}")
     return done.stdout
@@ -51,18 +49,7 @@ def main() -> None:
     two, one = Path(options.run_dir) / name, Path(options.run_dir) / f"{name}-one-process"
 
     print(f"training over two processes, {options.steps} steps ...", file=sys.stderr)
-    launch = [
-        sys.executable,
-        "-m",
-        "shardwright",
-        "run",
-        "-n",
-        "2",
-        "--run-dir",
-        options.run_dir,
-        "--name",
-        name,
-    ]
+    launch = [sys.executable, *"-m shardwright run -n 2 --run-dir".split(), options.run_dir, "--name", name]
     said = run([*launch, str(EXAMPLE), "--steps", str(options.steps)])
     microbatches = json.loads((two / "plan.json").read_text())["schedule"]["microbatches"]
 

@@ -3,7 +3,7 @@
 ==== ==================================================================
 0    done
 1    no: plans differ, a schedule is wrong; or any other error
-2    usage: the command line, a setting or a file cannot be used
+2    usage: the command line, a setting, a file or a model cannot be used
 3    no feasible plan
 4    the environment: ranks could not be started, something is missing
 5    a worker crashed
@@ -22,6 +22,7 @@ from shardwright.errors import (
     PlanError,
     ScheduleError,
     ShardwrightError,
+    TraceError,
     UsageError,
 )
 
@@ -45,6 +46,6 @@ def exit_code_of(error: ShardwrightError) -> int:
         return NO_PLAN
     if isinstance(error, LaunchError):
         return ENVIRONMENT
-    if isinstance(error, ConfigError | PlanError | ScheduleError | UsageError):
+    if isinstance(error, ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED

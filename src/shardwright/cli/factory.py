@@ -16,7 +16,8 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,9 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.errors import ShardwrightError, UsageError
+from shardwright.errors import ShardwrightError, TraceError, UsageError
 
-__all__ = ["Sample", "build"]
+__all__ = ["Sample", "advice_on_meta", "build"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,20 @@ def build(factory: str, *, device: str) -> Sample:
         hint = " If it needs tensors with data, add --build-on cpu." if device == "meta" else ""
         raise _failed(f"{factory} failed", error, hint) from error
     return _sample(factory, made)
+
+
+@contextmanager
+def advice_on_meta(device: str) -> Iterator[None]:
+    """Adds to an error of tracing what helps if the model needs tensors with data."""
+    try:
+        yield
+    except TraceError as error:
+        if device != "meta":
+            raise
+        raise TraceError(
+            f"{error}\nIf the model keeps tensors as attributes, which have no data on the meta device, add "
+            "--build-on cpu."
+        ) from error
 
 
 def _function(factory: str) -> Callable[[], Any]:

@@ -73,12 +73,12 @@ def _plan(
     factory: str, build_on: str, *, config: Config, world: int, cluster: Cluster, console: Console
 ) -> Plan:
     # Here, because they import torch: the checks above answer before.
-    from shardwright.cli.factory import build
+    from shardwright.cli.factory import advice_on_meta, build
     from shardwright.torch.inspection import plan_model
 
     with console.phase(f"building {factory}"):
         sample = build(factory, device=build_on)
-    with console.phase(f"tracing and planning for {world} ranks"):
+    with console.phase(f"tracing and planning for {world} ranks"), advice_on_meta(build_on):
         return plan_model(
             sample.model,
             *sample.args,

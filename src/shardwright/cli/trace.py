@@ -23,13 +23,13 @@ def trace(factory: Factory, stages: Stages = 2, build_on: BuildOn = "meta", as_j
     shardwright trace examples/train_gpt.py:build
     """
     # Here, because they import torch: --help answers before.
-    from shardwright.cli.factory import build
+    from shardwright.cli.factory import advice_on_meta, build
     from shardwright.torch.inspection import trace_model
 
     console = Console()
     with console.phase(f"building {factory}"):
         sample = build(factory, device=build_on)
-    with console.phase("tracing the model"):
+    with console.phase("tracing the model"), advice_on_meta(build_on):
         graph = trace_model(sample.model, *sample.args, loss=sample.loss, num_stages=stages, **sample.kwargs)
     if as_json:
         print_json(graph.to_dict())

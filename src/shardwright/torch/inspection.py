@@ -56,16 +56,11 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-
     arguments = _on_device((args, kwargs), device)
-    trace = trace_parts(
-        model,
-        _step_of(model, loss),
-        {1: arguments},
-        device=torch.device(device),
-        num_stages=num_stages,
-    )[1]
-    return trace.graph
+    traces = trace_parts(
+        model, _step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
+    )
+    return traces[1].graph
 
 
 def plan_model(

@@ -65,6 +65,22 @@ def build_reading():
     return nn.Sequential(nn.Linear(4, 4), Chooser(), nn.Linear(4, 4)), torch.zeros(8, 4)
 
 
+class WithTable(Model):
+    """Adds a tensor that is no buffer between the units."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.arange(16.0)
+
+    def forward(self, ids):
+        x = self.blocks[0](self.embed(ids)) + self.table
+        return self.head(self.blocks[1](x))
+
+
+def build_with_table():
+    return WithTable(), torch.zeros(8, 6, dtype=torch.long)
+
+
 def build_failing():
     raise KeyError("layers")
 

@@ -1,4 +1,4 @@
-"""A model of any size is traced without weights."""
+"""Graphs and plans without running, of models of any size without weights."""
 
 import resource
 import time
@@ -8,6 +8,10 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.config import Config
+from shardwright.errors import ConfigError, PlanError
+from shardwright.torch.inspection import plan_model, trace_model
 
 
 class Scaled(nn.Module):
@@ -45,3 +49,73 @@ def test_a_hundred_billion_parameters_take_no_memory():
     assert len(graph.calls) >= 58
     assert grown_KiB < 300 * 1024  # the weights alone would be 400 GB
     assert time.perf_counter() - start < 60  # 5 s on one core of 2026
+
+
+class Rotated(nn.Module):
+    """Between its units it reads a table that is a buffer, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+        self.same = self.layers[0]
+        self.same.register_buffer("frequencies", self.frequencies)
+
+    def forward(self, x):
+        turn = self.frequencies.cos()
+        for layer in self.layers:
+            x = layer(x) * turn
+        return x
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Rotated(), torch.empty(8, 4)
+
+
+def cluster():
+    link = Link(latency_s=1e-6, bandwidth_Bps=1e9)
+    device = Device(name="test", flops_per_s=1e9, memory_Bps=1e9)
+    return Cluster(device=device, ranks_per_node=2, intra_node=link, inter_node=link)
+
+
+def test_buffers_on_the_meta_device_do_not_hinder_splitting():
+    samples = on_meta(), (Rotated(), torch.zeros(8, 4))
+    graph, with_data = [trace_model(model, x) for model, x in samples]
+    assert graph.labels == ("layers.0", "layers.1", "layers.2")
+    assert graph == with_data
+    assert graph.batch_size == 8
+
+
+def test_the_model_is_left_as_it_was():
+    model, x = on_meta()
+    before = dict(model.named_buffers(remove_duplicate=False))
+    trace_model(model, x)
+    plan_model(model, x, config=Config(), world_size=2, cluster=cluster())
+    after = dict(model.named_buffers(remove_duplicate=False))
+    assert list(after) == ["frequencies", "layers.0.frequencies", "same.frequencies"]
+    assert all(after[name] is buffer for name, buffer in before.items())
+    with pytest.raises(RuntimeError, match="stop"):
+        trace_model(model, x, loss=lambda _: (_ for _ in ()).throw(RuntimeError("stop")))
+    assert all(buffer.is_meta for buffer in model.buffers())
+
+
+def test_a_plan_keeps_what_is_pinned():
+    model, x = on_meta()
+    config = Config.parse({"microbatches": 4, "pipeline": "gpipe", "pipeline_parallel_degree": 3})
+    plan = plan_model(model, x, config=config, world_size=6, cluster=cluster())
+    assert (plan.mesh.pipeline, plan.mesh.data) == (3, 2)
+    assert (plan.schedule.kind, plan.schedule.microbatches) == ("gpipe", 4)
+    assert [stage.units for stage in plan.stages] == [("layers.0",), ("layers.1",), ("layers.2",)]
+    assert plan.prediction is not None
+    assert plan.prediction.provenance == "estimated"
+
+
+def test_what_cannot_be_planned_is_refused():
+    model, x = on_meta()
+    with pytest.raises(PlanError, match="16, but a batch of a replica has 8 samples"):
+        plan_model(model, x, config=Config(microbatches=16), world_size=2, cluster=cluster())
+    with pytest.raises(PlanError, match="no tensor that can be cut"):
+        plan_model(model, 3, config=Config(), world_size=2, cluster=cluster())
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE\(3\)"):
+        plan_model(model, x, config=Config(pipeline_parallel_degree=2), world_size=3, cluster=cluster())
