@@ -71,9 +71,11 @@ class DeferredReadError(TraceError):
 
     Attributes:
         inside: the modules being called where it happened, outermost first.
+        buffers: names of buffers that the value rests on, which the step function changes.
     """
 
     inside: tuple[object, ...] = ()
+    buffers: frozenset[str] = frozenset()
 
 
 class TraceMismatchError(TraceError):

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import zoo_modules
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 from zoo import TRANSFORMERS, ZOO, classify, features
 from zoo_modules import ChangesWhatAnotherStageReads
 
 import shardwright.torch as sw
-from shardwright.testing import run_ranks
+from shardwright.testing import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
@@ -26,6 +27,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb_h1": {"pipeline": "zb_h1"},
     "zb_v": {"pipeline": "zb_v"},
 }
+KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 UNEVEN = (Iteration(), Iteration(batch_size=7))
 CHANGING = (
     Iteration(batch_size=8, length=12),
@@ -48,11 +50,7 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> N
     assert found == [{}] * num_ranks
 
 
-# Open: buffers that glue updates.
-OPEN = ("statistics in glue",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.sweep) if n in OPEN else n for n in ZOO])
+@pytest.mark.parametrize("name", ZOO)
 def test_every_model_trains_over_two_stages(name):
     number = list(ZOO).index(name)
     kind = ("auto", *SCHEDULES)[number % 6]
@@ -85,6 +83,8 @@ def test_an_encoder_decoder_runs_over_eight_stages(kind):
         "fills one tensor",
         "changes views",
         "hooks collect outputs",
+        "statistics in glue",
+        "no_grad comes first",
     ],
 )
 def test_every_schedule_runs_more_microbatches(name):
@@ -132,6 +132,45 @@ def test_a_tensor_may_be_changed_after_another_stage_has_read_it():
     recipe = Recipe(build=ChangesWhatAnotherStageReads, batch=features, loss=classify, place=place)
     by_hand = {"auto_partition": False, "default_partition": 1}
     check(recipe, {kind: case({**SCHEDULES[kind], **by_hand}) for kind in ("gpipe", "1f1b", "zb_h1")})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_reads_the_buffers_that_glue_changed(kind):
+    iterations = (Iteration(), EVALUATION, Iteration(batch_size=7))
+    check(ZOO["buffers in glue"], {kind: case(SCHEDULES[kind], iterations=iterations)})
+
+
+REFUSED: dict[type[nn.Module], str] = {
+    zoo_modules.ReadsBeforeItChanges: "the buffer mean is read on an earlier stage",
+    zoo_modules.RecomputesAcrossBlocks: "torch.utils.checkpoint is called on code that is placed on several",
+    zoo_modules.ClampsAParameter: "the parameter shift is changed in place between modules, and stages 0, 1",
+    zoo_modules.TakesAGradient: "torch.autograd.grad() asks for a gradient with respect to a tensor",
+    zoo_modules.ChangesAShape: "unsqueeze_() changes the shape of a tensor in place",
+    zoo_modules.ChangesADetachedName: "a tensor is changed in place on another stage",
+}
+
+
+def test_a_counter_that_python_reads_needs_one_stage_a_rank():
+    recipe = Recipe(build=zoo_modules.CountsForPython, batch=features, loss=classify)
+    check(recipe, {"1f1b": case(SCHEDULES["1f1b"])})
+    with pytest.raises(RanksFailedError, match="the buffer count is changed in the step function"):
+        check(recipe, {"interleaved_1f1b": case(SCHEDULES["interleaved_1f1b"])})
+
+
+@pytest.mark.parametrize("build", REFUSED)
+def test_what_stages_cannot_do_is_refused_before_the_first_step(build):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    with pytest.raises(RanksFailedError) as caught:
+        check(recipe, {"1f1b": case(SCHEDULES["1f1b"])})
+    assert REFUSED[build] in str(caught.value)
+    assert "zoo_modules.py:" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fills one tensor", "ResNet", "Llama"])
+def test_evaluation_in_inference_mode(name):
+    around, inside = Iteration(train=False, inference="around"), Iteration(train=False, inference="inside")
+    cases = {kind: case(SCHEDULES[kind], iterations=(around, Iteration(), inside, around)) for kind in KINDS}
+    check(ZOO[name], cases)
 
 
 SCRIPTS: dict[str, Case] = {

@@ -54,12 +54,14 @@ class Iteration:
         batch_size: samples of one replica.
         length: of sequences, or the edge of images.
         train: backward and an optimizer step; else evaluation without gradients.
+        inference: `torch.inference_mode` for an evaluation: ``"around"`` the step or ``"inside"`` it.
         update: zero the gradients before and step the optimizer after; False accumulates.
     """
 
     batch_size: int = 8
     length: int = 12
     train: bool = True
+    inference: str = ""
     zero_grad: bool = True
     update: bool = True
 
@@ -140,7 +142,7 @@ class _Comparison:
 
     def run(self) -> Iterable[str]:
         """Yields what differs after each iteration and at the end."""
-        train, evaluate = self._step_functions()
+        train, evaluate, infer = self._step_functions()
         for number, iteration in enumerate(self._case.iterations):
             for model, optimizer in ((self._plain, self._plain_optimizer), (self._model, self._optimizer)):
                 model.train(iteration.train)
@@ -149,8 +151,10 @@ class _Comparison:
             plain_losses = self._plain_iteration(number, iteration)
             batch = self._batch(number, iteration, replica=sw.dp_rank())
             torch.manual_seed(_seed(number, sw.dp_rank()))
-            with nullcontext() if iteration.train else torch.no_grad():
-                losses = (train if iteration.train else evaluate)(self._model, batch)
+            function = train if iteration.train else infer if iteration.inference == "inside" else evaluate
+            without = torch.inference_mode if iteration.inference == "around" else torch.no_grad
+            with nullcontext() if iteration.train else without():
+                losses = function(self._model, batch)
             lines = [*self._compare_losses(losses.outputs, plain_losses), *self._compare_gradients()]
             yield from (f"iteration {number}: {line}" for line in lines)
             if iteration.train and iteration.update:
@@ -158,7 +162,7 @@ class _Comparison:
                 self._optimizer.step()
         yield from self._compare_states()
 
-    def _step_functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _step_functions(self) -> list[Callable[..., Any]]:
         recipe, case = self._recipe, self._case
 
         @sw.step
@@ -174,7 +178,12 @@ class _Comparison:
         def evaluate(model: Any, batch: Any) -> Tensor:
             return case.loss(recipe, model, batch)
 
-        return train, evaluate
+        @sw.step
+        @torch.inference_mode()
+        def infer(model: Any, batch: Any) -> Tensor:
+            return case.loss(recipe, model, batch)
+
+        return [train, evaluate, infer]
 
     def _plain_iteration(self, number: int, iteration: Iteration) -> list[Tensor]:
         """Computes the microbatches of all replicas; returns the losses of this rank's replica."""

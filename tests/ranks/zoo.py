@@ -127,10 +127,12 @@ OWN_MODELS: dict[str, Recipe] = {
     "nested inputs": _own(modules.NestedInputs, nested),
     "hooks collect outputs": _own(modules.HooksCollectOutputs),
     "recomputes": _own(modules.Recomputes),
+    "no_grad comes first": _own(modules.NoGradComesFirst),
     "teacher": _own(modules.Teacher, loss=imitate),
     "deep supervision": _own(modules.DeepSupervision, loss=classify_deeply),
     "unused parameters": _own(modules.UnusedParameters),
     "statistics in glue": _own(modules.StatisticsInGlue),
+    "buffers in glue": _own(modules.BuffersInGlue),
 }
 
 

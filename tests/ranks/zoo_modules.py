@@ -311,6 +311,23 @@ class Recomputes(Stack):
         return self.head(x)
 
 
+class NoGradComesFirst(Stack):
+    """What a stage reads without gradients it reads again with them, and changes without them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x) * 1.0
+        x = first + 1.0
+        for block in self.blocks[1:]:
+            with torch.no_grad():
+                mean = block(first + x).mean(1, keepdim=True)
+            x = block(x + mean) + first
+        x = x * 1.0
+        with torch.no_grad():
+            first.mul_(0.5)
+            x[:, 0] += first[:, 0]
+        return self.head(x.tanh() + first)
+
+
 class Teacher(nn.Module):
     """A second network without gradients, and a loss against it."""
 
@@ -359,3 +376,121 @@ class StatisticsInGlue(Stack):
             if number == 1 and self.training:
                 self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
         return self.head(x - self.mean)
+
+
+class BuffersInGlue(Stack):
+    """Buffers change between the blocks: made anew, written to at a place, counted, by a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("queue", torch.zeros(3, WIDTH))
+        self.register_buffer("next", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+        for block in self.blocks[:4]:
+            x = block(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks[4:]:
+            x = block(x)
+        x = x + self.queue.clone().mean(0)
+        if self.training:
+            at = int(self.next)
+            self.queue[at] = x.detach().mean((0, 1))
+            self.next[0] = (at + 1) % len(self.queue)
+        return self.head(x - self.mean) / (1 + self.count)
+
+
+class ReadsBeforeItChanges(Stack):
+    """The first stage reads what the last one changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.mean
+        for block in self.blocks:
+            x = block(x)
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.head(x)
+
+
+class CountsForPython(Stack):
+    """Python reads a counter at the end that was changed at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) / int(self.count)
+
+
+class RecomputesAcrossBlocks(Stack):
+    """Checkpoints all blocks at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+        return self.head(checkpoint(run, x, use_reentrant=False))
+
+
+class ClampsAParameter(Stack):
+    """A parameter that several stages read is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.shift.clamp_(0, 1)
+        for block in self.blocks:
+            x = block(x) + self.shift
+        return self.head(x)
+
+
+class TakesAGradient(Stack):
+    """A gradient is taken through several stages, inside the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        (gradient,) = torch.autograd.grad(x.square().sum(), first, create_graph=True)
+        return self.head(x + gradient)
+
+
+class ChangesAShape(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            mean = x.mean(1)
+            mean.unsqueeze_(1)
+            x = x + mean
+        return self.head(x)
+
+
+class ChangesADetachedName(Stack):
+    """Another stage changes the data of a tensor past autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x) * 1.0
+        x = first + 1.0
+        for block in self.blocks[1:]:
+            x = block(x)
+        first.detach().add_(x.detach())
+        return self.head(x + first)

@@ -73,6 +73,7 @@ class StepFlow:
     Attributes:
         cuts: (position among the leaves of the arguments, value) of inputs that come from another stage.
         held: (position, value) of inputs that the microbatch holds.
+        buffers: (position, name) of buffers that microbatches change, one after the other.
         copies: what is copied before it is changed.
         keeps: results to keep.
         changes: changed tensors to keep.
@@ -80,9 +81,15 @@ class StepFlow:
 
     cuts: tuple[tuple[int, int], ...] = ()
     held: tuple[tuple[int, int], ...] = ()
+    buffers: tuple[tuple[int, str], ...] = ()
     copies: tuple[Copy, ...] = ()
     keeps: tuple[Keep, ...] = ()
     changes: tuple[Keep, ...] = ()
+
+    @property
+    def finds(self) -> bool:
+        """Whether arguments come from elsewhere than the user's variables."""
+        return bool(self.cuts or self.held or self.buffers or self.copies)
 
 
 @dataclass(slots=True)
@@ -107,6 +114,8 @@ class Dataflow:
     _held: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        for value, name in self.trace.initial.items():
+            self._storage[value], self._made_at[value] = ("buffer", name), -1
         for index, step in enumerate(self.trace.steps):
             self.flows.append(StepFlow() if step.node is None else self._inputs(index, step))
         self._choose_kept()
@@ -135,7 +144,9 @@ class Dataflow:
         for _, value in step.writes:
             self._made_at[value] = index
             self._storage[value] = self._storage_of_result(index, step, stage, value)
-        return StepFlow(cuts=cuts, held=held, copies=tuple(copies))
+        initial = self.trace.initial
+        buffers = tuple((position, initial[value]) for position, value in step.reads if value in initial)
+        return StepFlow(cuts=cuts, held=held, buffers=buffers, copies=tuple(copies))
 
     def _storage_of_result(self, index: int, step: Step, stage: int, value: int) -> Any:
         """The memory of a new tensor: that of the input of which it is a view, or its own."""
@@ -236,13 +247,15 @@ class Dataflow:
     def _keep(
         self, value: int, position: int | None, before: int | None, needed: set[int], view: View | None = None
     ) -> Keep:
-        changed_at = self._changed_at.get(self._storage[value], -1)
+        storage = self._storage[value]
+        # Later microbatches change a buffer, too.
+        changed = storage[0] == "buffer" or self._changed_at.get(storage, -1) > self._made_at[value]
         return Keep(
             value=value,
             position=position,
             before=before,
             send=value in needed,
-            clone=value in needed and changed_at > self._made_at[value],
+            clone=value in needed and changed,
             hold=value in self._held,
             view=view,
         )

@@ -17,6 +17,8 @@ from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import intercept_calls
+from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.placement import (
     SharingGroups,
@@ -77,6 +79,10 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
+        with inference_mode_as_no_grad():
+            return self._run(function, arguments, splitter)
+
+    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         context = self._context
         arguments = to_device(self._broadcast(arguments), context.device)
         if self._residency is None:
@@ -96,6 +102,8 @@ class PipelineEngine:
         own = [copy_of(part) for part in parts] if changes_batch else parts
         if train and self.reducer is not None:
             self.reducer.begin()
+        state = {name: rank for program in programs for name, rank in program.state.items()}
+        buffers = GlueBuffers(self._model.module, state) if state else None
         results = self.executor.run(
             schedule,
             context.pipeline_rank,
@@ -104,7 +112,11 @@ class PipelineEngine:
             own,
             loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
             model=self._model.module,
+            buffers=buffers,
         )
+        if buffers is not None:
+            assert context.pipeline_group is not None
+            buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
         if train and self.reducer is not None:
             self.reducer.finish()
         if changes_batch:
@@ -141,7 +153,7 @@ class PipelineEngine:
         self._agree(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
+        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks, trace.together)
         residency = Residency.of(trace.graph, homes, placed.stage_ranks)
         self._hold(residency, plan.stage_ranks)
         self.executor = Executor(

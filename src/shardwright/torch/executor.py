@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
+from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.program import Crossing, Place, Program
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
@@ -78,6 +79,7 @@ class Executor:
         *,
         loss_scale: float = 1.0,
         model: nn.Module | None = None,
+        buffers: GlueBuffers | None = None,
     ) -> list[Any]:
         """Runs all microbatches.
 
@@ -89,6 +91,7 @@ class Executor:
             arguments: (args, kwargs) of each microbatch.
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
             model: the model, for step functions that register hooks on it.
+            buffers: its buffers, for step functions that change them between modules.
 
         Returns:
             What the step function returned for each microbatch; deferred tensors where another rank has the
@@ -98,7 +101,16 @@ class Executor:
         self.timeline = Timeline()
         self._loss_scale = loss_scale
         self._microbatches = [
-            Microbatch(index, program, function, args, self._receive_value, device=self._device, model=model)
+            Microbatch(
+                index,
+                program,
+                function,
+                args,
+                self._receive_value,
+                device=self._device,
+                model=model,
+                buffers=buffers,
+            )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
         self._backwards_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
@@ -215,7 +227,9 @@ class Executor:
         if last and self._on_last_backward:
             self._on_last_backward(stage, False)
         for crossing in program.receives[stage]:
-            leaf = microbatch.leaves.pop((crossing.value, stage), None)
+            leaf = microbatch.leaves.get((crossing.value, stage))
+            if crossing.value not in program.kept:
+                microbatch.leaves.pop((crossing.value, stage), None)
             if crossing.has_gradient:
                 microbatch.gradients[crossing.value, stage] = _gradient_of(leaf, crossing, self._device)
         self._free(stage, microbatch)
@@ -250,7 +264,12 @@ class Executor:
             given = microbatch.loss_gradient
             scale = torch.ones_like(loss) if given is None else given
             pairs.append((loss, scale * self._loss_scale))
-        pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+        # A view that was made under no_grad says that it requires gradients when its base does.
+        pairs = [
+            (tensor, gradient)
+            for tensor, gradient in pairs
+            if tensor.requires_grad and not (tensor._is_view() and tensor.grad_fn is None)
+        ]
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def _free(self, stage: int, microbatch: Microbatch) -> None:

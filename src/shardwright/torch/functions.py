@@ -4,13 +4,13 @@ Between units every torch function passes through `glue.GlueMode`. Those that on
 answered at once; those that read values into Python need data that most ranks do not have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHANGES_HISTORY", "READS_DATA", "is_metadata", "is_random", "name_of"]
+__all__ = ["READS_DATA", "is_metadata", "is_random", "name_of", "unnoticed_changes"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -65,7 +65,7 @@ READS_DATA: frozenset[Any] = frozenset(
 )
 
 # Functions that change a tensor in place without a change of its data.
-CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
+_CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
 
 _RANDOM: frozenset[Any] = frozenset(
     _existing(torch, "rand randn randint randperm rand_like randn_like randint_like normal bernoulli".split())
@@ -86,6 +86,19 @@ _RANDOM: frozenset[Any] = frozenset(
 def is_random(func: Callable[..., Any]) -> bool:
     """Whether a function draws random numbers."""
     return func in _RANDOM
+
+
+def unnoticed_changes(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Arguments that a function changes in place although their version counters do not move."""
+    if func in _CHANGES_HISTORY:
+        return args[:1]
+    if func is torch.nn.functional.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
+        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False))
+        given.update(kwargs)
+        return (given["running_mean"], given["running_var"])
+    return ()
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ by here.
     model.backward(loss)                  ->  backward(loss)
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -205,7 +206,7 @@ class _UnitCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         handler = _Active.handler
-        if handler is None:
+        if handler is None or self not in _UNITS:
             if _Active.realise is not None:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -228,6 +229,8 @@ class _UnitCall:
 
 
 _INTERCEPTED: dict[type, type] = {}
+# A copy of a unit, or a slice of an `nn.Sequential`, has the class of the unit and is none.
+_UNITS: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def intercept_calls(module: nn.Module) -> None:
@@ -237,6 +240,7 @@ def intercept_calls(module: nn.Module) -> None:
     attributes stay.
     """
     user_class = type(module)
+    _UNITS.add(module)
     if issubclass(user_class, _UnitCall):
         return
     if user_class not in _INTERCEPTED:
@@ -247,5 +251,6 @@ def intercept_calls(module: nn.Module) -> None:
 
 def restore_calls(module: nn.Module) -> None:
     """Takes back `intercept_calls`."""
+    _UNITS.discard(module)
     if isinstance(module, _UnitCall):
         module.__class__ = type(module).__mro__[2]

@@ -17,6 +17,7 @@ from shardwright.torch.dataflow import Copy, Keep
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_active_handler
+from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
@@ -56,6 +57,7 @@ class Microbatch:
         *,
         device: torch.device,
         model: nn.Module | None = None,
+        buffers: GlueBuffers | None = None,
     ):
         self.index = index
         self.program = program
@@ -79,6 +81,7 @@ class Microbatch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
+        self._buffers = buffers
         self._closing = False
 
     # ---- driven by the executor ----
@@ -167,7 +170,7 @@ class Microbatch:
         if instruction.stage != self.stage:
             self._enter(instruction.stage)
         copied: dict[int, Tensor] = {}
-        if instruction.flow.cuts or instruction.flow.held or instruction.flow.copies:
+        if instruction.flow.finds:
             args, kwargs, copied = self._find(instruction, args, kwargs)
         if instruction.draws:
             self._restore_generators(position)
@@ -184,7 +187,7 @@ class Microbatch:
         if instruction.stage != self.stage:
             self._enter(instruction.stage)
         copied: dict[int, Tensor] = {}
-        if instruction.flow.cuts or instruction.flow.held or instruction.flow.copies:
+        if instruction.flow.finds:
             args, kwargs, copied = self._find(instruction, args, kwargs)
         if instruction.draws:
             self._restore_generators(position)
@@ -265,8 +268,8 @@ class Microbatch:
                 leaf = self.values[value].detach()
             else:
                 leaf = self._receive(self, crossing)
-            if crossing.has_gradient and torch.is_grad_enabled():
-                leaf.requires_grad_()
+            if crossing.has_gradient:
+                leaf.requires_grad_()  # also where no_grad() is in force: others of the stage may read it
             self.leaves[value, stage] = leaf
         return leaf
 
@@ -287,6 +290,9 @@ class Microbatch:
             items[position] = leaf
         for position, value in instruction.flow.held:
             items[position] = self.held[value]
+        for position, name in instruction.flow.buffers:
+            assert self._buffers is not None
+            items[position] = self._buffers.now(name)
         copied: dict[int, Tensor] = {}
         for copy in instruction.flow.copies:
             base = self.leaf(copy.base, instruction.stage) if copy.from_stage else self.held[copy.base]

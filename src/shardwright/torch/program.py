@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
+
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
 from shardwright.torch.dataflow import Dataflow, StepFlow
-from shardwright.torch.recording import Step, Trace
+from shardwright.torch.recording import Step, Together, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
@@ -115,6 +117,7 @@ class Program:
         recomputes: the step function itself recomputes activations around units.
         changes_batch: the step function changes tensors of its batch in place.
         temporary_hooks: the step function registers hooks and removes them again.
+        state: buffers that the step function changes -> pipeline rank of their home.
     """
 
     instructions: list[Instruction]
@@ -135,6 +138,7 @@ class Program:
     recomputes: bool
     changes_batch: bool
     temporary_hooks: bool
+    state: Mapping[str, int]
 
     @property
     def draws(self) -> bool:
@@ -164,7 +168,12 @@ def merged_edges(programs: Sequence[Program]) -> list[Edge]:
     return edges
 
 
-def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
+def home_stages(
+    graph: ModelGraph,
+    stage_of_call: Mapping[int, int],
+    stage_ranks: Sequence[int],
+    together: Sequence[Together] = (),
+) -> list[int]:
     """The stage that computes each node.
 
     A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend
@@ -175,7 +184,41 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
         graph: the traced graph.
         stage_of_call: stage of every node that calls a unit.
         stage_ranks: pipeline rank of each stage.
+        together: nodes that must have one home.
+
+    Raises:
+        TraceError: nodes that must have one home cannot have it.
     """
+    lowest: dict[int, int] = {}
+    while True:
+        homes = _homes(graph, stage_of_call, stage_ranks, lowest)
+        apart = [
+            (node, group) for group in together for node in group.nodes if homes[node] < _last(group, homes)
+        ]
+        if not apart:
+            break
+        for node, group in apart:
+            if graph.nodes[node].kind == "unit":
+                raise _cannot_be_together(graph, node, group)
+            lowest[node] = _last(group, homes)
+    for node in range(len(homes)) if lowest else ():
+        if any(homes[graph.values[value].producer] > homes[node] for value in graph.nodes[node].inputs):
+            moved = next(g for g in together if any(n in lowest and homes[n] > homes[node] for n in g.nodes))
+            raise _cannot_be_together(graph, node, moved)
+    return homes
+
+
+def _last(group: Together, homes: Sequence[int]) -> int:
+    return max(homes[node] for node in group.nodes)
+
+
+def _cannot_be_together(graph: ModelGraph, node: int, group: Together) -> TraceError:
+    return TraceError(f"{graph.nodes[node].line}: {group.why}.")
+
+
+def _homes(
+    graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int], lowest: Mapping[int, int]
+) -> list[int]:
     homes: list[int | None] = []
     for index, node in enumerate(graph.nodes):
         if node.kind == "unit":
@@ -190,6 +233,7 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
         home = homes[index] or 0
         if node.kind == "op":
             home = max([home, *(placed[graph.values[value].producer] for value in node.inputs)])
+            home = max(home, lowest.get(index, 0))
             home = max(home, reached.get(stage_ranks[home], 0))
         placed.append(home)
         reached[stage_ranks[home]] = max(home, reached.get(stage_ranks[home], 0))
@@ -235,18 +279,22 @@ def build_program(
         recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
-    homes = home_stages(graph, stage_of_call, stage_ranks)
+    homes = home_stages(graph, stage_of_call, stage_ranks, trace.together)
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
     crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
+    _check_gradients(trace, homes, home_of)
+    _check_parameters(trace, homes)
+    _check_counters(trace, homes, stage_ranks)
     instructions = [
         _instruction(step, flow, homes, stage_ranks, rank)
         for step, flow in zip(trace.steps, dataflow.flows, strict=True)
     ]
     for step, instruction in zip(trace.steps, instructions, strict=True):
         node = None if step.node is None else graph.nodes[step.node]
-        instruction.recompute = node is not None and node.kind == "unit" and node.label in recompute
+        wanted = node is not None and node.kind == "unit" and node.label in recompute
+        instruction.recompute = wanted and not step.changes  # else its inputs are not what they were
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     return Program(
         instructions=instructions,
@@ -271,6 +319,7 @@ def build_program(
         recomputes=trace.recomputes,
         changes_batch=trace.changes_batch,
         temporary_hooks=trace.temporary_hooks,
+        state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
     )
 
 
@@ -344,4 +393,52 @@ def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[
                 raise TraceError(
                     f"{step.line}: a tensor made after backward() is needed on another stage. "
                     "Call backward() after everything that the step function computes."
+                )
+
+
+def _check_gradients(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
+    """Refuses gradients through several stages: autograd knows no path from one to another."""
+    for step in trace.steps:
+        if step.func is not torch.autograd.grad or step.node is None:
+            continue
+        if any(home_of[value] != homes[step.node] for value in step.inputs):
+            raise TraceError(
+                f"{step.line}: torch.autograd.grad() asks for a gradient with respect to a tensor of "
+                "another stage. Compute both the tensor and its gradient in one module."
+            )
+
+
+def _check_parameters(trace: Trace, homes: Sequence[int]) -> None:
+    """Refuses changes of a parameter that other stages use: they would not see them."""
+    graph = trace.graph
+    for step in trace.steps:
+        for name in step.changed_parameters:
+            users = {
+                home
+                for node, home in zip(graph.nodes, homes, strict=True)
+                if name in node.parameters
+                or (node.kind == "unit" and name in graph.units[node.name].parameters)
+            }
+            if len(users) > 1:
+                raise TraceError(
+                    f"{step.line}: the parameter {name} is changed in place between modules, and stages "
+                    f"{', '.join(map(str, sorted(users)))} use it. Change it after optimizer.step(), or "
+                    "inside the one module that uses it."
+                )
+
+
+def _check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+    """Refuses a counter that Python reads, if other microbatches could come in between."""
+    for name in dict.fromkeys(name for step in trace.steps for name in step.counters):
+        used = [index for index, step in enumerate(trace.steps) if name in step.counters]
+        before = [homes[s.node] for s in trace.steps[: used[0]] if s.node is not None]
+        between = {homes[s.node] for s in trace.steps[used[0] : used[-1]] if s.node is not None}
+        for rank in set(stage_ranks):
+            # A microbatch begins with the first stage of the rank, and is left where another one comes up.
+            reached = max([stage_ranks.index(rank), *(home for home in before if stage_ranks[home] == rank)])
+            paused = trace.backward_at is not None and used[0] < trace.backward_at <= used[-1]
+            if paused or any(home != reached for home in between if stage_ranks[home] == rank):
+                raise TraceError(
+                    f"the buffer {name} is changed in the step function, Python reads its value, and stages "
+                    "change in between, where other microbatches come in. Read and change it in one place."
                 )

@@ -1,6 +1,7 @@
 """What a trace writes down: every intercepted step, the graph they form, samples of what to time."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
@@ -8,7 +9,7 @@ from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
-__all__ = ["Change", "Sample", "Step", "Trace", "View"]
+__all__ = ["Change", "Sample", "Step", "Together", "Trace", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class Step:
             are.
         line: where in the user's code.
         draws: random numbers that it takes.
+        changed_parameters: names of parameters that it changes in place.
+        counters: names of buffers that it reads or changes on every rank.
     """
 
     func: Any
@@ -101,12 +104,27 @@ class Step:
     structure: Structure | None = None
     result: tuple[Any, ...] = ()
     passed: tuple[tuple[int, int], ...] = ()
+    changed_parameters: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """The values that it depends on, each once."""
         changed = [c.before for c in (*self.changes, *self.bases) if c.before is not None]
         return tuple(dict.fromkeys([*(value for _, value in self.reads), *changed]))
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Nodes that one stage must compute.
+
+    Attributes:
+        nodes: indices in the graph.
+        why: what goes wrong otherwise, and what to do.
+    """
+
+    nodes: tuple[int, ...]
+    why: str
 
 
 @dataclass(slots=True)
@@ -139,6 +157,9 @@ class Trace:
         changes_batch: the step function changes tensors of its batch in place.
         samples: cost class -> arguments of its first call.
         temporary_hooks: it registers hooks, and has removed them all at its end.
+        state: buffers outside of units that the step function changes.
+        initial: value -> name of the buffer of which it is the content at the start.
+        together: nodes that must have one home.
         memory: of each value: equal for those that share memory.
     """
 
@@ -152,4 +173,7 @@ class Trace:
     changes_batch: bool
     samples: dict[str, Sample]
     temporary_hooks: bool = False
+    state: tuple[str, ...] = ()
+    initial: Mapping[int, str] = field(default_factory=dict)
+    together: tuple[Together, ...] = ()
     memory: tuple[int, ...] = ()

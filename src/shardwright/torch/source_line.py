@@ -1,8 +1,9 @@
 """Where in the user's code we are."""
 
 import sys
+from types import FrameType
 
-__all__ = ["called_from", "frames_up_to", "innermost_call", "user_line"]
+__all__ = ["called_from", "frames_up_to", "innermost_call", "outermost_checkpoint", "user_line"]
 
 
 def user_line() -> str:
@@ -21,6 +22,20 @@ def user_line() -> str:
 def called_from(module: str) -> bool:
     """Whether a function of this module is among the callers."""
     return frames_up_to(module) is not None
+
+
+def outermost_checkpoint() -> FrameType | None:
+    """The call of `torch.utils.checkpoint.checkpoint` that we are in; of nested ones, the outermost."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "checkpoint"
+            and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        ):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def frames_up_to(module: str) -> list[str] | None:

@@ -6,8 +6,9 @@ unit returns is a `DeferredTensor`.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.cost import CostCounter, class_key, cost_class
 from shardwright.torch.deferred import REMEDY, DeferredTensor, spec_of
 from shardwright.torch.glue import GlueMode, set_active_handler, without_hooks
+from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.path import PathRecorder
-from shardwright.torch.recording import Change, Sample, Step, Trace
+from shardwright.torch.recording import Change, Sample, Step, Together, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
-from shardwright.torch.source_line import called_from, user_line
+from shardwright.torch.source_line import called_from, outermost_checkpoint, user_line
 from shardwright.torch.trace_guard import Attributes, OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
@@ -55,9 +57,8 @@ class _Recorded:
 
     @property
     def spec(self) -> TensorSpec:
-        # Both count: x.requires_grad_() makes one that was none, x.detach_() unmakes one that was sent.
-        spec = spec_of(self.fake)
-        return replace(spec, requires_grad=spec.requires_grad or self.had_gradient)
+        # A change in place may have given it a history, or taken it.
+        return replace(spec_of(self.fake), requires_grad=self.had_gradient)
 
 
 class Tracer:
@@ -84,6 +85,10 @@ class Tracer:
         self._mutates: set[str] = set()
         self._changers: dict[int, list[Step]] = {}
         self._changed_memory: dict[int, int] = {}
+        self._state: dict[int, str] = {}
+        self._counters: dict[int, str] = {}
+        self._initial: dict[int, str] = {}
+        self._regions: dict[FrameType, list[int]] = {}
 
     # ---- what the step function calls ----
 
@@ -100,9 +105,10 @@ class Tracer:
             adopt_scaler()
         line = user_line()
         if func in functions.READS_DATA:
-            raise DeferredReadError(
+            raise self._unreadable(
                 f"{line}: {functions.name_of(func)}() reads the value of a tensor that only one rank "
-                f"has. {REMEDY}"
+                f"has. {REMEDY}",
+                reads,
             )
         arguments = structure.rebuild([self._fake(item) for item in items])
         cost = CostCounter()
@@ -114,9 +120,10 @@ class Tracer:
             cost = CostCounter()
             found = self._operation_for_real(func, items, fakes, structure, cost)
             if found is None:
-                raise DeferredReadError(
+                raise self._unreadable(
                     f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values "
-                    f"of a tensor that only one rank has. {REMEDY}"
+                    f"of a tensor that only one rank has. {REMEDY}",
+                    reads,
                 ) from error
             output, versions = found
         node = Node(
@@ -131,7 +138,8 @@ class Tracer:
             random=cost.random,
             line=line,
         )
-        return self._record(func, node, items, reads, fakes, output, versions, cost)
+        unnoticed = functions.unnoticed_changes(func, *arguments)
+        return self._record(func, node, items, reads, fakes, output, versions, cost, unnoticed)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
@@ -154,6 +162,7 @@ class Tracer:
         key = self._sample(module, class_key(module), fakes, kept, structure)
         attributes = Attributes(module)
         cost = CostCounter(self._names)
+        buffers = _buffers_of(module)
         try:
             output, versions = self._execute(module, arguments, cost)
         except Exception as error:
@@ -163,9 +172,10 @@ class Tracer:
             output, versions = self._execute_for_real(module, name, fakes, spare, structure, cost, error)
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
-        if cost.mutated_buffers:
+        if cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
-        own = {self._names[id(t)] for t in _tensors_of(module)}
+        # A buffer that the unit has made anew has no name.
+        own = {self._names[id(t)] for t in _tensors_of(module) if id(t) in self._names}
         node = Node(
             kind="unit",
             name=name,
@@ -203,6 +213,17 @@ class Tracer:
         self.loss = value
         self.backward_at = len(self.steps)
 
+    def _unreadable(self, message: str, reads: list[tuple[int, int]]) -> DeferredReadError:
+        error = DeferredReadError(message)
+        pending, seen = [value for _, value in reads], set[int]()
+        while pending:
+            value = pending.pop()
+            if value not in seen and value not in self._initial:
+                pending.extend(self.nodes[self.values[value].producer].inputs)
+            seen.add(value)
+        error.buffers = frozenset(self._initial[value] for value in seen if value in self._initial)
+        return error
+
     def _sample(self, func: Any, kind: str, fakes: list[Any], kept: list[Any], structure: Structure) -> str:
         """The cost class of a call, whose arguments are kept if it is the first."""
         key = cost_class(func, kind, fakes)
@@ -220,7 +241,7 @@ class Tracer:
         items: list[Any],
         structure: Structure,
     ) -> Any:
-        step = Step(func=func, node=None)
+        step = Step(func=func, node=None, counters=self._counters_of(items))
         self.steps.append(step)
         versions = self._path.versions(items)
         with CostCounter() as cost:
@@ -230,6 +251,22 @@ class Tracer:
         reads = cost.reads_data or func in functions.READS_DATA
         self._path.note(func, items, structure, result, versions, draws=draws, reads=reads)
         return result
+
+    def _counters_of(self, items: list[Any]) -> tuple[str, ...]:
+        if not self._counters:
+            return ()
+        real = [item for item in items if type(item) is Tensor and item.layout is torch.strided]
+        found = (self._counters.get(storage_key(item)) for item in real)
+        return tuple(dict.fromkeys(name for name in found if name is not None))
+
+    def watch(self, buffers: Mapping[str, Tensor], state: Collection[str], counters: Collection[str]) -> None:
+        """Makes some buffers values of the graph, and notes where others are used on every rank."""
+        self._state = {id(buffer): name for name, buffer in buffers.items() if name in state}
+        self._counters = {storage_key(buffer): name for name, buffer in buffers.items() if name in counters}
+
+    def is_value(self, item: Any) -> bool:
+        """Whether a tensor is a value of the graph."""
+        return self._value(item) is not None
 
     def _execute(
         self, func: Callable[..., Any], arguments: Any, cost: CostCounter
@@ -355,9 +392,14 @@ class Tracer:
         output: Any,
         versions: list[int | None],
         cost: CostCounter,
+        unnoticed: tuple[Any, ...] = (),
     ) -> Any:
         index = len(self.nodes)
-        changes = self._changes(func, index, items, fakes, versions)
+        region = outermost_checkpoint() if torch.is_grad_enabled() else None
+        if region is not None:
+            self._regions.setdefault(region, []).append(index)
+        changed_parameters = self._changed_parameters(fakes, versions)
+        changes = self._changes(func, index, items, fakes, versions, unnoticed)
         results, structure = flatten(output)
         positions = {id(fake): position for position, fake in enumerate(fakes) if isinstance(fake, Tensor)}
         opaque = {id(item): position for position, item in enumerate(items) if _is_opaque(item)}
@@ -388,21 +430,38 @@ class Tracer:
             structure=structure.without_template(),
             result=tuple(blank),
             passed=tuple(passed),
+            changed_parameters=changed_parameters,
         )
         for memory in {change.view.memory for change in changes}:
             self._changers.setdefault(memory, []).append(step)
         self.steps.append(step)
         return structure.rebuild(returned)
 
+    def _changed_parameters(self, fakes: list[Any], versions: list[int | None]) -> tuple[str, ...]:
+        changed = [
+            storage_key(fake)
+            for fake, version in zip(fakes, versions, strict=True)
+            if version is not None and fake._version != version
+        ]
+        if not changed:
+            return ()
+        lent = (item for item in self._keep_alive if id(item) in self._lent_for)
+        return tuple(self._names[id(fake)] for fake in lent if storage_key(fake) in changed)
+
     def _changes(
-        self, func: Any, node: int, items: list[Any], fakes: list[Any], versions: list[int | None]
+        self,
+        func: Any,
+        node: int,
+        items: list[Any],
+        fakes: list[Any],
+        versions: list[int | None],
+        unnoticed: tuple[Any, ...],
     ) -> list[Change]:
         """Gives every tensor that was changed in place, and every alias of it, a new value."""
         changed = [
             position
             for position, (fake, version) in enumerate(zip(fakes, versions, strict=True))
-            if version is not None
-            and (fake._version != version or (position == 0 and func in functions.CHANGES_HISTORY))
+            if version is not None and (fake._version != version or any(fake is item for item in unnoticed))
         ]
         changes: list[Change] = []
         memories = {storage_key(fakes[position]) for position in changed}
@@ -430,6 +489,12 @@ class Tracer:
                 after = self._new_value(node, -1, recorded.fake, holder=recorded.holder)
                 changes.append(Change(None, value, after, view_of(recorded.fake)))
         return changes
+
+    def _initial_value(self, buffer: Tensor) -> int:
+        """What a buffer holds at the start; the node that reads it first counts as its producer."""
+        value = self._new_value(len(self.nodes), -1, self._as_fake(buffer), holder=buffer)
+        self._initial[value] = self._state[id(buffer)]
+        return value
 
     def _changed_elsewhere(self, item: Tensor) -> int | None:
         """The value of a tensor that every rank had, until a step changed it through another name."""
@@ -475,7 +540,9 @@ class Tracer:
         for position, item in enumerate(items):
             value = self._value(item)
             if value is None and isinstance(item, Tensor):
-                value = self._changed_elsewhere(item)
+                value = (
+                    self._initial_value(item) if id(item) in self._state else self._changed_elsewhere(item)
+                )
             if value is not None:
                 found.append((position, value))
             elif isinstance(item, FakeTensor) and id(item) not in self._lent_for:
@@ -513,8 +580,17 @@ class Tracer:
 
     # ---- the result ----
 
-    def finish(self, result: Any, batch_size: int, *, changes_batch: bool, temporary_hooks: bool) -> Trace:
+    def finish(
+        self,
+        result: Any,
+        batch_size: int,
+        *,
+        together: tuple[Together, ...],
+        changes_batch: bool,
+        temporary_hooks: bool,
+    ) -> Trace:
         """Makes the graph."""
+        self._regions.clear()  # frames hold on to all that their functions had
         result_values = tuple(self._reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
         follow_changes(self.steps, outputs if self.loss is None else (*outputs, self.loss))
@@ -548,18 +624,55 @@ class Tracer:
             changes_batch=changes_batch,
             samples=self.samples,
             temporary_hooks=temporary_hooks,
+            state=tuple(dict.fromkeys(self._initial.values())),
+            initial=self._initial,
+            together=together,
             memory=tuple(storage_key(v.fake) for v in self.values),
         )
 
     def _finished_nodes(self) -> tuple[Node, ...]:
-        """The nodes, with all values that they make and depend on."""
+        """The nodes, with all values that they make and depend on, and the buffers that they read first."""
         nodes = list(self.nodes)
         for step in self.steps:
-            if step.node is not None and step.changes:
-                after = tuple(change.after for change in step.changes)
-                node = nodes[step.node]
-                nodes[step.node] = replace(node, inputs=step.inputs, outputs=node.outputs + after)
+            if step.node is not None and (step.changes or self._initial):
+                node, after = nodes[step.node], tuple(change.after for change in step.changes)
+                first = [
+                    v for v in step.inputs if v in self._initial and self.values[v].producer == step.node
+                ]
+                nodes[step.node] = replace(
+                    node,
+                    inputs=tuple(value for value in step.inputs if value not in first),
+                    outputs=node.outputs + after,
+                    parameters=node.parameters + tuple(self._initial[value] for value in first),
+                )
         return tuple(nodes)
+
+    def together(self, watch: BufferWatch) -> tuple[Together, ...]:
+        """Nodes that must have one home."""
+        found = [
+            Together(
+                tuple(nodes),
+                "torch.utils.checkpoint is called on code that is placed on several stages, and a stage can "
+                "recompute only its own. Call it on each block by itself, or move the code into one module",
+            )
+            for nodes in self._regions.values()
+        ]
+        for value, name in self._initial.items():
+            memory = storage_key(self.values[value].fake)
+            readers = {step.node for step in self.steps if value in step.inputs}
+            writers = {s.node for s in self.steps if any(c.view.memory == memory for c in s.changes)}
+            last = self._value(watch.last(name))
+            if last is not None and last != value:
+                writers.add(self.values[last].producer)
+            found.append(
+                Together(
+                    tuple(sorted(node for node in readers | writers if node is not None)),
+                    f"the buffer {name} is read on an earlier stage than the one that changes it. The next "
+                    "microbatch would have to wait for the change, and no stage could work ahead. Read and "
+                    "change it in one module, or change it where it is read",
+                )
+            )
+        return tuple(group for group in found if len(group.nodes) > 1)
 
 
 def trace_step(
@@ -583,37 +696,85 @@ def trace_step(
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
         TraceError: the loss does not depend on the model.
     """
-    items, structure = flatten(arguments)
-    # On copies: a step function that changes its batch in place must find it unchanged when it runs.
-    copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
-    versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
-    tracer = Tracer(unit_map, torch.device(device), copies)
-    args, kwargs = structure.rebuild(copies)
-    before = set_active_handler(tracer)
-    generators = get_state(torch.device(device))
-    open_modules = OpenModules(tracer)
-    unchanged = Unchanged(unit_map, tracer.lend, device=torch.device(device))
-    hooks_before = num_hooks_registered()
-    try:
-        with unchanged, open_modules, GlueMode(tracer):
-            result = function(*args, **kwargs)
-        changed = [isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)]
-        return tracer.finish(
-            result,
-            batch_size,
-            changes_batch=any(changed),
-            temporary_hooks=num_hooks_registered() > hooks_before and not unchanged.left_hooks,
-        )
-    except DeferredReadError as error:
-        error.inside = open_modules.at_failure
-        raise
-    finally:
-        set_active_handler(before)
-        set_state(generators, torch.device(device))
+    run = _Run(unit_map, function, arguments, torch.device(device), batch_size)
+    trace, changed = run.trace()
+    if not changed:
+        return trace
+    counters: set[str] = set()
+    while True:
+        try:
+            return run.trace(state=changed.keys() - counters, counters=counters)[0]
+        except DeferredReadError as error:
+            # Python looks at a counter: every rank counts for itself.
+            found = {name for name in error.buffers - counters if not changed[name]}
+            if not found:
+                raise
+            counters |= found
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A step function and its arguments; each call of `trace` runs it once."""
+
+    unit_map: UnitMap
+    function: Callable[..., Any]
+    arguments: Any
+    device: torch.device
+    batch_size: int
+
+    def trace(
+        self, state: Collection[str] = frozenset(), counters: Collection[str] = frozenset()
+    ) -> tuple[Trace, dict[str, bool]]:
+        """Traces, and tells which buffers outside of units were changed (`BufferWatch.changed`).
+
+        Args:
+            state: buffers whose content is a value of the graph.
+            counters: changed buffers that every rank keeps.
+        """
+        items, structure = flatten(self.arguments)
+        # On copies: a step function that changes its batch in place must find it unchanged when it runs.
+        copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
+        versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
+        tracer = Tracer(self.unit_map, self.device, copies)
+        args, kwargs = structure.rebuild(copies)
+        before = set_active_handler(tracer)
+        generators = get_state(self.device)
+        open_modules = OpenModules(tracer)
+        unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
+        watch = BufferWatch(self.unit_map)
+        tracer.watch(watch.tensors(), state, counters)
+        hooks_before = num_hooks_registered()
+        try:
+            with unchanged, open_modules, GlueMode(tracer):
+                result = self.function(*args, **kwargs)
+                set_active_handler(None)
+                changed = watch.changed(tracer.is_value)
+                together = tracer.together(watch)
+            changes_batch = any(
+                isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)
+            )
+            trace = tracer.finish(
+                result,
+                self.batch_size,
+                together=together,
+                changes_batch=changes_batch,
+                temporary_hooks=num_hooks_registered() > hooks_before and not unchanged.left_hooks,
+            )
+            return trace, changed
+        except DeferredReadError as error:
+            error.inside = open_modules.at_failure
+            raise
+        finally:
+            set_active_handler(before)
+            set_state(generators, self.device)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _buffers_of(module: nn.Module) -> list[int]:
+    return [id(buffer) for buffer in module.buffers()]
 
 
 def _is_opaque(item: Any) -> bool:
