@@ -6,15 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transparency import Case, Recipe, differences_by_case
 from zoo import classify, features
-from zoo_modules import WIDTH, Block, Stack
+from zoo_modules import CLASSES, WIDTH, Block, Stack
 
-from shardwright.testing import run_ranks
+from shardwright.testing import RanksFailedError, run_ranks
 
-SCHEDULES = ("1f1b", "zb_v")
+CONFIG = {"microbatches": 4, "profile": "estimated"}
 
 
 def check(recipe: Recipe) -> None:
-    cases = {k: Case(config={"microbatches": 4, "profile": "estimated", "pipeline": k}) for k in SCHEDULES}
+    cases = {kind: Case(config={**CONFIG, "pipeline": kind}) for kind in ("1f1b", "zb_v")}
     assert run_ranks(differences_by_case, 2, recipe, cases) == [{}, {}]
 
 
@@ -32,40 +32,49 @@ class Cell(nn.Module):
         return y
 
 
-class RemembersBlock(nn.Module):
-    """Makes its cell forget, as RecurrentGemma does, calls it twice, and leaves what it has seen there."""
+class RememberingLayers(nn.Module):
+    """Makes its cell forget, as RecurrentGemma does, long before it calls it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.cell = Block(), Block(), Cell()
+        self.layers, self.cell = nn.ModuleList(Block() for _ in range(6)), Cell()
 
     def forward(self, x: Tensor) -> Tensor:
         self.cell.state = None
-        x = x + self.cell(self.first(x))
-        return x + self.cell(self.second(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.cell(x)
 
 
-class Remembers(Stack):
-    def __init__(self) -> None:
-        super().__init__(num_blocks=0)
-        self.blocks = nn.ModuleList(RemembersBlock() for _ in range(3))
+class Surrounded(nn.Module):
+    """The module that cannot be split is most of the model: a plan would cut it if it could."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), middle, Block()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.middle(self.first(x))))
 
 
 class _Reversible(torch.autograd.Function):
     """Keeps only the result, and computes the inputs of every block anew in the backward."""
 
     @staticmethod
-    def forward(ctx, left, right, blocks):
+    def forward(ctx, x, blocks):
+        left, right = x.chunk(2, dim=-1)
         with torch.no_grad():
             for block in blocks:
                 left, right = right, left + block(right)
         ctx.blocks = blocks
-        ctx.save_for_backward(left, right)
-        return left, right
+        ctx.save_for_backward(left.detach(), right.detach())
+        return torch.cat([left, right], dim=-1)
 
     @staticmethod
-    def backward(ctx, grad_left, grad_right):
+    def backward(ctx, gradient):
         left, right = ctx.saved_tensors
+        grad_left, grad_right = gradient.chunk(2, dim=-1)
         for block in reversed(ctx.blocks):
             before = left.detach().requires_grad_()
             with torch.enable_grad():
@@ -73,35 +82,63 @@ class _Reversible(torch.autograd.Function):
             inner.backward(grad_right)
             left, right = right - inner.detach(), before.detach()
             grad_left, grad_right = grad_right, grad_left + before.grad
-        return grad_left, grad_right, None
+        return torch.cat([grad_left, grad_right], dim=-1), None
 
 
 class ReversibleLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(_Reversible.apply(x, x.clone(), self.layers))
+        return sum(_Reversible.apply(torch.cat([x, x], dim=-1), self.layers).chunk(2, dim=-1))
 
 
-class Reverses(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = ReversibleLayers()
+@pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers])
+def test_modules_that_cannot_be_split_are_kept_whole(middle):
+    check(Recipe(build=lambda: Surrounded(middle()), batch=features, loss=classify))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        return gradient * y, gradient * x
+
+
+class Squares(Stack):
+    """Wherever the model is cut, there is a custom function, of what one block gives."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[:3]:
+        for block in self.blocks:
             x = block(x)
-        x = self.middle(x)
-        for block in self.blocks[3:]:
-            x = block(x)
+            x = 0.9 * x + 0.1 * _Product.apply(x, x)
         return self.head(x)
 
 
-@pytest.mark.parametrize("build", [Remembers, Reverses])
-def test_modules_that_cannot_be_split_are_kept_whole(build):
-    check(Recipe(build=build, batch=features, loss=classify))
+class Multiplies(Stack):
+    """A custom function of what the first and the last block give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(_Product.apply(first, x))
+
+
+def test_a_custom_function_may_work_on_tensors_of_one_stage():
+    check(Recipe(build=Squares, batch=features, loss=classify))
+
+
+def test_a_custom_function_over_two_stages_is_refused():
+    recipe = Recipe(build=Multiplies, batch=features, loss=classify)
+    with pytest.raises(RanksFailedError, match=r"test_entangled.py:\d+: a custom autograd.Function"):
+        run_ranks(differences_by_case, 2, recipe, {"1f1b": Case(config={**CONFIG, "pipeline": "1f1b"})})
 
 
 def spoken(batch_size: int, length: int) -> dict[str, Tensor]:

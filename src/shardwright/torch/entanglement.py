@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.torch.source_line import innermost_call
+from shardwright.torch.source_line import custom_function_call
 
 __all__ = ["Entanglement"]
 
@@ -60,10 +60,8 @@ class Entanglement:
             prefix = f"{name}." if name else ""
             for inner, sub in module.named_modules():
                 self._names[id(sub)] = prefix + inner if inner else name
-        call = innermost_call("torch.autograd.function", "apply")
-        frame, callee = (None, "") if call is None else call
-        inside = bool(self._open) and frame is not None and frame != self._open[-1][1]
-        if inside and callee != "torch.utils.checkpoint":  # recomputation is understood
+        frame = custom_function_call()
+        if self._open and frame is not None and frame != self._open[-1][1]:
             self.whole.add(self._open[-1][0])
         self._open.append((name, frame))
 

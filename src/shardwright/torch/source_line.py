@@ -3,7 +3,14 @@
 import sys
 from types import FrameType
 
-__all__ = ["called_from", "frames_up_to", "innermost_call", "outermost_checkpoint", "user_line"]
+__all__ = [
+    "called_from",
+    "custom_function_call",
+    "frames_up_to",
+    "in_custom_function",
+    "outermost_checkpoint",
+    "user_line",
+]
 
 
 def user_line() -> str:
@@ -51,14 +58,20 @@ def frames_up_to(module: str) -> list[str] | None:
     return None
 
 
-def innermost_call(module: str, function: str) -> tuple[int, str] | None:
-    """Which call of a function is running: the identity of its frame, and the module of what it called."""
+def custom_function_call() -> int | None:
+    """Identity of the innermost running ``apply`` of an ``autograd.Function`` that is not torch's own."""
     frame = sys._getframe(1)
     callee = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == module and frame.f_code.co_name == function:
-            return id(frame), callee
+        if name == "torch.autograd.function" and frame.f_code.co_name == "apply":
+            # Recomputation is understood: see `activation_checkpointing.py`.
+            return None if callee == "torch.utils.checkpoint" else id(frame)
         callee = name
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def in_custom_function() -> bool:
+    """Whether the ``forward`` of an ``autograd.Function`` is running that is not torch's own."""
+    return custom_function_call() is not None
