@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["READS_DATA", "is_metadata", "is_random", "name_of", "unnoticed_changes"]
+__all__ = ["READS_DATA", "is_metadata", "name_of", "unnoticed_changes"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -66,26 +66,6 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions that change a tensor in place without a change of its data.
 _CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
-
-_RANDOM: frozenset[Any] = frozenset(
-    _existing(torch, "rand randn randint randperm rand_like randn_like randint_like normal bernoulli".split())
-    | _existing(torch, "multinomial poisson dropout alpha_dropout feature_dropout".split())
-    | _existing(
-        Tensor,
-        (
-            "bernoulli bernoulli_ normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ "
-            "multinomial"
-        ).split(),
-    )
-    | _existing(
-        torch.nn.functional, "dropout dropout1d dropout2d dropout3d alpha_dropout gumbel_softmax".split()
-    )
-)
-
-
-def is_random(func: Callable[..., Any]) -> bool:
-    """Whether a function draws random numbers."""
-    return func in _RANDOM
 
 
 def unnoticed_changes(

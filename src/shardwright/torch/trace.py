@@ -247,9 +247,8 @@ class Tracer:
         with CostCounter() as cost:
             result = func(*args, **kwargs)
         step.draws = tuple(cost.draws)
-        draws = bool(cost.draws) or functions.is_random(func)
         reads = cost.reads_data or func in functions.READS_DATA
-        self._path.note(func, items, structure, result, versions, draws=draws, reads=reads)
+        self._path.note(func, items, structure, result, versions, draws=bool(cost.draws), reads=reads)
         return result
 
     def _counters_of(self, items: list[Any]) -> tuple[str, ...]:

@@ -136,6 +136,8 @@ def test_a_buffer_that_the_path_changes_is_not_changed_by_following_it():
     "read",
     [
         lambda x: torch.rand(()) + x.sum() > 0,  # other random numbers come next time
+        lambda x: x.sum() > 0 and torch.rand(()) < 2,
+        lambda x: nn.functional.dropout(x, 0.5).sum() >= 0,
         lambda x: x.numpy().sum() > 0,  # NumPy may change its memory unseen
         lambda x: x.new_zeros(9)[: x.sum().long()].numel() == 8,  # a tensor inside a slice
         lambda x: torch.from_numpy(x.numpy()).sum() > 0,
@@ -145,6 +147,12 @@ def test_what_cannot_be_followed_is_traced_again(read):
     trace = traced(lambda model, x: x + 1 if read(x) else x, ONES)
     assert trace.reads_data
     assert trace.path is None
+
+
+def test_a_switched_off_dropout_draws_nothing():
+    trace = traced(lambda model, x: x + 1 if nn.functional.dropout(x, training=False).sum() > 0 else x, ONES)
+    assert takes(trace, ONES * 2)
+    assert not takes(trace, ZEROS)
 
 
 def test_several_reads_must_all_agree():
