@@ -78,7 +78,8 @@ def test_branching_on_a_remote_value_is_refused_too():
         loss = model(x).square().mean()
         return loss * 2 if loss > 1 else loss
 
-    assert "__bool__() reads the value" in refused(2, {"microbatches": 2}, loss_of=loss_of)
+    text = refused(2, {"microbatches": 2}, loss_of=loss_of)
+    assert "a condition (if, while, and, or, not, assert) reads the value" in text
 
 
 def test_ranks_that_build_different_models():
@@ -273,3 +274,54 @@ def test_a_finally_block_does_not_hide_why_a_step_failed():
         run_ranks(job, 2)
     assert "the last layer has had enough" in str(caught.value)
     assert "TraceMismatchError" not in str(caught.value)
+
+
+def test_the_optimizer_inside_the_step_function():
+    def on_each_rank(method, pipeline):
+        import torch
+        from torch import nn
+
+        import shardwright.torch as sw
+
+        sw.init({"pipeline_parallel_degree": pipeline, "microbatches": 2, "run_dir": "off"})
+        model = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @sw.step
+        def step(model, x):
+            loss = model(x).mean()
+            model.backward(loss)
+            getattr(optimizer, method)()
+            return loss
+
+        step(model, torch.ones(4, 4))
+
+    for num_ranks, method in ((1, "step"), (2, "step"), (2, "zero_grad")):
+        with pytest.raises(RanksFailedError) as caught:
+            run_ranks(on_each_rank, num_ranks, method, num_ranks)
+        assert f"optimizer.{method}() is called inside a step function" in str(caught.value)
+
+
+def test_what_is_printed_for_a_remote_value_says_that_it_is_remote():
+    def on_each_rank():
+        import torch
+        from torch import nn
+
+        import shardwright.torch as sw
+
+        sw.init({"microbatches": 2, "run_dir": "off"})
+        model = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        printed = []
+
+        @sw.step
+        def step(model, x):
+            loss = model(x).mean()
+            printed.append(f"{loss:.3f}")
+            return loss
+
+        step(model, torch.ones(4, 4))
+        return printed[-1]
+
+    first, last = run_ranks(on_each_rank, 2)
+    assert first == "DeferredTensor(shape=(), dtype=torch.float32, its value is on another rank)"
+    assert "Deferred" not in last

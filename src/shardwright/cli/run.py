@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -92,6 +93,8 @@ def run(
         grace_s=grace_s,
     )
     _check_settings(request)
+    if not quiet:
+        _note_misplaced(script, arguments or (), num_ranks=num_ranks)
     if dry_run:
         print(_as_json(request) if as_json else torchrun_line(request, os.environ))
         return
@@ -111,6 +114,21 @@ def _launch(request: LaunchRequest, *, quiet: bool, verbose: bool) -> None:
     from shardwright.launch.agent import launch
 
     sys.exit(launch(request, report=say, verbose=verbose))
+
+
+def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | None) -> None:
+    """Says so where the number of ranks stands behind the script, which then gets it.
+
+    The script may have such an option of its own, so this is no error.
+    """
+    words = [word.partition("=")[0] for word in arguments]
+    found = next((word for word in words if word in ("-n", "--num-ranks")), None)
+    if found is not None and num_ranks is None:
+        print(
+            f"note: {found} stands after {script}, so {script} gets it. For shardwright, put it before: "
+            f"shardwright run {found} 2 {script}",
+            file=sys.stderr,
+        )
 
 
 def _num_devices() -> int:

@@ -11,6 +11,8 @@ from shardwright.units import format_seconds
 __all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
 
 WORKER_CRASHED = 5
+_MANY = 4
+"""So many ranks that ended alike share a line."""
 _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 
 
@@ -43,6 +45,8 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
 def failure_report(exits: Sequence[WorkerExit]) -> str:
     """Tells which worker failed first, how, its traceback and its log; of the others one line each.
 
+    Ranks that ended alike, of which there may be hundreds, share a line.
+
     Args:
         exits: the workers of one life; at least one has failed.
     """
@@ -54,10 +58,19 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     if names_a_lost_peer(first.error):
         lines.append("  It lost a peer: look for the cause in the reports of the other hosts.")
     lines.append(f"  log: {first.log}")
-    lines += [
-        f"rank {other.rank}, {_later(other, first)}: {_consequence(other)}; log: {other.log}"
-        for other in others
-    ]
+    alike: dict[str, list[WorkerExit]] = {}
+    for other in others:
+        alike.setdefault(_consequence(other), []).append(other)
+    for consequence, group in alike.items():
+        if len(group) < _MANY:
+            lines += [f"rank {o.rank}, {_later(o, first)}: {consequence}; log: {o.log}" for o in group]
+        else:
+            ranks = ", ".join(str(rank) for rank in sorted(o.rank for o in group))
+            soonest = min(group, key=lambda o: o.at_s)
+            lines.append(
+                f"{len(group)} ranks ({ranks}), the first of them {_later(soonest, first)}: {consequence}; "
+                f"logs beside that of rank {first.rank}"
+            )
     return "\n".join(lines)
 
 

@@ -259,9 +259,11 @@ def _too_many_stages(chain: Chain, num_stages: int, pipeline: int) -> str:
     merged = ""
     if chain.num_calls > fit:
         merged = f" ({chain.num_calls} unit calls, of which some update buffers and must stay together)"
+    per_rank = "" if num_stages == pipeline else f", {num_stages // pipeline} a rank"
     return (
-        f"pipeline_parallel_degree {pipeline} needs at least {num_stages} stages, but the model has {fit} "
-        f"units to place{merged}. Use at most {fit} stages, or a model with more, smaller blocks."
+        f"{pipeline} pipeline ranks need at least {num_stages} stages{per_rank}, but the model has {fit} "
+        f"units to place{merged}. Use at most {fit} stages: start fewer ranks, or let them train replicas by "
+        "a smaller pipeline_parallel_degree. Or use a model with more, smaller blocks."
     )
 
 

@@ -53,7 +53,8 @@ class DeferredTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        # A script that prints its loss inside the step sees this on the ranks that do not compute it.
+        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, its value is on another rank)"
 
     def __format__(self, format_spec: str) -> str:
         return repr(self)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["READS_DATA", "is_metadata", "name_of", "unnoticed_changes"]
+__all__ = ["READS_DATA", "is_metadata", "name_of", "reader_of", "unnoticed_changes"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -84,6 +84,23 @@ def unnoticed_changes(
 def is_metadata(func: Callable[..., Any]) -> bool:
     """Whether a function only asks for shape, type or place."""
     return func in _METADATA
+
+
+def reader_of(func: Callable[..., Any]) -> str:
+    """What reads a value, in the words of the script: ``item()``, or the condition behind ``__bool__``."""
+    name = name_of(func)
+    return _READERS.get(name, f"{name}()")
+
+
+_READERS = {
+    "__bool__": "a condition (if, while, and, or, not, assert)",
+    "__float__": "float()",
+    "__int__": "int()",
+    "__index__": "an index or range()",
+    "__len__": "len()",
+    "__array__": "numpy",
+    "__contains__": "in",
+}
 
 
 def name_of(func: Callable[..., Any]) -> str:

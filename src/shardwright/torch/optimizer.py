@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
+from shardwright.torch.glue import active_handler
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
@@ -74,11 +75,13 @@ class DistributedOptimizer(Optimizer):
         """Updates the parameters of this rank. A closure is not supported: run the step function before."""
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
+        _refuse_inside_step("step")
         self.optimizer.step()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
+        _refuse_inside_step("zero_grad")
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,6 +105,14 @@ class DistributedOptimizer(Optimizer):
                 if id(parameter) not in identifiers:
                     self.optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
+
+
+def _refuse_inside_step(method: str) -> None:
+    if active_handler() is not None:
+        raise UsageError(
+            f"optimizer.{method}() is called inside a step function, which runs once for each microbatch: "
+            "the gradients of a batch are there when it has returned. Call it in the training loop."
+        )
 
 
 def clip_grad_norm_(

@@ -1,7 +1,7 @@
 """What a step gives back: one value a microbatch, and ways to reduce them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,6 +10,12 @@ from shardwright.errors import UsageError
 from shardwright.torch.tree import flatten
 
 __all__ = ["StepOutput", "gather_outputs"]
+
+
+_ADVICE = (
+    "It holds one tensor for each microbatch. Make one of them first: reduce_mean() for a loss, concat() for "
+    "what has a row for each sample."
+)
 
 
 class StepOutput:
@@ -61,8 +67,23 @@ class StepOutput:
     def __getitem__(self, index: int) -> Tensor:
         return self.outputs[index]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        # What a tensor has and this has not: item(), float(), backward(), shape, ...
+        raise AttributeError(f"StepOutput has no attribute {name}. {_ADVICE}")
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec:
+            raise UsageError(f"a StepOutput cannot be written as {format_spec!r}. {_ADVICE}")
+        return repr(self)
+
+    def __float__(self) -> float:
+        raise UsageError(f"a StepOutput is no number. {_ADVICE}")
+
     def __repr__(self) -> str:
-        return f"StepOutput({len(self.outputs)} microbatches of {tuple(self.outputs[0].shape)})"
+        return (
+            f"StepOutput({len(self.outputs)} microbatches of {tuple(self.outputs[0].shape)}; "
+            "reduce_mean() makes one tensor of them)"
+        )
 
 
 def gather_outputs(results: Sequence[Any]) -> Any:

@@ -106,7 +106,7 @@ class Tracer:
         line = user_line()
         if func in functions.READS_DATA:
             raise self._unreadable(
-                f"{line}: {functions.name_of(func)}() reads the value of a tensor that only one rank "
+                f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank "
                 f"has. {REMEDY}",
                 reads,
             )

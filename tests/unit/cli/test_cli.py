@@ -124,6 +124,15 @@ def test_a_dry_run_prints_one_line_and_makes_nothing(capsys, script, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_number_of_ranks_behind_the_script_is_noted(capsys, script):
+    _, out, err = call(capsys, "run", "--dry-run", script, "-n", "2")
+    assert err.startswith("note: -n stands after train.py, so train.py gets it.")
+    assert "shardwright run -n 2 train.py" in err
+    assert out.endswith("train.py -n 2\n")
+    for words in (("-n", "2", script, "-n", "3"), ("-q", script, "-n", "3"), (script, "--name", "x")):
+        assert call(capsys, "run", "--dry-run", *words)[2] == ""
+
+
 def test_a_dry_run_as_json(capsys, script):
     _, out, _ = call(capsys, "run", "-n", "2", "--dry-run", "--json", "--set", "pipeline=1f1b", script)
     found = json.loads(out)

@@ -134,3 +134,13 @@ def test_a_very_long_traceback_is_shortened_in_the_middle():
     assert len(shown) == 81
     assert shown[40] == "  [423 lines left out]"
     assert shown[-1] == "ValueError: boom"
+
+
+def test_many_ranks_that_ended_alike_share_a_line():
+    stopped = [ended(rank, -15, 10.5 + rank / 100, signal_number=15) for rank in (7, 1, 3, 5)]
+    text = failure_report([ended(0, 1, error=BOOM), *stopped, ended(2, 1, 10.2, error=PEER)])
+    assert text.splitlines()[-2:] == [
+        "rank 2, 200 ms later: exit code 1 - RuntimeError: Connection closed by peer; log: logs/rank2.log",
+        "4 ranks (1, 3, 5, 7), the first of them 510 ms later: stopped by SIGTERM; "
+        "logs beside that of rank 0",
+    ]

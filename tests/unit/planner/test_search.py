@@ -322,12 +322,12 @@ def test_more_ranks_than_units() -> None:
     with pytest.raises(PlanError) as caught:
         plan(candidates(4, blocks=2), 5)
     assert str(caught.value).startswith(
-        "pipeline_parallel_degree 5 needs at least 5 stages, but the model has 4 units to place. Use at most"
+        "5 pipeline ranks need at least 5 stages, but the model has 4 units to place. Use at most"
     )
 
 
 def test_more_virtual_stages_than_units() -> None:
-    with pytest.raises(PlanError, match=r"needs at least 6 stages, but the model has 4 units"):
+    with pytest.raises(PlanError, match=r"need at least 6 stages, 3 a rank, but the model has 4 units"):
         plan(candidates(4, blocks=2), 2, virtual_stages=3)
 
 

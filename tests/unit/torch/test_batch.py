@@ -76,3 +76,15 @@ def test_uneven_outputs_can_be_put_in_a_row_but_not_averaged():
     assert output.concat().shape == (3, 3)
     with pytest.raises(UsageError, match="different shapes"):
         output.reduce_mean()
+
+
+def test_a_step_output_that_is_taken_for_a_tensor_says_what_to_do():
+    output = StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
+    for misuse in (lambda: output.item(), lambda: output.backward()):
+        with pytest.raises(AttributeError, match=r"no attribute (item|backward).*reduce_mean\(\) for a loss"):
+            misuse()
+    for misuse in (lambda: f"{output:.3f}", lambda: float(output)):
+        with pytest.raises(UsageError, match=r"reduce_mean\(\) for a loss"):
+            misuse()
+    assert f"{output}" == "StepOutput(2 microbatches of (); reduce_mean() makes one tensor of them)"
+    assert not hasattr(output, "shape")
