@@ -285,9 +285,9 @@ def build_program(
     crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
     _check_gradients(trace, homes, home_of)
+    _check_custom_functions(trace, homes, home_of)
     _check_parameters(trace, homes)
     _check_counters(trace, homes, stage_ranks)
-    _check_custom_functions(trace, homes, home_of)
     instructions = [
         _instruction(step, flow, homes, stage_ranks, rank)
         for step, flow in zip(trace.steps, dataflow.flows, strict=True)
@@ -452,11 +452,11 @@ def _check_custom_functions(trace: Trace, homes: Sequence[int], home_of: Sequenc
     knows the function by its arguments.
     """
     for step in trace.steps:
-        if step.in_function and step.node is not None:
-            for _, value in step.reads:
-                if home_of[value] != homes[step.node]:
-                    raise TraceError(
-                        f"{step.line}: a custom autograd.Function between modules works on tensors of two "
-                        "stages, whose gradients it cannot give back. Call it inside a module, which is then "
-                        "placed as a whole, or place the modules that make its inputs on one rank."
-                    )
+        if not step.in_function or step.node is None:
+            continue
+        if any(home_of[value] != homes[step.node] for value in step.inputs):
+            raise TraceError(
+                f"{step.line}: a custom autograd.Function between modules works on tensors of two stages, "
+                "whose gradients it cannot give back. Call it inside a module, which is then placed as a "
+                "whole, or place the modules that make its inputs on one rank."
+            )
