@@ -36,7 +36,7 @@ StagesPerRank = Annotated[
 ]
 Active = Annotated[
     int | None,
-    typer.Option("--active", min=1, help="Most microbatches under way on a rank; default: no bound."),
+    typer.Option("--active", min=1, help="Most microbatches under way on a rank; default: the kind's own."),
 ]
 Forward = Annotated[float, typer.Option("--forward", metavar="SECONDS", help="Forward of one stage.")]
 Backward = Annotated[

@@ -10,14 +10,14 @@ __all__ = ["Tee"]
 
 _CHUNK_BYTES = 2**16
 _TAIL_BYTES = 2**16
-_HOLD_BACK_S = 2.0
+_HOLD_BACK_S = 5.0
 
 
 class Tee:
     """Copies what comes out of a pipe to a log and, with a prefix, to the console.
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
-    for two seconds: if the worker dies of it, the launcher's report shows it, once and in its place.
+    for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place.
 
     Args:
         pipe_fd: where the worker writes to.
