@@ -41,21 +41,21 @@ def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list
 
     traced: list[object] = []
     asked: list[object] = []
-    plain_trace, plain_program = engine.trace_step, engine.PipelineEngine._program
+    plain_trace, plain_find = engine.trace_step, engine.ProgramCache.find
 
     def trace_step(*args, **kwargs):
         traced.append(args)
         return plain_trace(*args, **kwargs)
 
-    def program(self, function, part):
+    def find(self, signature, part):
         asked.append(part)
-        return plain_program(self, function, part)
+        return plain_find(self, signature, part)
 
-    engine.trace_step, engine.PipelineEngine._program = trace_step, program
+    engine.trace_step, engine.ProgramCache.find = trace_step, find
     try:
         found = differences(recipe, case)
     finally:
-        engine.trace_step, engine.PipelineEngine._program = plain_trace, plain_program
+        engine.trace_step, engine.ProgramCache.find = plain_trace, plain_find
     return len(traced), len(asked), found
 
 

@@ -197,13 +197,12 @@ class PathRecorder:
             reads: it looked at values, or the shape of its result follows from values.
         """
         results = leaves(result)
-        tensors = [item for item in items if isinstance(item, Tensor)]
         changed = {
             _memory(item)
             for item, before in zip(items, versions, strict=True)
             if isinstance(item, Tensor) and (before is None or _version(item) != before)
         }
-        varying = draws or not self._varying.isdisjoint(_memory(item) for item in tensors)
+        varying = draws or not self._varying.isdisjoint(_memory(item) for item in _tensors(items))
         if varying:
             self._varying |= changed | {_memory(item) for item in results if isinstance(item, Tensor)}
         # Values made of shapes alone (position numbers) are the same next time: only what depends on the
@@ -265,7 +264,7 @@ class PathRecorder:
             written = noted.changed | {_memory(item) for item in noted.results if isinstance(item, Tensor)}
             if noted.outcome is not None or not needed.isdisjoint(written):
                 chosen.append(noted)
-                needed.update(_memory(item) for item in noted.items if isinstance(item, Tensor))
+                needed.update(_memory(item) for item in _tensors(noted.items))
         return chosen[::-1]
 
 
@@ -273,12 +272,20 @@ def _can_run_again(noted: _Noted) -> bool:
     if noted.draws:
         return False
     for item in noted.items:
-        parts = (item.start, item.stop, item.step) if isinstance(item, slice) else ()
-        if isinstance(item, FakeTensor) or any(isinstance(part, Tensor) for part in parts):
+        if isinstance(item, FakeTensor) or (isinstance(item, slice) and _tensors([item])):
             return False
         if not isinstance(item, Tensor) and not isinstance(item, _FIXED):
             return False
     return True
+
+
+def _tensors(items: Sequence[Any]) -> list[Tensor]:
+    """Tensors among the leaves of arguments, ends of slices included."""
+    found = []
+    for item in items:
+        parts = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+        found += [part for part in parts if isinstance(part, Tensor)]
+    return found
 
 
 def _memory(tensor: Tensor) -> int:

@@ -325,6 +325,11 @@ class Tracer:
         deferred = [isinstance(fake, Tensor) and not self._is_free(item) for item, fake in pairs]
         if any(d and not fake.is_floating_point() for d, fake in zip(deferred, fakes, strict=True)):
             return None
+        ends = [
+            end for item in items if isinstance(item, slice) for end in (item.start, item.stop, item.step)
+        ]
+        if any(isinstance(end, Tensor) and not self._is_free(end) for end in ends):
+            return None
         spare = [self._real(item, fake) for item, fake in pairs]
         zeros = [self._real(item, fake) for item, fake in pairs]
         zeros = [torch.zeros_like(own) if d else own for d, own in zip(deferred, zeros, strict=True)]
@@ -363,6 +368,8 @@ class Tracer:
 
     def _real(self, item: Any, leaf: Any) -> Any:
         """What a call gets when it runs for real: free tensors as they are, random data for all others."""
+        if not isinstance(item, Tensor):  # a slice or a cache with tensors inside
+            return copy_of_object(leaf, lambda tensor: self._real(tensor, self._fake(tensor)))
         if not self._is_free(item):
             own = random_like(leaf, self._device)
             # A leaf of autograd could not be changed in place, as what another unit returned can.

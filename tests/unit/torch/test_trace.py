@@ -140,6 +140,17 @@ def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
     assert not trace.path.taken_by(((x, torch.tensor([1, 1, 1])), {}))
 
 
+def test_a_slice_may_end_at_a_free_tensor():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+    x = torch.ones(3, WIDTH)
+    trace = traced(model, lambda x: model["a"](x)[torch.tensor(1) : torch.tensor(x.shape[0])], x)
+    assert shapes(trace)[-1] == (2, WIDTH)
+    assert not trace.reads_data
+    trace = traced(model, lambda x: model["a"](x)[: x.sum().long() // 6], x)
+    assert shapes(trace)[-1] == (2, WIDTH)
+    assert trace.reads_data
+
+
 @pytest.mark.parametrize(
     "operation",
     [
@@ -147,6 +158,7 @@ def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
         torch.unique,
         lambda y: y[y > 0],
         lambda y: F.one_hot(y.argmax(-1)),
+        lambda y: y[: y.argmax()],
     ],
 )
 def test_a_shape_that_follows_from_values_of_one_rank_is_refused(operation):
