@@ -110,7 +110,10 @@ class Node:
         parameters: names of the parameters that it reads (for operations: used outside any unit).
         cost_class: key of its cost in a `Profile`; calls with one key cost the same.
         flops: floating-point operations of the forward; a multiply-add counts as two.
-        saved_bytes: bytes that autograd keeps for the backward, parameters not counted.
+        saved_bytes: bytes that autograd keeps for the backward, parameters and the batch not counted.
+        saved_values: values among them: kept once, by however many nodes.
+        work_bytes: most bytes on top of them at any moment of the forward or the backward; 0: not known.
+        weight_bytes: bytes that a backward without the gradients of weights leaves for them; None: unknown.
         free: depends on no unit and no parameter.
         random: draws random numbers.
         line: where in the user's code, as ``file:line``.
@@ -125,6 +128,9 @@ class Node:
     cost_class: str = ""
     flops: int = 0
     saved_bytes: int = 0
+    saved_values: tuple[int, ...] = ()
+    work_bytes: int = 0
+    weight_bytes: int | None = None
     free: bool = False
     random: bool = False
     line: str = ""
@@ -147,6 +153,7 @@ class ModelGraph:
         loss: index of the value given to ``backward``; None for a step function that only evaluates.
         outputs: indices of the values that the step function returns.
         batch_size: samples in the microbatch (size of axis 0 of the first split tensor).
+        batch_bytes: bytes of the tensors of the microbatch.
     """
 
     nodes: tuple[Node, ...]
@@ -156,6 +163,7 @@ class ModelGraph:
     loss: int | None
     outputs: tuple[int, ...]
     batch_size: int = 1
+    batch_bytes: int = 0
     _fingerprint: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -206,7 +214,7 @@ class ModelGraph:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ModelGraph":
         """Reads what `to_dict` wrote, also after a round trip through JSON."""
-        lists = ("inputs", "outputs", "parameters")
+        lists = ("inputs", "outputs", "parameters", "saved_values")
         return cls(
             nodes=tuple(Node(**{**n, **{key: tuple(n[key]) for key in lists}}) for n in document["nodes"]),
             values=tuple(Value(**{**v, "spec": _spec(v["spec"])}) for v in document["values"]),
@@ -221,6 +229,7 @@ class ModelGraph:
             loss=document["loss"],
             outputs=tuple(document["outputs"]),
             batch_size=document["batch_size"],
+            batch_bytes=document["batch_bytes"],
         )
 
 

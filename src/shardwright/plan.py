@@ -131,6 +131,7 @@ class StagePrediction(_Record):
     weight_s: float = 0.0
     send_bytes: NonNegativeInt = 0
     saved_bytes: NonNegativeInt = 0
+    weight_bytes: NonNegativeInt | None = None
     parameter_bytes: NonNegativeInt = 0
 
 
@@ -141,12 +142,14 @@ class MemoryPrediction(_Record):
     gradients: NonNegativeInt
     optimizer: NonNegativeInt
     activations: NonNegativeInt
+    batch: NonNegativeInt = 0
     work: NonNegativeInt = 0
 
     @property
     def peak(self) -> int:
         """Sum of all parts."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.work
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.batch + self.work
 
 
 class Prediction(_Record):

@@ -21,6 +21,9 @@ from shardwright.errors import PeerLostError
 __all__ = ["Receipt", "Transport"]
 
 _TAG_LIMIT = 2**30
+# Sends whose memory is held at most. Waiting for one cannot deadlock: every receive is posted before its send
+# is made (`schedule.lower`).
+_MOST_PENDING = 4
 
 
 class Receipt:
@@ -74,13 +77,17 @@ class Transport:
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
 
     def send(self, tensor: Tensor, target: int) -> None:
-        """Starts sending a tensor to a pipeline rank; its memory is held until it has left."""
+        """Starts sending a tensor to a pipeline rank; its memory is held until it has left.
+
+        Where several sends are under way, waits until the first of them has left.
+        """
         if tensor.numel() == 0:
             return
         payload = tensor.detach().contiguous()
         tag = self._sent[target] % _TAG_LIMIT
         self._sent[target] += 1
-        while self._pending and self._pending[0][0].is_completed():
+        # Gloo tells whether a send has completed only to those that wait for it. The oldest has mostly left.
+        while len(self._pending) >= _MOST_PENDING or (self._pending and self._pending[0][0].is_completed()):
             self._finish(*self._pending.popleft())
         try:
             group = self._up if target > self._rank else self._down

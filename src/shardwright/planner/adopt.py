@@ -50,6 +50,7 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
             backward_s=stage.backward_s,
             weight_s=stage.weight_s,
             saved_bytes=stage.saved_bytes,
+            weight_bytes=stage.weight_bytes,
         )
         for stage in plan.prediction.stages
     )

@@ -11,8 +11,9 @@ Operations between calls have a home too: the latest call that they rest on, or,
 alone, the first call that needs them. So every value has one home, and crosses to the calls that read it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import Profile, Provenance, UnitCost
 
-__all__ = ["Chain", "Flow", "ParameterUse", "build_chain"]
+__all__ = ["Chain", "Flow", "ParameterUse", "SavedValue", "build_chain"]
 
 Floats = NDArray[np.float64]
 
@@ -43,6 +44,33 @@ class Flow:
     num_bytes: int
     gradient_bytes: int
     gradient_targets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A value that several calls keep for their backward: it takes memory once.
+
+    Attributes:
+        source: position of the call that is its home.
+        num_bytes: size of the value.
+        savers: positions of the calls that keep it.
+        glue_savers: for each operation that keeps it, the call at which it is at home.
+        readers: positions of the calls that read it, and keep it when they are recomputed.
+        sent: the last call that sends a gradient back; a stage that ends before it keeps the value.
+    """
+
+    source: int
+    num_bytes: int
+    savers: tuple[int, ...]
+    glue_savers: tuple[int, ...]
+    readers: tuple[int, ...]
+    sent: int
+
+    def keepers(self, recompute: Sequence[bool] | Mapping[int, bool]) -> list[int]:
+        """The calls that keep it, with repetitions, when these calls are recomputed."""
+        kept = [call for call in self.savers if not recompute[call]]
+        kept += [call for call in self.readers if recompute[call]]
+        return [*kept, *self.glue_savers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +105,9 @@ class Chain:
         kept_bytes: bytes that it keeps when it is recomputed.
         glue_bytes: bytes kept by the operations whose home the call is.
         work_bytes: temporary memory of the call, or of an operation at home with it.
+        weight_bytes: bytes that ``I`` of a call leaves for ``W``; NaN: not known.
+        saved_values: values that more than one call may keep.
+        batch_bytes: the tensors of a microbatch.
         flows: what crosses when the chain is cut.
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.
@@ -95,6 +126,9 @@ class Chain:
     flows: tuple[Flow, ...]
     parameters: tuple[ParameterUse, ...]
     provenance: Provenance
+    weight_bytes: Floats
+    saved_values: tuple[SavedValue, ...] = ()
+    batch_bytes: int = 0
 
     @property
     def num_calls(self) -> int:
@@ -165,6 +199,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         flows=_flows(graph, homes),
         parameters=_parameter_uses(graph, homes),
         provenance="measured" if all(cost.provenance == "measured" for cost in costs) else "estimated",
+        weight_bytes=np.array([nan if cost.weight_bytes is None else cost.weight_bytes for cost in costs]),
+        saved_values=_saved_values(graph, homes),
+        batch_bytes=graph.batch_bytes,
     )
     return chain.contract(_inseparable(graph, nodes))
 
@@ -198,7 +235,7 @@ def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, n
         # While a node's backward runs, the gradients of its results and of its inputs are there.
         around = (graph.values[value].spec for value in (*node.inputs, *node.outputs))
         gradients = sum(spec.num_bytes for spec in around if spec.requires_grad)
-        glue.gradient_bytes[home] = max(glue.gradient_bytes[home], gradients)
+        glue.gradient_bytes[home] = max(glue.gradient_bytes[home], gradients, node.work_bytes)
         if node.kind == "op":
             glue.saved_bytes[home] += node.saved_bytes
             cost = profile.costs.get(node.cost_class)
@@ -254,6 +291,35 @@ def _flows(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Flow, ...]:
                 )
             )
     return tuple(flows)
+
+
+def _saved_values(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[SavedValue, ...]:
+    savers: dict[int, list[int]] = {}
+    glue_savers: dict[int, list[int]] = {}
+    for node, home in zip(graph.nodes, homes, strict=True):
+        for kept in node.saved_values:
+            if home is not None:
+                (savers if node.kind == "unit" else glue_savers).setdefault(kept, []).append(home)
+    contributing, consumers = _contributing(graph), graph.consumers()
+    home_of = {node: home for node, home in enumerate(homes) if home is not None}
+    found = []
+    for index, value in enumerate(graph.values):
+        source = homes[value.producer]
+        readers = [reader for reader in consumers[index] if reader in home_of]
+        if source is None or value.free or not readers:
+            continue
+        returning = [home_of[r] for r in readers if value.spec.requires_grad and r in contributing]
+        found.append(
+            SavedValue(
+                source=source,
+                num_bytes=value.spec.num_bytes,
+                savers=tuple(savers.get(index, ())),
+                glue_savers=tuple(glue_savers.get(index, ())),
+                readers=tuple(home_of[r] for r in readers if graph.nodes[r].kind == "unit"),
+                sent=max(returning, default=-1),
+            )
+        )
+    return tuple(found)
 
 
 def _contributing(graph: ModelGraph) -> set[int]:

@@ -49,6 +49,8 @@ def _cost(graph: ModelGraph, node: Node, device: Device) -> UnitCost:
         backward_s=backward_s,
         weight_s=backward_s / 2 if trained and node.flops and node.kind == "unit" else 0.0,
         saved_bytes=node.saved_bytes,
+        work_bytes=node.work_bytes,
+        weight_bytes=node.weight_bytes,
         input_bytes=input_bytes,
         flops=node.flops,
         provenance="estimated",

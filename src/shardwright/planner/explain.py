@@ -27,6 +27,7 @@ def predict(option: Option) -> Prediction:
             weight_s=cost.weight_s,
             send_bytes=sent,
             saved_bytes=cost.saved_bytes,
+            weight_bytes=cost.weight_bytes,
             parameter_bytes=held,
         )
         for cost, sent, held in zip(layout.stage_costs(), sends, layout.stage_parameter_bytes(), strict=True)
@@ -107,6 +108,7 @@ def describe_memory(memory: MemoryPrediction) -> str:
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer,
         "activations": memory.activations,
+        "batch": memory.batch,
         "work": memory.work,
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,24 +55,52 @@ class Layout:
     def stage_costs(self) -> tuple[StageCost, ...]:
         """Seconds and bytes of each stage for one microbatch."""
         chain = self.chain
-        saved = np.where(self.recompute, chain.kept_bytes, chain.saved_bytes) + chain.glue_bytes
+        saved = self.saved_bytes()
         again = np.where(self.recompute, chain.recompute_s, 0.0)
         columns = [
             np.add.reduceat(values, np.asarray(self.cuts[:-1])).tolist()
-            for values in (chain.forward_s, chain.backward_s, chain.weight_s, saved, again)
+            for values in (
+                chain.forward_s,
+                chain.backward_s,
+                chain.weight_s,
+                saved,
+                again,
+                chain.weight_bytes,
+            )
         ]
         return tuple(
             StageCost(
                 forward_s=forward,
                 backward_s=max(backward, weight),
                 weight_s=weight,
-                saved_bytes=int(num_bytes) + sent,
+                saved_bytes=max(0, int(num_bytes) + sent - twice),
                 recompute_s=recompute,
+                weight_bytes=None if isnan(left) else int(left),
             )
-            for forward, backward, weight, num_bytes, recompute, sent in zip(
-                *columns, self.sent_bytes(), strict=True
+            for forward, backward, weight, num_bytes, recompute, left, sent, twice in zip(
+                *columns, self.sent_bytes(), self._counted_twice(), strict=True
             )
         )
+
+    def saved_bytes(self) -> NDArray[np.float64]:
+        """For each call, what it and the operations at home with it keep; values that others keep too."""
+        chain = self.chain
+        return np.where(self.recompute, chain.kept_bytes, chain.saved_bytes) + chain.glue_bytes
+
+    def _counted_twice(self) -> list[int]:
+        """For each stage, the bytes of values that several of its calls keep, but for the first time."""
+        stage, recompute = self.stage_of_call.tolist(), self.recompute.tolist()
+        extra = [0] * self.num_stages
+        for value in self.chain.saved_values:
+            counts: dict[int, int] = {}
+            for call in value.keepers(recompute):
+                counts[stage[call]] = counts.get(stage[call], 0) + 1
+            home = stage[value.source]
+            if value.sent >= 0 and stage[value.sent] != home and home in counts:
+                counts[home] += 1
+            for where, count in counts.items():
+                extra[where] += (count - 1) * value.num_bytes
+        return extra
 
     def sent_bytes(self) -> list[int]:
         """For each stage, the bytes of its values that get a gradient from another.

@@ -104,6 +104,7 @@ class Workload:
                 in_flight=flying,
                 limit_bytes=demands.limit_bytes,
                 optimizer_factor=demands.optimizer_factor,
+                batch_bytes=self.batch_bytes,
             )
         return Draft(workload=self, kind=kind, layout=layout, in_flight=flying)
 
@@ -132,6 +133,11 @@ class Workload:
 
         return tried[improve(start, key=key)]
 
+    @property
+    def batch_bytes(self) -> int:
+        """The tensors of a batch."""
+        return self.chain.batch_bytes * self.num_microbatches
+
     def objective(self, exposed: float) -> Objective:
         """The costs of all stages."""
         if exposed not in self._objectives:
@@ -142,7 +148,7 @@ class Workload:
                 link=self.fabric.neighbour_link,
                 exposed=exposed,
                 memory_weight=demands.memory_weight,
-                limit_bytes=demands.limit_bytes,
+                limit_bytes=max(1, demands.limit_bytes - 2 * self.batch_bytes) if demands.limit_bytes else 0,
                 recompute=demands.recompute,
                 optimizer_factor=demands.optimizer_factor,
             )
@@ -227,7 +233,7 @@ class Draft:
         activations = [0] * layout.num_ranks
         for cost, flight, rank in zip(layout.stage_costs(), self.in_flight, layout.ranks, strict=True):
             activations[rank] += flight * cost.saved_bytes
-        memory = rank_memory(layout, activation_bytes=activations, optimizer_factor=demands.optimizer_factor)
+        memory = self._memory(layout, activations)
         return max(part.peak for part in memory) - demands.limit_bytes
 
     def work_out(self) -> "Option":
@@ -242,9 +248,19 @@ class Draft:
                     in_flight=flying,
                     limit_bytes=demands.limit_bytes,
                     optimizer_factor=demands.optimizer_factor,
+                    batch_bytes=self.workload.batch_bytes,
                 )
                 option = self._simulated(layout)
         return option
+
+    def _memory(self, layout: Layout, activation_bytes: Sequence[int]) -> tuple[MemoryPrediction, ...]:
+        workload = self.workload
+        return rank_memory(
+            layout,
+            activation_bytes=activation_bytes,
+            optimizer_factor=workload.demands.optimizer_factor,
+            batch_bytes=workload.batch_bytes,
+        )
 
     def _simulated(self, layout: Layout) -> "Option":
         workload = self.workload
@@ -266,9 +282,7 @@ class Draft:
             ranks_per_node=fabric.ranks_per_node,
             action_overhead_s=ACTION_OVERHEAD_S,
         )
-        memory = rank_memory(
-            layout, activation_bytes=simulation.peak_bytes, optimizer_factor=demands.optimizer_factor
-        )
+        memory = self._memory(layout, simulation.peak_bytes)
         return Option(
             workload=workload, layout=layout, schedule=schedule, simulation=simulation, memory=memory
         )

@@ -8,19 +8,19 @@ first, until it fits, then without those that turned out unnecessary.
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shardwright.planner.layout import Layout
-from shardwright.planner.memory import work_bytes
+from shardwright.planner.memory import message_bytes
 
 __all__ = ["choose_recompute"]
 
-Floats = NDArray[np.float64]
-
 
 def choose_recompute(
-    layout: Layout, *, in_flight: Sequence[int], limit_bytes: int, optimizer_factor: float = 2.0
+    layout: Layout,
+    *,
+    in_flight: Sequence[int],
+    limit_bytes: int,
+    optimizer_factor: float = 2.0,
+    batch_bytes: int = 0,
 ) -> Layout:
     """Recomputes what it must for every rank to fit, if that is possible; all that helps where it is not.
 
@@ -29,57 +29,93 @@ def choose_recompute(
         in_flight: microbatches in flight, for each stage.
         limit_bytes: memory of one rank; 0 means no limit.
         optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
+        batch_bytes: the tensors of a batch.
     """
     if not limit_bytes:
         return layout
     chosen: list[int] = []
-    stage_of_call = layout.stage_of_call
-    weight = np.asarray(in_flight, dtype=float)[stage_of_call]
-    plain = layout.with_recompute([])
-    kept = weight * (layout.chain.saved_bytes + layout.chain.glue_bytes)
-    sent = layout.sent_bytes()
+    sent, messages = layout.sent_bytes(), message_bytes(layout)
     for rank, (held, trained) in enumerate(layout.parameter_bytes()):
-        calls = [call for stage in layout.stages_of(rank) for call in layout.calls(stage)]
-        fixed = held + trained + round(trained * optimizer_factor) + float(kept[calls].sum())
+        fixed = held + trained + round(trained * optimizer_factor)
+        fixed += messages[rank] + batch_bytes * (1 if rank == 0 else 2)
         fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
-        if fixed + work_bytes(plain)[rank] > limit_bytes:
-            chosen += _cheapest(layout, calls, weight, room=limit_bytes - fixed)
+        need = _Need(layout, rank, in_flight=in_flight, fixed=fixed)
+        chosen += _cheapest(need, limit_bytes=limit_bytes)
     return layout.with_recompute(chosen)
 
 
-def _cheapest(layout: Layout, calls: Sequence[int], weight: Floats, *, room: float) -> list[int]:
-    """Calls of one rank whose recomputation leaves room for its work memory.
+class _Need:
+    """Bytes that one rank needs, for any choice of recomputed calls.
 
     Args:
         layout: where every call runs.
-        calls: the calls of the rank.
-        weight: microbatches in flight, for each call.
-        room: bytes left without recomputation and work memory; negative where some are missing.
+        rank: pipeline rank.
+        in_flight: microbatches in flight, for each stage.
+        fixed: bytes that do not depend on the choice.
     """
-    chain = layout.chain
-    frees = weight * (chain.saved_bytes - chain.kept_bytes)
-    seconds = chain.recompute_s
+
+    def __init__(self, layout: Layout, rank: int, *, in_flight: Sequence[int], fixed: int):
+        chain = layout.chain
+        self._layout = layout
+        self._stages = layout.stages_of(rank)
+        self._in_flight = in_flight
+        self._fixed = fixed
+        self.calls = [call for stage in self._stages for call in layout.calls(stage)]
+        self._stage = {call: stage for stage in self._stages for call in layout.calls(stage)}
+        self._saved, self._kept = chain.saved_bytes.tolist(), chain.kept_bytes.tolist()
+        self._glue, self._work = chain.glue_bytes.tolist(), chain.work_bytes.tolist()
+        stage_of_call = layout.stage_of_call.tolist()
+        self._values = [
+            (value, stage_of_call[value.source] if value.sent >= 0 else -1, stage_of_call[value.sent])
+            for value in chain.saved_values
+            if not self._stage.keys().isdisjoint((*value.savers, *value.glue_savers, *value.readers))
+        ]
+
+    def frees(self, call: int) -> float:
+        """Bytes that the recomputation of a call gives free."""
+        return float(self._in_flight[self._stage[call]] * (self._saved[call] - self._kept[call]))
+
+    def seconds(self, call: int) -> float:
+        """What it takes."""
+        return float(self._layout.chain.recompute_s[call])
+
+    def bytes(self, picked: Sequence[int]) -> float:
+        """The peak of the rank when these calls are recomputed."""
+        recompute = dict.fromkeys(range(self._layout.chain.num_calls), False) | dict.fromkeys(picked, True)
+        work, total = 0.0, float(self._fixed)
+        for stage in self._stages:
+            behind = 0.0
+            for call in reversed(self._layout.calls(stage)):
+                again = self._saved[call] - self._kept[call] if recompute[call] else 0.0
+                work = max(work, self._work[call] + again - behind)
+                behind += (self._kept[call] if recompute[call] else self._saved[call]) + self._glue[call]
+            total += self._in_flight[stage] * behind
+        for value, home, target in self._values:
+            counts: dict[int, int] = {}
+            for call in value.keepers(recompute):
+                if call in self._stage:
+                    counts[self._stage[call]] = counts.get(self._stage[call], 0) + 1
+            if home >= 0 and home != target and home in counts:
+                counts[home] += 1
+            total -= sum(self._in_flight[s] * (count - 1) for s, count in counts.items()) * value.num_bytes
+        return total + work
+
+
+def _cheapest(need: _Need, *, limit_bytes: int) -> list[int]:
+    """Calls of one rank whose recomputation makes it fit; all that free memory where nothing does."""
     order = sorted(
-        (call for call in calls if frees[call] > 0), key=lambda call: (seconds[call] / frees[call], call)
+        (call for call in need.calls if need.frees(call) > 0),
+        key=lambda call: (need.seconds(call) / need.frees(call), call),
     )
-
-    def fits(picked: Sequence[int]) -> bool:
-        inside = set(picked)
-        work = max(
-            chain.work_bytes[c] + (chain.saved_bytes[c] - chain.kept_bytes[c] if c in inside else 0.0)
-            for c in calls
-        )
-        return bool(room + sum(frees[c] for c in picked) >= work)
-
     picked: list[int] = []
     for call in order:
-        if fits(picked):
+        if need.bytes(picked) <= limit_bytes:
             break
         picked.append(call)
-    if not fits(picked):
+    if need.bytes(picked) > limit_bytes:
         return picked
-    for call in sorted(picked, key=lambda c: -seconds[c]):
+    for call in sorted(picked, key=lambda c: -need.seconds(c)):
         rest = [c for c in picked if c != call]
-        if fits(rest):
+        if need.bytes(rest) <= limit_bytes:
             picked = rest
     return picked

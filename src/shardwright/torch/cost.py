@@ -4,7 +4,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,15 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def random(self) -> bool:
         """Whether random numbers were drawn."""
         return bool(self.draws)
+
+    def ignore(self, storages: Collection[int]) -> None:
+        """Takes back what was counted as saved for these storages: it is somebody else's memory."""
+        for key in storages:
+            self._saved.pop(key, None)
+
+    def saves(self, storage: int) -> bool:
+        """Whether autograd keeps this storage."""
+        return storage in self._saved
 
     @property
     def saved_bytes(self) -> int:
@@ -206,7 +215,7 @@ def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
     """
     inputs = [_describe(item) for item in fakes]
     digest = hashlib.sha256(repr((kind, inputs)).encode()).hexdigest()[:12]
-    name = type(func).__name__ if isinstance(func, nn.Module) else kind
+    name = type(func).__name__ if isinstance(func, nn.Module) else kind.split()[0]
     return f"{name}-{digest}"
 
 

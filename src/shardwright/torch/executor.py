@@ -232,6 +232,10 @@ class Executor:
                 microbatch.leaves.pop((crossing.value, stage), None)
             if crossing.has_gradient:
                 microbatch.gradients[crossing.value, stage] = _gradient_of(leaf, crossing, self._device)
+            if leaf is not None and leaf.requires_grad:
+                # The loss, which the step function holds on to, leads through the graph to this leaf.
+                leaf.grad = None
+                leaf.data = leaf.new_empty(0)
         self._free(stage, microbatch)
 
     def _backward_weight(self, stage: int, microbatch: Microbatch) -> None:

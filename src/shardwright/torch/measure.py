@@ -89,6 +89,8 @@ def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
         backward_s=timing.backward_s,
         weight_s=timing.weight_s,
         saved_bytes=node.saved_bytes,
+        work_bytes=node.work_bytes,
+        weight_bytes=node.weight_bytes,
         input_bytes=sum(graph.values[value].spec.num_bytes for value in node.inputs),
         flops=node.flops,
         provenance="measured",

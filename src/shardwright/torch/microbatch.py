@@ -284,8 +284,9 @@ class Microbatch:
         items, structure = flatten((args, kwargs))
         for position, value in instruction.flow.cuts:
             leaf = self.leaf(value, instruction.stage)
-            if torch.is_autocast_enabled(self._device.type):
-                # Autocast keeps the cast of a leaf, as if it were a weight, and sums its gradients rounded.
+            if leaf.requires_grad:
+                # The leaf itself is emptied after the backward. And autocast would keep the cast of a leaf,
+                # as if it were a weight, and sum its gradients rounded.
                 leaf = leaf.view_as(leaf)
             items[position] = leaf
         for position, value in instruction.flow.held:

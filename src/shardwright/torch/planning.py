@@ -104,6 +104,7 @@ class Planner:
             num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
             splitter=splitter,
             prepare=self._materialiser.buffers_outside,
+            count_memory=True,
         )
 
     def _profiles(self, traces: dict[int, Trace], cluster: Cluster, phase: Phase) -> dict[int, Profile]:

@@ -15,9 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwright.torch._private import FakeTensor
+
 __all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_linear_modules", "unsplit"]
 
 Work = Callable[[], None]
+
+# Fake tensors stand for plain ones where memory is counted; other subclasses have backwards of their own.
+_PLAIN = (Tensor, FakeTensor)
 
 
 class _PutOff:
@@ -128,7 +133,7 @@ def _notify(uses: dict[int, int] | None, weight: Tensor, bias: Tensor | None) ->
 def _is_plain(parameter: Any) -> bool:
     """Whether a gradient may be written past autograd: nobody listens, and it is an ordinary tensor."""
     return parameter is None or (
-        type(parameter) is nn.Parameter
+        type(parameter) in (nn.Parameter, FakeTensor)
         and not parameter._backward_hooks
         and not getattr(parameter, "_post_accumulate_grad_hooks", None)
     )
@@ -143,7 +148,7 @@ class _SplitForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
-        plain = type(x) is Tensor and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
+        plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
         if not plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         apply: Any = _SplitLinear.apply

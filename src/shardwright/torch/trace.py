@@ -39,6 +39,7 @@ from shardwright.torch.source_line import called_from, in_custom_function, outer
 from shardwright.torch.trace_guard import Attributes, OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.working_memory import WorkingMemory, working_memory
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,15 @@ class _Recorded:
 class Tracer:
     """The handler of a step function that is being traced."""
 
-    def __init__(self, unit_map: UnitMap, device: torch.device, batch: Sequence[Any] = ()):
+    def __init__(
+        self,
+        unit_map: UnitMap,
+        device: torch.device,
+        batch: Sequence[Any] = (),
+        *,
+        count_memory: bool = False,
+    ):
+        self._count_memory = count_memory
         self.unit_map = unit_map
         self._device = device
         self._names = dict(unit_map.parameters)
@@ -76,6 +85,7 @@ class Tracer:
         self.loss: int | None = None
         self.backward_at: int | None = None
         self.samples: dict[str, Sample] = {}
+        self.batch_bytes = 0
         self._recomputes = False
         self._path = PathRecorder(batch)
         self._value_of: dict[int, int] = {}
@@ -89,6 +99,9 @@ class Tracer:
         self._counters: dict[int, str] = {}
         self._initial: dict[int, str] = {}
         self._regions: dict[FrameType, list[int]] = {}
+        self._batch_storages: set[int] = set()
+        self._first_of_storage: dict[int, int] = {}
+        self._memory: dict[str, WorkingMemory] = {}
 
     # ---- what the step function calls ----
 
@@ -113,7 +126,8 @@ class Tracer:
         arguments = structure.rebuild([self._fake(item) for item in items])
         cost = CostCounter()
         fakes = leaves(arguments)
-        key = self._sample(func, functions.name_of(func), fakes, fakes, structure)
+        key = self._sample(func, functions.name_of(func), items, fakes, fakes, structure)
+        memory = self._working_memory(key, func, items, fakes, structure)
         try:
             output, versions = self._execute(func, arguments, cost)
         except FAKE_FAILURES as error:
@@ -135,6 +149,8 @@ class Tracer:
             cost_class=key,
             flops=cost.flops,
             saved_bytes=cost.saved_bytes,
+            work_bytes=memory.work_bytes,
+            weight_bytes=memory.weight_bytes,
             random=cost.random,
             line=line,
         )
@@ -159,7 +175,8 @@ class Tracer:
             copy_of_object(fake) if _is_opaque(item) else fake
             for item, fake in zip(items, fakes, strict=True)
         ]
-        key = self._sample(module, class_key(module), fakes, kept, structure)
+        key = self._sample(module, class_key(module), items, fakes, kept, structure)
+        memory = self._working_memory(key, module, items, fakes, structure)
         attributes = Attributes(module)
         cost = CostCounter(self._names)
         buffers = _buffers_of(module)
@@ -186,6 +203,8 @@ class Tracer:
             cost_class=key,
             flops=cost.flops,
             saved_bytes=cost.saved_bytes,
+            work_bytes=memory.work_bytes,
+            weight_bytes=memory.weight_bytes,
             random=cost.random,
             line=line,
         )
@@ -224,12 +243,44 @@ class Tracer:
         error.buffers = frozenset(self._initial[value] for value in seen if value in self._initial)
         return error
 
-    def _sample(self, func: Any, kind: str, fakes: list[Any], kept: list[Any], structure: Structure) -> str:
+    def _sample(
+        self,
+        func: Any,
+        kind: str,
+        items: list[Any],
+        fakes: list[Any],
+        kept: list[Any],
+        structure: Structure,
+    ) -> str:
         """The cost class of a call, whose arguments are kept if it is the first."""
-        key = cost_class(func, kind, fakes)
+        # What comes from the batch takes no memory when it is kept, unlike what another call made.
+        from_batch = [at for at, item in enumerate(items) if self._is_somebody_elses(item)]
+        key = cost_class(func, f"{kind} {from_batch}" if from_batch else kind, fakes)
         if key not in self.samples:
             self.samples[key] = Sample(func, kept, structure.without_template())
         return key
+
+    def _working_memory(
+        self, key: str, func: Any, items: list[Any], fakes: list[Any], structure: Structure
+    ) -> WorkingMemory:
+        """What a cost class needs for a moment; counted for the first of its calls."""
+        if not self._count_memory:
+            return WorkingMemory()
+        if key not in self._memory:
+            given = [self._is_somebody_elses(item) for item in items]
+            with self.fake_mode:
+                self._memory[key] = working_memory(func, fakes, structure, given=given)
+        return self._memory[key]
+
+    def _is_somebody_elses(self, item: Any) -> bool:
+        """Whether a leaf is a tensor that no node made: the batch's, or a parameter."""
+        return isinstance(item, Tensor) and self._value(item) is None
+
+    def note_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Takes note of the tensors of the microbatch: that they are saved takes no memory."""
+        for tensor in tensors:
+            self._batch_storages.add(storage_key(self._as_fake(tensor)))
+            self.batch_bytes += tensor.nbytes
 
     # ---- recording ----
 
@@ -423,7 +474,17 @@ class Tracer:
                 returned.append(self.values[value].holder)
             else:
                 returned.append(result)
-        self.nodes.append(replace(node, outputs=tuple(value for _, value in writes)))
+        outputs = tuple(value for _, value in writes)
+        cost.ignore(self._batch_storages)
+        saved = (value for value in (*node.inputs, *outputs) if cost.saves(self._storage_of(value)))
+        self.nodes.append(
+            replace(
+                node,
+                outputs=outputs,
+                saved_bytes=cost.saved_bytes,
+                saved_values=tuple(dict.fromkeys(self._first_of_storage[self._storage_of(v)] for v in saved)),
+            )
+        )
         blank = [None if position in dict(passed) else item for position, item in enumerate(returned)]
         step = Step(
             func=func,
@@ -523,8 +584,12 @@ class Tracer:
             holder = DeferredTensor(fake, value)
         self.values.append(_Recorded(producer, position, fake, holder, fake.requires_grad))
         self._value_of[id(holder)] = value
+        self._first_of_storage.setdefault(storage_key(fake), value)
         self._keep_alive.append(holder)
         return value
+
+    def _storage_of(self, value: int) -> int:
+        return storage_key(self.values[value].fake)
 
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor on the computing device, in place of a parameter or buffer."""
@@ -619,6 +684,7 @@ class Tracer:
             loss=self.loss,
             outputs=outputs,
             batch_size=batch_size,
+            batch_bytes=self.batch_bytes,
         )
         return Trace(
             graph=graph,
@@ -689,6 +755,7 @@ def trace_step(
     *,
     device: torch.device | str = "cpu",
     batch_size: int = 1,
+    count_memory: bool = False,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -698,12 +765,14 @@ def trace_step(
         arguments: its (args, kwargs).
         device: where the units compute.
         batch_size: samples in the microbatch.
+        count_memory: find out what units need for a moment; takes three more forwards on fake tensors for
+            each cost class.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
         TraceError: the loss does not depend on the model.
     """
-    run = _Run(unit_map, function, arguments, torch.device(device), batch_size)
+    run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
     trace, changed = run.trace()
     if not changed:
         return trace
@@ -728,6 +797,7 @@ class _Run:
     arguments: Any
     device: torch.device
     batch_size: int
+    count_memory: bool
 
     def trace(
         self, state: Collection[str] = frozenset(), counters: Collection[str] = frozenset()
@@ -742,7 +812,8 @@ class _Run:
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
         copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
-        tracer = Tracer(self.unit_map, self.device, copies)
+        tracer = Tracer(self.unit_map, self.device, copies, count_memory=self.count_memory)
+        tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         generators = get_state(self.device)

@@ -31,6 +31,7 @@ def trace_parts(
     num_stages: int,
     splitter: Splitter | None = None,
     prepare: Callable[[UnitMap], None] | None = None,
+    count_memory: bool = False,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
 
@@ -42,6 +43,7 @@ def trace_parts(
         num_stages: how many stages are thought of, which says how fine the units need to be.
         splitter: knows how many samples are in a part.
         prepare: called with the units before a trace is tried.
+        count_memory: work out what every call needs for a moment.
 
     Raises:
         TraceError: the step function cannot be traced; the line is named.
@@ -66,7 +68,12 @@ def trace_parts(
         try:
             return {
                 m: trace_step(
-                    unit_map, function, part, device=device, batch_size=splitter.batch_size(part) or 1
+                    unit_map,
+                    function,
+                    part,
+                    device=device,
+                    batch_size=splitter.batch_size(part) or 1,
+                    count_memory=count_memory,
                 )
                 for m, part in parts.items()
             }

@@ -100,8 +100,10 @@ def test_memory_adds_up() -> None:
     layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile_of(work_bytes=64)).with_recompute([1])
     first, second = rank_memory(layout, activation_bytes=(500, 600), optimizer_factor=2.0)
     assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
-    assert (first.activations, first.work, first.peak) == (500, 960 + 80, 4740)
-    assert (second.work, second.peak) == (80, 3880)
+    # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way.
+    assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40, 4820)
+    # The values that come in; the last call has no other behind it.
+    assert (second.work, second.peak) == (80 + 40, 3920)
 
 
 def test_frozen_parameters_have_no_gradient() -> None:
@@ -160,10 +162,11 @@ def test_recomputation_is_enough_and_nothing_of_it_is_idle(
 def test_recomputation_takes_the_cheapest_bytes() -> None:
     profile = recompute_profile([(5.0, 1010), (1.0, 1010), (2.0, 1010)])
     layout = lay_out(chain_graph(3, classes=["c0", "c1", "c2"]), (0, 5), (0,), profile)
-    # States take 8000 bytes, four microbatches 12120, the gradients around a unit 80, its recomputation 1000.
-    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 3000)
+    # States take 8000 bytes, four microbatches 12120, the gradients around a unit 80. When the third unit is
+    # recomputed, the 1010 bytes of the fourth are gone: nothing is added.
+    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4000)
     assert chosen.recompute.tolist() == [False, False, True, False, False]
-    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 3001)
+    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4001)
     assert chosen.recompute.tolist() == [False, False, True, True, False]
 
 
