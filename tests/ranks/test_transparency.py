@@ -85,6 +85,7 @@ def test_an_encoder_decoder_runs_over_eight_stages(kind):
         "hooks collect outputs",
         "statistics in glue",
         "no_grad comes first",
+        "custom functions",
     ],
 )
 def test_every_schedule_runs_more_microbatches(name):

@@ -126,12 +126,14 @@ OWN_MODELS: dict[str, Recipe] = {
     "two towers": _own(modules.TwoTowers, two_views, contrast),
     "nested inputs": _own(modules.NestedInputs, nested),
     "hooks collect outputs": _own(modules.HooksCollectOutputs),
+    "custom functions": _own(modules.CustomFunctions),
     "recomputes": _own(modules.Recomputes),
     "no_grad comes first": _own(modules.NoGradComesFirst),
     "teacher": _own(modules.Teacher, loss=imitate),
     "deep supervision": _own(modules.DeepSupervision, loss=classify_deeply),
     "unused parameters": _own(modules.UnusedParameters),
     "statistics in glue": _own(modules.StatisticsInGlue),
+    "stateful blocks": _own(modules.StatefulBlocks),
     "buffers in glue": _own(modules.BuffersInGlue),
 }
 

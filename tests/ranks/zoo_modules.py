@@ -302,12 +302,45 @@ class HooksCollectOutputs(Stack):
         return self.head(x + torch.stack(gathered).mean(0))
 
 
+class ReversesGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -ctx.factor * gradients[0], None
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return gradients[0] * y, gradients[0] * x
+
+
+class CustomFunctions(Stack):
+    """Functions with a backward of their own between the blocks, some on tensors of two stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = ReversesGradients.apply(Product.apply(block(x), first), 0.5)
+        return self.head(x)
+
+
 class Recomputes(Stack):
     """The user checkpoints activations by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=x.requires_grad and number % 2 == 1)
         return self.head(x)
 
 
@@ -407,6 +440,27 @@ class BuffersInGlue(Stack):
         return self.head(x - self.mean) / (1 + self.count)
 
 
+class StatefulBlock(nn.Module):
+    """Makes its running mean anew, and changes buffers whenever its weight is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
+        return x + torch.tanh(y - self.mean)
+
+
+class StatefulBlocks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StatefulBlock() for _ in self.blocks)
+
+
 class ReadsBeforeItChanges(Stack):
     """The first stage reads what the last one changes."""
 
@@ -460,7 +514,7 @@ class ClampsAParameter(Stack):
             self.shift.clamp_(0, 1)
         for block in self.blocks:
             x = block(x) + self.shift
-        return self.head(x)
+        return self.head(x) * self.shift.mean()
 
 
 class TakesAGradient(Stack):

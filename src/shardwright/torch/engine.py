@@ -13,6 +13,7 @@ from shardwright.schedule import Schedule, build_schedule, lower, splits_backwar
 from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.context import Context
+from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
@@ -79,7 +80,7 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
-        with inference_mode_as_no_grad():
+        with inference_mode_as_no_grad(), custom_functions_intercepted():
             return self._run(function, arguments, splitter)
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
@@ -148,6 +149,8 @@ class PipelineEngine:
         self._set_units(names)
         assert self._unit_map is not None
         self._materialiser.buffers_outside(self._unit_map)
+        # Before the trace, in which a module around several units must not recompute itself.
+        marked = marked_inside(module, set(self._unit_map.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
         self._agree(trace)
@@ -161,7 +164,6 @@ class PipelineEngine:
             device=context.device,
             on_last_backward=self.reducer.last_backward if self.reducer else None,
         )
-        marked = marked_inside(module, set(self._unit_map.units))
         self._recompute = frozenset(
             node.label
             for node in trace.graph.nodes
@@ -244,6 +246,7 @@ class PipelineEngine:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
+        self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
         program = self._programs.find_equal(signature, trace)
         if program is None:

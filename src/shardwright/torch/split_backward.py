@@ -160,7 +160,8 @@ def split_linear_modules(module: nn.Module) -> list[nn.Module]:
     """Makes every linear module inside able to put its weight gradient off; returns them."""
     done = []
     for sub in module.modules():
-        if "forward" in sub.__dict__:
+        # A weight that is computed on access (parametrizations) must be asked for once a forward.
+        if "forward" in sub.__dict__ or sub._parameters.get("weight") is None:
             continue
         if type(sub).forward is nn.Linear.forward:
             sub.__dict__["forward"] = _SplitForward(sub, transposed=False)

@@ -179,6 +179,7 @@ class Tracer:
         memory = self._working_memory(key, module, items, fakes, structure)
         attributes = Attributes(module)
         cost = CostCounter(self._names)
+        own = {self._names[id(t)] for t in _tensors_of(module) if id(t) in self._names}
         buffers = _buffers_of(module)
         try:
             output, versions = self._execute(module, arguments, cost)
@@ -191,8 +192,6 @@ class Tracer:
         self._calls[name] = ordinal + 1
         if cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
-        # A buffer that the unit has made anew has no name.
-        own = {self._names[id(t)] for t in _tensors_of(module) if id(t) in self._names}
         node = Node(
             kind="unit",
             name=name,
