@@ -285,7 +285,6 @@ def build_program(
     crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
     _check_gradients(trace, homes, home_of)
-    _check_custom_functions(trace, homes, home_of)
     _check_parameters(trace, homes)
     _check_counters(trace, homes, stage_ranks)
     instructions = [
@@ -443,20 +442,3 @@ def _check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[in
                     f"the buffer {name} is changed in the step function, Python reads its value, and stages "
                     "change in between, where other microbatches come in. Read and change it in one place."
                 )
-
-
-def _check_custom_functions(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
-    """Refuses a custom ``autograd.Function`` over several stages: gradients would not find the way back.
-
-    What comes from another stage becomes a leaf of autograd where it is used, inside the function; autograd
-    knows the function by its arguments.
-    """
-    for step in trace.steps:
-        if not step.in_function or step.node is None:
-            continue
-        if any(home_of[value] != homes[step.node] for value in step.inputs):
-            raise TraceError(
-                f"{step.line}: a custom autograd.Function between modules works on tensors of two stages, "
-                "whose gradients it cannot give back. Call it inside a module, which is then placed as a "
-                "whole, or place the modules that make its inputs on one rank."
-            )

@@ -88,7 +88,6 @@ class Step:
         passed: (position in the result, position in the arguments) of arguments that are returned as they
             are.
         line: where in the user's code.
-        in_function: inside the ``apply`` of a custom ``autograd.Function``.
         draws: random numbers that it takes.
         changed_parameters: names of parameters that it changes in place.
         counters: names of buffers that it reads or changes on every rank.
@@ -97,7 +96,6 @@ class Step:
     func: Any
     node: int | None
     line: str = ""
-    in_function: bool = False
     draws: tuple[Draw, ...] = ()
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()

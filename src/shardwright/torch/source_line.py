@@ -7,7 +7,6 @@ __all__ = [
     "called_from",
     "custom_function_call",
     "frames_up_to",
-    "in_custom_function",
     "outermost_checkpoint",
     "user_line",
 ]
@@ -70,8 +69,3 @@ def custom_function_call() -> int | None:
         callee = name
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-def in_custom_function() -> bool:
-    """Whether the ``forward`` of an ``autograd.Function`` is running that is not torch's own."""
-    return custom_function_call() is not None

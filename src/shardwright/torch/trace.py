@@ -35,7 +35,7 @@ from shardwright.torch.path import PathRecorder
 from shardwright.torch.recording import Change, Sample, Step, Together, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
-from shardwright.torch.source_line import called_from, in_custom_function, outermost_checkpoint, user_line
+from shardwright.torch.source_line import called_from, outermost_checkpoint, user_line
 from shardwright.torch.trace_guard import Attributes, OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
@@ -489,7 +489,6 @@ class Tracer:
             func=func,
             node=index,
             line=node.line,
-            in_function=in_custom_function(),
             draws=tuple(cost.draws),
             reads=tuple(reads),
             writes=tuple(writes),
