@@ -819,10 +819,11 @@ class _Run:
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         watch = BufferWatch(self.unit_map)
         tracer.watch(watch.tensors(), state, counters)
-        hooks_before = num_hooks_registered()
         try:
             with unchanged, open_modules, GlueMode(tracer):
+                hooks_before = num_hooks_registered()
                 result = self.function(*args, **kwargs)
+                registers_hooks = num_hooks_registered() > hooks_before
                 set_active_handler(None)
                 changed = watch.changed(tracer.is_value)
                 together = tracer.together(watch)
@@ -834,7 +835,7 @@ class _Run:
                 self.batch_size,
                 together=together,
                 changes_batch=changes_batch,
-                temporary_hooks=num_hooks_registered() > hooks_before and not unchanged.left_hooks,
+                temporary_hooks=registers_hooks and not unchanged.left_hooks,
             )
             return trace, changed
         except DeferredReadError as error:

@@ -165,3 +165,17 @@ def test_a_shape_that_follows_from_values_of_one_rank_is_refused(operation):
     model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
     with pytest.raises(DeferredReadError, match=r"only one rank has|on another rank"):
         traced(model, lambda x: operation(model["a"](x)), torch.ones(3, WIDTH))
+
+
+def test_only_hooks_of_the_step_function_itself_count_as_its_hooks():
+    """Those of the tracer did: every switch between microbatches went through all modules of the model."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, 2)})
+
+    def hooked(x):
+        handle = model["a"].register_forward_hook(lambda *_: None)
+        y = model["a"](x)
+        handle.remove()
+        return y
+
+    assert not traced(model, model["a"], torch.ones(3, WIDTH)).temporary_hooks
+    assert traced(model, hooked, torch.ones(3, WIDTH)).temporary_hooks
