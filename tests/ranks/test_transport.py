@@ -43,3 +43,25 @@ def test_receives_may_be_posted_before_anything_is_sent():
 
 def test_each_direction_may_have_a_group_of_its_own():
     check(run_ranks(talk, 3, 2))
+
+
+def hold(num_bytes, num_messages):
+    """The most messages that the sender held."""
+    transport = Transport([0, 1], rank=dist.get_rank())
+    numbers = range(num_messages)
+    if dist.get_rank() == 1:
+        receipts = [transport.post_receive((num_bytes,), 0, dtype=torch.uint8, device=CPU) for _ in numbers]
+        return [int(receipt.wait()[-1]) for receipt in receipts]
+    most = 0
+    for number in numbers:
+        transport.send(torch.full((num_bytes,), number, dtype=torch.uint8), 1)
+        most = max(most, len(transport._pending))
+    transport.flush()
+    return most
+
+
+def test_large_messages_that_have_left_are_let_go():
+    assert run_ranks(hold, 2, 8 * 2**20, 10) == [4, [*range(10)]]
+    most, received = run_ranks(hold, 2, 1024, 40)
+    assert most > 4
+    assert received == [*range(40)]
