@@ -33,7 +33,7 @@ from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.rng import get_state, set_state
-from shardwright.torch.split_backward import split_linear_modules
+from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
 from shardwright.torch.tree import flatten
 from shardwright.torch.unit_map import UnitMap
@@ -199,7 +199,7 @@ class PipelineEngine:
         assert context.plan is not None
         if splits_backward(context.plan.schedule.kind):
             for unit in self._unit_map.modules.values():
-                split_linear_modules(unit)
+                split_modules(unit)
 
     def _agree(self, trace: Trace) -> None:
         """Refuses a model that the ranks of a replica trace differently."""

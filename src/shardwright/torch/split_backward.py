@@ -1,4 +1,4 @@
-"""Splits the backward of linear layers: gradients of inputs now, gradients of weights when there is time.
+"""Splits the backward of linear layers and convolutions: inputs now, weights when there is time.
 
 A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the
 gradients of the weights (``W``) while it would otherwise wait. Autograd does both at once, so the weight
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor
 
-__all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_linear_modules", "unsplit"]
+__all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
 
 Work = Callable[[], None]
 
@@ -105,6 +105,51 @@ class _SplitLinear(torch.autograd.Function):
         return grad_x, None, None, None
 
 
+class _SplitConvolution(torch.autograd.Function):
+    """A convolution whose weight gradient does not pass through autograd.
+
+    Shapes: x (N, C, *), weight (O, C / groups, *), bias (O,), result (N, O, *).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.how = weight, bias, how
+        ctx.uses = uses = _PutOff.uses
+        if uses is not None:
+            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grad,) = gradients
+        (x,) = ctx.saved_tensors
+        weight, bias, how, uses = ctx.weight, ctx.bias, ctx.how, ctx.uses
+
+        def gradients_of(wanted: list[bool]) -> list[Tensor | None]:
+            sizes = None if bias is None else bias.shape
+            found: list[Tensor | None]
+            found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *how, wanted)
+            return found
+
+        def work() -> None:
+            with torch.no_grad():
+                wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
+                found = gradients_of(wanted) if any(wanted) else [None] * 3
+                for parameter, gradient in zip((weight, bias), found[1:], strict=True):
+                    # Some kernels give both, whatever was wanted.
+                    if gradient is not None and parameter.requires_grad:
+                        _accumulate(parameter, gradient)
+            _notify(uses, weight, bias)
+
+        grad_x = gradients_of([True, False, False])[0] if ctx.needs_input_grad[0] else None
+        if _PutOff.work is None:
+            work()
+        else:
+            _PutOff.work.append(work)
+        return grad_x, None, None, None
+
+
 def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = left @ right
@@ -140,42 +185,73 @@ def _is_plain(parameter: Any) -> bool:
 
 
 class _SplitForward:
-    """Replaces the forward of one linear module."""
+    """Replaces the forward of one module.
 
-    def __init__(self, module: nn.Module, transposed: bool):
+    Args:
+        module: has a weight, and a bias or None.
+        function: what computes it.
+        how: its last argument.
+        dim: dimensions that an input must have; None for any.
+    """
+
+    def __init__(
+        self, module: nn.Module, function: type[torch.autograd.Function], how: Any, dim: int | None = None
+    ):
         self._module = module
-        self._transposed = transposed
+        self._function: Any = function
+        self._how = how
+        self._dim = dim
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
         plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
-        if not plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        if (
+            not plain
+            or not torch.is_grad_enabled()
+            or torch.is_autocast_enabled(x.device.type)
+            or self._dim not in (None, x.dim())
+        ):
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
-        apply: Any = _SplitLinear.apply
-        result: Tensor = apply(x, weight, bias, self._transposed)
+        result: Tensor = self._function.apply(x, weight, bias, self._how)
         return result
 
 
-def split_linear_modules(module: nn.Module) -> list[nn.Module]:
-    """Makes every linear module inside able to put its weight gradient off; returns them."""
+_CONVOLUTIONS = {nn.Conv1d.forward: 3, nn.Conv2d.forward: 4, nn.Conv3d.forward: 5}
+
+
+def _split_forward(module: nn.Module) -> _SplitForward | None:
+    """What a module's forward is replaced with; None where it stays."""
+    forward: Any = type(module).forward
+    if forward is nn.Linear.forward:
+        return _SplitForward(module, _SplitLinear, False)
+    if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
+        # GPT-2's linear layer, with the weight stored as (in, out).
+        return _SplitForward(module, _SplitLinear, True)
+    if forward in _CONVOLUTIONS:
+        conv: Any = module
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            return None
+        how = (conv.stride, conv.padding, conv.dilation, False, [0] * len(conv.stride), conv.groups)
+        return _SplitForward(module, _SplitConvolution, how, _CONVOLUTIONS[forward])
+    return None
+
+
+def split_modules(module: nn.Module) -> list[nn.Module]:
+    """Makes every linear module and convolution inside able to put its weight gradient off; returns them."""
     done = []
     for sub in module.modules():
         # A weight that is computed on access (parametrizations) must be asked for once a forward.
         if "forward" in sub.__dict__ or sub._parameters.get("weight") is None:
             continue
-        if type(sub).forward is nn.Linear.forward:
-            sub.__dict__["forward"] = _SplitForward(sub, transposed=False)
-        elif type(sub).__name__ == "Conv1D" and type(sub).__module__.startswith("transformers."):
-            # GPT-2's linear layer, with the weight stored as (in, out).
-            sub.__dict__["forward"] = _SplitForward(sub, transposed=True)
-        else:
-            continue
-        done.append(sub)
+        replacement = _split_forward(sub)
+        if replacement is not None:
+            sub.__dict__["forward"] = replacement
+            done.append(sub)
     return done
 
 
 def unsplit(modules: list[nn.Module]) -> None:
-    """Takes back `split_linear_modules`."""
+    """Takes back `split_modules`."""
     for module in modules:
         if isinstance(module.__dict__.get("forward"), _SplitForward):
             del module.__dict__["forward"]

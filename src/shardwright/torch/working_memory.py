@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import storage_key
-from shardwright.torch.split_backward import put_off_weights, split_linear_modules, unsplit
+from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.tree import Structure, leaves
 
 __all__ = ["WorkingMemory", "working_memory"]
@@ -58,7 +58,7 @@ def working_memory(
     """
     if not torch.is_grad_enabled():
         return WorkingMemory()
-    split = split_linear_modules(func) if isinstance(func, nn.Module) else []
+    split = split_modules(func) if isinstance(func, nn.Module) else []
     is_split = isinstance(func, nn.Module) and any("forward" in vars(sub) for sub in func.modules())
     trained = [p for p in _parameters(func, fakes) if p.requires_grad]
     before = [p.grad for p in trained]
