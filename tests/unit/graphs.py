@@ -39,6 +39,7 @@ class GraphBuilder:
         cost_class: str = "block",
         flops: int = 0,
         saved_bytes: int = 0,
+        saved_values: Sequence[int] = (),
         mutates_buffers: bool = False,
         requires_grad: bool = True,
     ) -> int:
@@ -61,6 +62,7 @@ class GraphBuilder:
                 cost_class=cost_class,
                 flops=flops,
                 saved_bytes=saved_bytes,
+                saved_values=tuple(saved_values),
             ),
             output_bytes,
             requires_grad,

@@ -7,18 +7,32 @@ For one rank, in bytes::
     optimizer     state, by default two numbers for each trained parameter (Adam)
     activations   for every microbatch in flight, what its stages keep for the backward
     batch         the batch; ranks but the first have one of their own too, which is not used
-    work          the largest temporary of a call, and messages under way
+    work          the largest temporary of a call, and messages under way; where it is more, what Adam takes
+                  for its largest parameter when there are no activations
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.layout import Layout
-from shardwright.schedule import Kind, Schedule
+from shardwright.schedule import Kind, Schedule, StageCost
 
-__all__ = ["in_flight", "message_bytes", "rank_memory", "work_bytes"]
+__all__ = [
+    "Messages",
+    "in_flight",
+    "messages",
+    "rank_memory",
+    "scheduled_work_bytes",
+    "update_bytes",
+    "work_bytes",
+]
+
+
+# Numbers of state for each number of a parameter.
+_ADAM = 2.0
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -40,7 +54,12 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def rank_memory(
-    layout: Layout, *, activation_bytes: Sequence[int], optimizer_factor: float = 2.0, batch_bytes: int = 0
+    layout: Layout,
+    *,
+    activation_bytes: Sequence[int],
+    optimizer_factor: float = 2.0,
+    batch_bytes: int = 0,
+    work: Sequence[int] | None = None,
 ) -> tuple[MemoryPrediction, ...]:
     """Peak memory of each rank.
 
@@ -49,7 +68,9 @@ def rank_memory(
         activation_bytes: of each rank, the peak of what all its microbatches in flight keep.
         optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
         batch_bytes: the tensors of a batch.
+        work: of each rank, its temporaries and messages; None for an upper bound, whatever the schedule.
     """
+    work = work_bytes(layout) if work is None else work
     return tuple(
         MemoryPrediction(
             parameters=held,
@@ -57,14 +78,14 @@ def rank_memory(
             optimizer=round(trained * optimizer_factor),
             activations=int(activations),
             batch=batch_bytes * (1 if rank == 0 else 2),
-            work=work + message,
+            work=max(temporary, update - int(activations)),
         )
-        for rank, ((held, trained), activations, work, message) in enumerate(
+        for rank, ((held, trained), activations, temporary, update) in enumerate(
             zip(
                 layout.parameter_bytes(),
                 activation_bytes,
-                work_bytes(layout),
-                message_bytes(layout),
+                work,
+                update_bytes(layout, optimizer_factor=optimizer_factor),
                 strict=True,
             )
         )
@@ -72,34 +93,124 @@ def rank_memory(
 
 
 def work_bytes(layout: Layout) -> list[int]:
-    """For each rank, the most bytes that any of its calls takes on top of all that its stages keep.
+    """For each rank, the most bytes that calls and messages take on top of all that its stages keep."""
+    found = [0] * layout.num_ranks
+    for rank, work in zip(layout.ranks, _stage_work(layout), strict=True):
+        found[rank] = max(found[rank], int(work))
+    return [work + one.num_bytes() for work, one in zip(found, messages(layout), strict=True)]
+
+
+def scheduled_work_bytes(schedule: Schedule, layout: Layout, costs: Sequence[StageCost]) -> list[int]:
+    """For each rank, the bytes by which its peak exceeds the most that it keeps, in this order of actions.
+
+    That is less than `work_bytes` where large temporaries and messages come while little is kept.
+    """
+    forward = _stage_work(layout, recompute=False)
+    backward = _stage_work(layout)
+    split = _stage_work(layout, split=True)
+    found = []
+    for row, under_way in zip(schedule.actions, messages(layout), strict=True):
+        forwards = sum(action.kind is Kind.FORWARD for action in row)
+        backwards = 0
+        held = kept = peak = 0.0
+        for action in row:
+            cost, stage = costs[action.stage], action.stage
+            left = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
+            around = under_way.num_bytes(forwards_left=forwards > 0, backwards_done=backwards)
+            if action.kind is Kind.FORWARD:
+                forwards -= 1
+                held += cost.saved_bytes
+                peak = max(peak, held + forward[stage] + around)
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                peak = max(peak, held + around)
+                held -= left
+            elif action.kind is Kind.BACKWARD_INPUT:
+                peak = max(peak, held + split[stage] + around)
+                held += left - cost.saved_bytes
+                backwards += 1
+            else:
+                peak = max(peak, held + backward[stage] + around)
+                held -= cost.saved_bytes
+                backwards += 1
+            kept = max(kept, held)
+        found.append(int(max(peak, kept) - kept))
+    return found
+
+
+def _stage_work(layout: Layout, *, recompute: bool = True, split: bool = False) -> list[float]:
+    """For each stage, the most bytes that any of its calls takes on top of what the stage keeps.
 
     While a call runs, what the calls behind it keep is not there: not yet in the forward, no more in the
-    backward.
+    backward, but for what is left for the gradients of weights.
+
+    Args:
+        layout: where every call runs.
+        recompute: count what is recomputed.
+        split: the backward leaves the gradients of weights for later.
     """
     chain = layout.chain
-    again = np.where(layout.recompute, chain.saved_bytes - chain.kept_bytes, 0.0)
     saved = layout.saved_bytes()
-    found = [0.0] * layout.num_ranks
-    for stage, rank in enumerate(layout.ranks):
+    again = np.where(layout.recompute & recompute, chain.saved_bytes - chain.kept_bytes, 0.0)
+    left = (
+        np.where(np.isnan(chain.weight_bytes), saved, chain.weight_bytes) if split else np.zeros(len(saved))
+    )
+    found = [0.0] * layout.num_stages
+    for stage in range(layout.num_stages):
         behind = 0.0
         for call in reversed(layout.calls(stage)):
-            found[rank] = max(found[rank], float(chain.work_bytes[call] + again[call]) - behind)
-            behind += float(saved[call])
-    return [int(value) for value in found]
+            found[stage] = max(found[stage], float(chain.work_bytes[call] + again[call]) - behind)
+            behind += float(saved[call] - left[call])
+    return found
 
 
-def message_bytes(layout: Layout) -> list[int]:
-    """For each rank, the bytes of messages that wait to be used or to leave.
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Bytes of the largest message of each kind on one rank, and how many of them may be under way.
 
-    A receive is posted some actions before its use (`lower`), and the gradients from which a backward starts
-    stay until it ends.
+    Attributes:
+        value: comes in; a receive is posted some actions before its use (`lower`).
+        gradient: comes in; another stays until the backward that starts from it ends.
+        sent: gradient that leaves, held until it has left.
+        most_sent: as many of these at most: of the sends that `comm.transport` holds, half are values where
+            the rank sends some, and those count as activations.
     """
+
+    value: int
+    gradient: int
+    sent: int
+    most_sent: int
+
+    def num_bytes(self, *, forwards_left: bool = True, backwards_done: int = 4) -> int:
+        """Of all that may be under way."""
+        leaving = self.sent * min(self.most_sent, backwards_done)
+        return self.value * forwards_left + 2 * self.gradient + leaving
+
+
+def messages(layout: Layout) -> list[Messages]:
+    """The messages of each rank."""
     values = [0] * layout.num_ranks
     gradients = [0] * layout.num_ranks
+    leaving = [0] * layout.num_ranks
+    sends_values: set[int] = set()
     for edge in layout.edges():
         source, target = layout.ranks[edge.source], layout.ranks[edge.target]
         if source != target:
+            sends_values.add(source)
+            leaving[target] = max(leaving[target], edge.backward_bytes)
             values[target] = max(values[target], edge.num_bytes)
             gradients[source] = max(gradients[source], edge.backward_bytes)
-    return [value + 2 * gradient for value, gradient in zip(values, gradients, strict=True)]
+    return [
+        Messages(value, gradient, sent, 2 if rank in sends_values else 4)
+        for rank, (value, gradient, sent) in enumerate(zip(values, gradients, leaving, strict=True))
+    ]
+
+
+def update_bytes(layout: Layout, *, optimizer_factor: float) -> list[int]:
+    """For each rank, what an update of its largest parameter takes: Adam computes with two copies."""
+    found = [0] * layout.num_ranks
+    rank_of = np.asarray(layout.ranks)[layout.stage_of_call].tolist()
+    for use in layout.chain.parameters:
+        if use.trained and optimizer_factor >= _ADAM:
+            for rank in {rank_of[call] for call in use.calls}:
+                found[rank] = max(found[rank], 2 * use.num_bytes)
+    return found

@@ -17,7 +17,7 @@ from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
 from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
 from shardwright.planner.layout import Layout
-from shardwright.planner.memory import in_flight, rank_memory
+from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
 from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
 from shardwright.planner.partition import improve, split
 from shardwright.planner.recompute import choose_recompute
@@ -253,13 +253,16 @@ class Draft:
                 option = self._simulated(layout)
         return option
 
-    def _memory(self, layout: Layout, activation_bytes: Sequence[int]) -> tuple[MemoryPrediction, ...]:
+    def _memory(
+        self, layout: Layout, activation_bytes: Sequence[int], work: Sequence[int] | None = None
+    ) -> tuple[MemoryPrediction, ...]:
         workload = self.workload
         return rank_memory(
             layout,
             activation_bytes=activation_bytes,
             optimizer_factor=workload.demands.optimizer_factor,
             batch_bytes=workload.batch_bytes,
+            work=work,
         )
 
     def _simulated(self, layout: Layout) -> "Option":
@@ -282,7 +285,8 @@ class Draft:
             ranks_per_node=fabric.ranks_per_node,
             action_overhead_s=ACTION_OVERHEAD_S,
         )
-        memory = self._memory(layout, simulation.peak_bytes)
+        work = scheduled_work_bytes(schedule, layout, costs)
+        memory = self._memory(layout, simulation.peak_bytes, work)
         return Option(
             workload=workload, layout=layout, schedule=schedule, simulation=simulation, memory=memory
         )

@@ -9,7 +9,7 @@ first, until it fits, then without those that turned out unnecessary.
 from collections.abc import Sequence
 
 from shardwright.planner.layout import Layout
-from shardwright.planner.memory import message_bytes
+from shardwright.planner.memory import messages
 
 __all__ = ["choose_recompute"]
 
@@ -34,10 +34,10 @@ def choose_recompute(
     if not limit_bytes:
         return layout
     chosen: list[int] = []
-    sent, messages = layout.sent_bytes(), message_bytes(layout)
+    sent, under_way = layout.sent_bytes(), messages(layout)
     for rank, (held, trained) in enumerate(layout.parameter_bytes()):
         fixed = held + trained + round(trained * optimizer_factor)
-        fixed += messages[rank] + batch_bytes * (1 if rank == 0 else 2)
+        fixed += under_way[rank].num_bytes() + batch_bytes * (1 if rank == 0 else 2)
         fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
         need = _Need(layout, rank, in_flight=in_flight, fixed=fixed)
         chosen += _cheapest(need, limit_bytes=limit_bytes)

@@ -37,8 +37,8 @@ class WorkingMemory:
 
     Attributes:
         work_bytes: most bytes above what is kept, in the forward or the backward.
-        weight_bytes: bytes that a backward without the gradients of weights leaves for these; None where the
-            backward cannot be split.
+        weight_bytes: bytes that a backward without the gradients of weights leaves for these, 0 where it
+            cannot be split; None: not known.
     """
 
     work_bytes: int = 0
@@ -66,7 +66,7 @@ def working_memory(
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # gradients are there, and are added to
         work_bytes, _ = _count(func, fakes, structure, given, split=False)
-        weight_bytes = _count(func, fakes, structure, given, split=True)[1] if is_split else None
+        weight_bytes = _count(func, fakes, structure, given, split=True)[1] if is_split else 0
     except Exception as error:
         log.debug("the work memory of %s is not known: %s", type(func).__name__, error)
         return WorkingMemory()

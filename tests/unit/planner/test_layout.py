@@ -12,10 +12,10 @@ from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
 from shardwright.planner.chain import build_chain
 from shardwright.planner.layout import Layout
-from shardwright.planner.memory import in_flight, rank_memory
+from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes, work_bytes
 from shardwright.planner.recompute import choose_recompute
 from shardwright.profile import Profile, UnitCost
-from shardwright.schedule import Edge, build_schedule
+from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule
 
 
 def lay_out(
@@ -33,6 +33,27 @@ def test_costs_of_stages() -> None:
     assert layout.stages_of(1) == [1]
     assert (layout.num_stages, layout.num_ranks) == (2, 2)
     assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
+
+
+def test_a_value_that_several_calls_keep_counts_once_a_stage() -> None:
+    """An activation's result and the next layer's input are one tensor; it was counted twice."""
+    builder = GraphBuilder()
+    a = builder.unit("a", output_bytes=40)
+    b = builder.unit("b", [a], output_bytes=40, saved_values=[a])
+    c = builder.unit("c", [b], output_bytes=40, saved_values=[b, a])
+    d = builder.unit("d", [b, c], saved_values=[b])
+    graph = builder.graph(loss=d)
+    profile = Profile(
+        costs={"block": UnitCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, input_bytes=40)}
+    )
+    whole = lay_out(graph, (0, 4), (0,), profile)
+    assert whole.stage_costs()[0].saved_bytes == 4 * 100 - 2 * 40
+    # Kept to be sent back to (b, by both; a was counted on both sides of the cut), and by c and d.
+    cut = lay_out(graph, (0, 2, 4), (0, 1), profile)
+    assert [cost.saved_bytes for cost in cut.stage_costs()] == [2 * 100 + 40, 2 * 100 - 40]
+    # Recomputed calls keep what they read, c and d both b.
+    again = whole.with_recompute([0, 1, 2, 3])
+    assert again.stage_costs()[0].saved_bytes == 4 * 40 - 40
 
 
 def test_edges_skip_stages_and_count_each_value_once() -> None:
@@ -102,8 +123,37 @@ def test_memory_adds_up() -> None:
     assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
     # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way.
     assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40, 4820)
-    # The values that come in; the last call has no other behind it.
-    assert (second.work, second.peak) == (80 + 40, 3920)
+    # A value that comes in, and the four gradients that the transport may hold.
+    assert (second.work, second.peak) == (80 + 40 + 4 * 40, 4080)
+
+
+def test_an_update_may_take_more_than_a_step() -> None:
+    """Adam computes with two copies of a parameter: a large table, and hardly any activations."""
+    builder = GraphBuilder()
+    table = builder.parameter("table", 1000)
+    layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[table])), (0, 1), (0,))
+    (adam,) = rank_memory(layout, activation_bytes=(100,))
+    (sgd,) = rank_memory(layout, activation_bytes=(100,), optimizer_factor=1.0)
+    assert (adam.peak, sgd.work) == (4000 + 2000, 40)
+
+
+def test_temporaries_count_when_they_are_there() -> None:
+    """The weights' gradients keep much, but not while a unit is recomputed."""
+    costs = {
+        name: UnitCost(
+            forward_s=1.0, backward_s=2.0, weight_s=1.0, saved_bytes=1000, input_bytes=10, weight_bytes=900
+        )
+        for name in ("embed", "block", "head")
+    }
+    layout = lay_out(chain_graph(2), (0, 4), (0,), Profile(costs=costs)).with_recompute([0, 1, 2, 3])
+    costs_of_stages = layout.stage_costs()
+    row = tuple(Action(kind, 0, 0) for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    schedule = Schedule(kind="by hand", stage_ranks=(0,), num_microbatches=1, actions=(row,))
+    # Most is needed when the first call is computed again, behind what three calls leave for W; but then the
+    # bytes that it will leave itself, 900, are not there yet, and its input is.
+    (work,) = scheduled_work_bytes(schedule, layout, costs_of_stages)
+    assert work == (3 * (900 - 10) + (1000 - 10) + 40) - 4 * (900 - 10)
+    assert work < max(work_bytes(layout))
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

@@ -87,7 +87,7 @@ def test_split_agrees_with_brute_force(data: st.DataObject) -> None:
 )
 def test_memory_limits_hold(costs: list[float], num_stages: int, limit: int, flights: list[int]) -> None:
     classes = {f"c{i}": (cost, 2 * cost) for i, cost in enumerate(costs)}
-    graph = chain_graph(len(costs), classes=list(classes))
+    graph = chain_graph(len(costs), classes=list(classes), output_bytes=0)
     profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.1, 0.2)}, work_bytes=64)
     objective = build_objective(
         build_tables(build_chain(graph, profile)), limit_bytes=limit, recompute="none"
