@@ -52,7 +52,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 # Settings that the planner does not look at.
-_NO_PINS = frozenset("ignored log_interval run_dir run_name seed tensorboard timeout_s trace".split())
+_NO_PINS = frozenset(
+    "ignored log_interval pin_cores run_dir run_name seed tensorboard timeout_s trace".split()
+)
 
 # Features of later versions: the value that means "off", and what to use instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
@@ -143,6 +145,9 @@ class Config(BaseModel):
     run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
     seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
+    pin_cores: bool = Field(
+        True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."
+    )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     log_interval: Count = Field(10, description="Steps between two lines on the console.")

@@ -13,6 +13,7 @@ from shardwright.schedule import Schedule, build_schedule, lower, splits_backwar
 from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.context import Context
+from shardwright.torch.cores import OwnCores
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
@@ -63,6 +64,7 @@ class PipelineEngine:
     ):
         self._context = context
         self._model = model
+        self._cores = OwnCores(context)
         self._planner = planner
         self._materialiser = materialiser
         assert context.pipeline_group is not None
@@ -105,19 +107,20 @@ class PipelineEngine:
             self.reducer.begin()
         state = {name: rank for program in programs for name, rank in program.state.items()}
         buffers = GlueBuffers(self._model.module, state) if state else None
-        results = self.executor.run(
-            schedule,
-            context.pipeline_rank,
-            programs,
-            function,
-            own,
-            loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
-            model=self._model.module,
-            buffers=buffers,
-        )
-        if buffers is not None:
-            assert context.pipeline_group is not None
-            buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
+        with self._cores.in_force():
+            results = self.executor.run(
+                schedule,
+                context.pipeline_rank,
+                programs,
+                function,
+                own,
+                loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
+                model=self._model.module,
+                buffers=buffers,
+            )
+            if buffers is not None:
+                assert context.pipeline_group is not None
+                buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
         if train and self.reducer is not None:
             self.reducer.finish()
         if changes_batch:
