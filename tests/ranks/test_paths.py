@@ -1,12 +1,15 @@
 """Models whose path depends on the batch: traced once for each path, and right on each."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from architectures import ARCHITECTURES
-from torch import Tensor
+from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
-from zoo_modules import Stack
+from zoo_modules import Block, Stack
 
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -33,6 +36,52 @@ class GoesBackwards(Stack):
         for block in self.blocks if x.sum() > 0 else reversed(self.blocks):
             x = block(x)
         return self.head(x)
+
+
+def number_from(x: Tensor) -> int:
+    """A number from 1 to 5 that follows from the values of a batch, and not from its shape."""
+    return 1 + int(x.sum().abs() * 10) % 5
+
+
+class ChangesTheRowThatTheBatchNames(Stack):
+    """A view that starts where the batch says, made on the first stage and changed on the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = number_from(x)
+        x = self.blocks[0](x)
+        changed = x * 2
+        view = changed[:, row]
+        for block in self.blocks[1:]:
+            x = block(x)
+        view += x.mean(1)
+        return self.head(changed + x)
+
+
+class DrawsAsManyNumbersAsTheBatchSays(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(number_from(x), dtype=x.dtype).sum()
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.3)
+        return self.head(x + noise)
+
+
+class Counting(Block):
+    def forward(self, x: Tensor, count: int) -> Any:
+        return super().forward(x), count + 1
+
+
+class PassesANumberOn(Stack):
+    """What a block counts is there on ranks that do not run it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = number_from(x)
+        for block in self.blocks:
+            x, count = block(x, count)
+        return self.head(x) / count
 
 
 def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list[str]]:
@@ -68,6 +117,15 @@ def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
         assert num_microbatches == 32
         # One to place; at most two ways through the blocks with 0, 1 or 2 long rows each.
         assert 3 <= num_traces <= 7
+
+
+@pytest.mark.parametrize(
+    "model", [ChangesTheRowThatTheBatchNames, DrawsAsManyNumbersAsTheBatchSays, PassesANumberOn]
+)
+def test_a_number_from_the_batch_makes_another_program_of_the_same_graph(model):
+    recipe = Recipe(build=model, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 3)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
 
 
 def test_microbatches_of_one_batch_go_by_the_stages_in_one_order():

@@ -251,16 +251,14 @@ class PipelineEngine:
         assert self._context.plan is not None
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
-        program = self._programs.find_equal(signature, trace)
-        if program is None:
-            placed = call_placement(trace.graph, self._context.plan, self._residency)
-            program = build_program(
-                trace,
-                stage_of_call=placed.stage_of_call,
-                stage_ranks=placed.stage_ranks,
-                rank=self._context.pipeline_rank,
-                recompute=self._recompute,
-            )
+        placed = call_placement(trace.graph, self._context.plan, self._residency)
+        program = build_program(
+            trace,
+            stage_of_call=placed.stage_of_call,
+            stage_ranks=placed.stage_ranks,
+            rank=self._context.pipeline_rank,
+            recompute=self._recompute,
+        )
         self._programs.keep(signature, trace, program)
         return program
 

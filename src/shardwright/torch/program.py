@@ -112,7 +112,6 @@ class Program:
         stages: the stages of this rank, ascending.
         result_values: (position among the leaves of the returned tree, value).
         kept: values that are needed when the backward of their stage has ended.
-        fingerprint: of the traced graph.
         flops: of the forward, all stages together.
         recomputes: the step function itself recomputes activations around units.
         changes_batch: the step function changes tensors of its batch in place.
@@ -133,7 +132,6 @@ class Program:
     stages: tuple[int, ...]
     result_values: tuple[tuple[int, int], ...]
     kept: frozenset[int]
-    fingerprint: str
     flops: int
     recomputes: bool
     changes_batch: bool
@@ -314,7 +312,6 @@ def build_program(
         stages=local,
         result_values=trace.result_values,
         kept=frozenset(graph.outputs).union(_read_after_backward(trace)),
-        fingerprint=graph.fingerprint,
         flops=sum(node.flops for node in graph.nodes),
         recomputes=trace.recomputes,
         changes_batch=trace.changes_batch,
