@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.torch._private import storage_key
+from shardwright.torch._private import put_saved_tensor_hooks, storage_key, take_saved_tensor_hooks
+from shardwright.torch.samples import copy_of_object
 from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
+from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.tree import Structure, leaves
 
 __all__ = ["WorkingMemory", "working_memory"]
@@ -48,7 +50,7 @@ class WorkingMemory:
 def working_memory(
     func: Callable[..., Any], fakes: Sequence[Any], structure: Structure, *, given: Sequence[bool]
 ) -> WorkingMemory:
-    """Counts for one call; to be called under the fake mode of its arguments.
+    """Counts for one call, which leaves no trace; to be called under the fake mode of its arguments.
 
     Args:
         func: a module or torch function.
@@ -58,7 +60,10 @@ def working_memory(
     """
     if not torch.is_grad_enabled():
         return WorkingMemory()
+    # Those of a recomputation around this call would run all that is recomputed, at the first backward.
+    hooks = take_saved_tensor_hooks()
     split = split_modules(func) if isinstance(func, nn.Module) else []
+    attributes = [Attributes(func)] if isinstance(func, nn.Module) else []
     is_split = isinstance(func, nn.Module) and any("forward" in vars(sub) for sub in func.modules())
     trained = [p for p in _parameters(func, fakes) if p.requires_grad]
     before = [p.grad for p in trained]
@@ -66,14 +71,19 @@ def working_memory(
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # gradients are there, and are added to
         work_bytes, _ = _count(func, fakes, structure, given, split=False)
+        for before_call in attributes:
+            before_call.restore()
         weight_bytes = _count(func, fakes, structure, given, split=True)[1] if is_split else 0
     except Exception as error:
         log.debug("the work memory of %s is not known: %s", type(func).__name__, error)
         return WorkingMemory()
     finally:
+        for before_call in attributes:
+            before_call.restore()
         unsplit(split)
         for parameter, gradient in zip(trained, before, strict=True):
             parameter.grad = gradient
+        put_saved_tensor_hooks(hooks)
     return WorkingMemory(work_bytes, weight_bytes)
 
 
@@ -116,9 +126,12 @@ def _backward(edges: list[Any], gradients: list[Tensor]) -> None:
 
 
 def _fresh(item: Any) -> Any:
-    """A tensor like this one, which is freed as soon as nobody needs it: autograd keeps no leaf alive."""
+    """A tensor like this one, which is freed as soon as nobody needs it: autograd keeps no leaf alive.
+
+    Of an object that the call may change (a cache of keys and values), a copy.
+    """
     if not isinstance(item, Tensor):
-        return item
+        return copy_of_object(item)
     if not item.requires_grad:
         return torch.empty_like(item)
     seed = torch.empty((), dtype=item.dtype, device=item.device, requires_grad=True)

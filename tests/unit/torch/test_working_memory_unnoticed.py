@@ -1,0 +1,62 @@
+"""To count what a call needs for a moment, it is run several times more: nothing else may notice."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.torch.glue import intercept_calls
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
+
+
+def shape_of_result(layer: nn.Module, step) -> tuple[int, ...]:
+    model = nn.ModuleDict({"layer": layer})
+    unit_map = UnitMap.of(model, ["layer"])
+    intercept_calls(layer)
+    trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), count_memory=True)
+    assert trace.graph.nodes[0].work_bytes > 0
+    return trace.graph.values[trace.graph.nodes[0].outputs[0]].spec.shape
+
+
+class Cache:
+    """What a decoder hands to its layers, as transformers has it."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+
+def test_a_cache_is_filled_once():
+    class Fills(nn.Linear):
+        def forward(self, x, cache):
+            y = super().forward(x)
+            cache.rows = y if cache.rows is None else torch.cat([cache.rows, y])
+            return cache.rows
+
+    layer = Fills(4, 4)
+    assert shape_of_result(layer, lambda x: layer(x, Cache()).sum()) == (2, 4)
+
+
+def test_a_module_that_counts_its_calls_counts_one():
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x).repeat(self.calls, 1)
+
+    layer = Counts(4, 4)
+    assert shape_of_result(layer, lambda x: layer(x).sum()) == (2, 4)
+    assert layer.calls == 0
+
+
+def test_a_recomputation_around_the_call_does_not_begin():
+    """The first backward unpacked what the recomputation had saved, which ran it again, on real data."""
+    layer = nn.Linear(4, 4)
+    ran = []
+
+    def region(x):
+        ran.append(type(x))
+        return layer(x * 2)
+
+    assert shape_of_result(layer, lambda x: checkpoint(region, x, use_reentrant=False).sum()) == (2, 4)
+    assert len(ran) == 1
