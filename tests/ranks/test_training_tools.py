@@ -244,6 +244,38 @@ def test_a_finished_step_leaves_no_tensors_behind():
         assert max(counts) - min(counts) <= 2  # ten steps of four microbatches
 
 
+def test_what_another_stage_made_is_there_after_the_backward():
+    """A tensor that came in is emptied after the backward. A metric that was computed of it then was zero."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2, "pipeline": "1f1b"})
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        plain = copy.deepcopy(layers)
+        model = sw.DistributedModel(layers)
+
+        def run(layers, x, backward):
+            outputs = [x]
+            for layer in layers:
+                outputs.append(layer(outputs[-1]))
+            backward(outputs[-1].square().mean())
+            with torch.no_grad():
+                return sum((y * outputs[-1][:, :1]).sum() for y in outputs[1:])
+
+        @sw.step
+        def train(model, x):
+            return run(model.get_module(), x, model.backward)
+
+        x = torch.randn(4, 8)
+        expected = [run(plain, part, torch.Tensor.backward) for part in x.tensor_split(2)]
+        return torch.stack(expected).sub(train(model, x).stack()).abs().max().item(), expected[0].item()
+
+    for apart, value in run_ranks(job, 2):
+        assert apart < 1e-6 < abs(value)
+
+
 def test_replicas_read_different_data():
     def job():
         import shardwright.torch as sw

@@ -228,13 +228,15 @@ class Executor:
             self._on_last_backward(stage, False)
         for crossing in program.receives[stage]:
             leaf = microbatch.leaves.get((crossing.value, stage))
-            if crossing.value not in program.kept:
-                microbatch.leaves.pop((crossing.value, stage), None)
             if crossing.has_gradient:
                 microbatch.gradients[crossing.value, stage] = _gradient_of(leaf, crossing, self._device)
             if leaf is not None and leaf.requires_grad:
-                # The loss, which the step function holds on to, leads through the graph to this leaf.
                 leaf.grad = None
+            if leaf is None or crossing.value in program.read_late:
+                continue
+            del microbatch.leaves[crossing.value, stage]
+            if leaf.requires_grad:
+                # The loss, which the step function holds on to, leads through the graph to this leaf.
                 leaf.data = leaf.new_empty(0)
         self._free(stage, microbatch)
 

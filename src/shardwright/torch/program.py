@@ -112,6 +112,7 @@ class Program:
         stages: the stages of this rank, ascending.
         result_values: (position among the leaves of the returned tree, value).
         kept: values that are needed when the backward of their stage has ended.
+        read_late: those among them that steps behind ``backward`` read.
         flops: of the forward, all stages together.
         recomputes: the step function itself recomputes activations around units.
         changes_batch: the step function changes tensors of its batch in place.
@@ -132,6 +133,7 @@ class Program:
     stages: tuple[int, ...]
     result_values: tuple[tuple[int, int], ...]
     kept: frozenset[int]
+    read_late: frozenset[int]
     flops: int
     recomputes: bool
     changes_batch: bool
@@ -294,6 +296,7 @@ def build_program(
         wanted = node is not None and node.kind == "unit" and node.label in recompute
         instruction.recompute = wanted and not step.changes  # else its inputs are not what they were
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
+    read_late = _read_after_backward(trace)
     return Program(
         instructions=instructions,
         crossings=crossings,
@@ -311,7 +314,8 @@ def build_program(
         stage_ranks=tuple(stage_ranks),
         stages=local,
         result_values=trace.result_values,
-        kept=frozenset(graph.outputs).union(_read_after_backward(trace)),
+        kept=read_late.union(graph.outputs),
+        read_late=read_late,
         flops=sum(node.flops for node in graph.nodes),
         recomputes=trace.recomputes,
         changes_batch=trace.changes_batch,
@@ -372,10 +376,10 @@ def _instruction(
     )
 
 
-def _read_after_backward(trace: Trace) -> set[int]:
+def _read_after_backward(trace: Trace) -> frozenset[int]:
     if trace.backward_at is None:
-        return set()
-    return {value for step in trace.steps[trace.backward_at :] for value in step.inputs}
+        return frozenset()
+    return frozenset(value for step in trace.steps[trace.backward_at :] for value in step.inputs)
 
 
 def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
