@@ -244,6 +244,33 @@ def test_a_finished_step_leaves_no_tensors_behind():
         assert max(counts) - min(counts) <= 2  # ten steps of four microbatches
 
 
+def test_autocast_around_the_step_may_change_its_type():
+    """One stage sent float16, and the next took it for bfloat16."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        plain = copy.deepcopy(layers)
+        model = sw.DistributedModel(layers)
+
+        @sw.step
+        def evaluate(model, x):
+            return model(x)
+
+        x = torch.randn(4, 8)
+        apart = []
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with torch.no_grad(), torch.autocast("cpu", dtype):
+                apart.append((evaluate(model, x).concat() - plain(x)).abs().max().item())
+        return apart
+
+    for apart in run_ranks(job, 2):
+        assert max(apart) < 1e-2
+
+
 def test_what_another_stage_made_is_there_after_the_backward():
     """A tensor that came in is emptied after the backward. A metric that was computed of it then was zero."""
 

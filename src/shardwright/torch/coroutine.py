@@ -16,6 +16,7 @@ from shardwright.torch._private import (
     put_saved_tensor_hooks,
     take_saved_tensor_hooks,
 )
+from shardwright.torch.autocast import AutocastState, autocast_state
 from shardwright.torch.glue import Handler, active_handler, set_active_handler
 
 __all__ = ["Coroutine"]
@@ -29,7 +30,7 @@ class _ThreadState:
     """
 
     grad_enabled: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: AutocastState
     autocast_cache: bool
     modes: tuple[TorchFunctionMode, ...]
     saved_tensor_hooks: list[Any]
@@ -43,10 +44,7 @@ class _ThreadState:
             modes.append(pop_function_mode())
         return cls(
             grad_enabled=torch.is_grad_enabled(),
-            autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in _DEVICES
-            ),
+            autocast=autocast_state(),
             autocast_cache=torch.is_autocast_cache_enabled(),
             modes=tuple(reversed(modes)),
             saved_tensor_hooks=take_saved_tensor_hooks(),
@@ -67,9 +65,6 @@ class _ThreadState:
             push_function_mode(mode)
         put_saved_tensor_hooks(self.saved_tensor_hooks)
         set_active_handler(self.handler)
-
-
-_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
 class Coroutine:

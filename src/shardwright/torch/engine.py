@@ -11,6 +11,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
+from shardwright.torch.autocast import autocast_state
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.context import Context
 from shardwright.torch.cores import OwnCores
@@ -29,14 +30,13 @@ from shardwright.torch.placement import (
     synchronise,
 )
 from shardwright.torch.program import Program, build_program, home_stages, merged_edges
-from shardwright.torch.program_cache import ProgramCache
+from shardwright.torch.program_cache import ProgramCache, signature_of
 from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
-from shardwright.torch.tree import flatten
 from shardwright.torch.unit_map import UnitMap
 
 if TYPE_CHECKING:
@@ -242,8 +242,7 @@ class PipelineEngine:
     # ---- every step ----
 
     def _program(self, function: Callable[..., Any], part: Arguments, path: Any) -> Program:
-        items, structure = flatten(part)
-        signature = (path, structure.key, tuple(_signature_of(item) for item in items))
+        signature = (path, signature_of(part))
         found = self._programs.find(signature, part)
         if found is not None:
             return found
@@ -268,7 +267,8 @@ class PipelineEngine:
         return (
             function,
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled(self._context.device.type),
+            autocast_state(),
+            torch.get_default_dtype(),
             tuple(sub.training for sub in module.modules()),
             tuple(p.requires_grad for p in module.parameters()),
         )
@@ -308,14 +308,6 @@ def _check_one_order(programs: list[Program]) -> None:
             "because the model chooses the order of its layers by values of the batch. Let them choose "
             "which layers run and not in which order, or put the choice inside one module."
         )
-
-
-def _signature_of(item: Any) -> Any:
-    if isinstance(item, Tensor):
-        return (tuple(item.shape), item.dtype, item.requires_grad)
-    if item is None or type(item) in (bool, int, float, str, bytes):
-        return item
-    return id(item)
 
 
 def _first_named(module: nn.Module) -> dict[str, Tensor]:

@@ -15,8 +15,7 @@ the step function to find out when it gets there, ranks would already have sent 
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch.autocast import AutocastState, autocast_as, autocast_state
 from shardwright.torch.batch import Arguments
 from shardwright.torch.tree import Structure, flatten, leaves
 
 __all__ = ["Path", "PathRecorder"]
 
 log = logging.getLogger(__name__)
-
-_AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 
 # What an operation may get besides tensors, if it is to be run again later: things that nothing changes.
 _FIXED = (
@@ -50,7 +48,6 @@ _FIXED = (
     torch.layout,
     torch.memory_format,
 )
-_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 # These exchange the memory of a tensor, which is what operations are told apart by.
 _EXCHANGES_MEMORY = frozenset(
     {Tensor.data.__set__, Tensor.set_, Tensor.resize_, Tensor.resize_as_}  # type: ignore[attr-defined]
@@ -82,7 +79,7 @@ class _Call:
     structure: Structure
     results: tuple[tuple[int, _Key], ...]
     outcome: str | None
-    autocast: _AutocastState
+    autocast: AutocastState
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +129,7 @@ class Path:
         args, kwargs = call.structure.rebuild(
             [known[item] if isinstance(item, _Key) else item for item in call.items]
         )
-        with _autocast(call.autocast):
+        with autocast_as(call.autocast):
             result = call.func(*args, **kwargs)
         if call.outcome is not None and _outcome(result) != call.outcome:
             return False
@@ -152,7 +149,7 @@ class _Noted:
     changed: set[int]
     draws: bool
     outcome: str | None
-    autocast: _AutocastState
+    autocast: AutocastState
 
 
 class PathRecorder:
@@ -213,7 +210,7 @@ class PathRecorder:
             outcome = _outcome(result)
             self._can_be_followed &= outcome is not None
         self._can_be_followed &= func not in _EXCHANGES_MEMORY
-        autocast = _autocast_state()
+        autocast = autocast_state()
         self._noted.append(_Noted(func, items, structure, results, changed, draws, outcome, autocast))
 
     def path(self, model: nn.Module, names: Mapping[int, str]) -> Path | None:
@@ -309,16 +306,3 @@ def _outcome(result: Any) -> str | None:
         else:
             return None
     return ", ".join(seen)
-
-
-def _autocast_state() -> _AutocastState:
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
-
-
-@contextmanager
-def _autocast(state: _AutocastState) -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, enabled, dtype in state:
-            if enabled or torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        yield

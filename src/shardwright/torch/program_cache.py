@@ -1,20 +1,73 @@
 """The programs of a rank, by the microbatches that they hold for."""
 
 import logging
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from shardwright.torch.batch import Arguments
 from shardwright.torch.path import Path
 from shardwright.torch.program import Program
 from shardwright.torch.recording import Trace
+from shardwright.torch.tree import flatten
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ProgramCache"]
+__all__ = ["ProgramCache", "signature_of"]
 
-# A path that is never taken twice (a length that Python reads) must not fill the memory.
+# A path that is never taken twice (a length that Python reads) must not fill the memory. Nor must arguments
+# that are others in every step (a step number).
 _PATHS_KEPT = 32
+_SIGNATURES_KEPT = 512
+
+_BY_VALUE = frozenset(
+    {type(None), bool, int, float, complex, slice, type(Ellipsis)}
+    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+def signature_of(part: Arguments) -> Hashable:
+    """Equal for microbatches that differ in the values of their tensors alone."""
+    items, structure = flatten(part)
+    return structure.key, tuple(_signature_of_leaf(item) for item in items)
+
+
+def _signature_of_leaf(item: Any) -> Hashable:
+    if isinstance(item, Tensor):
+        # Views of other strides lie in other places of the memory; those of a contiguous one are known.
+        packed = item.layout is not torch.strided or item.is_contiguous()
+        stride = None if packed else item.stride()
+        return tuple(item.shape), item.dtype, item.requires_grad, stride
+    if type(item) in _BY_VALUE:
+        return type(item), repr(item)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
+    return (type(item), item) if type(item) in (str, bytes) else _Same(item)
+
+
+class _Same:
+    """Equal for the same object, while it lives: its identity may be another's later."""
+
+    __slots__ = ("_hash", "_item")
+
+    def __init__(self, item: Any):
+        self._hash = id(item)
+        self._item: Callable[[], Any]
+        try:
+            self._item = weakref.ref(item)
+        except TypeError:
+            self._item = lambda: item
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        item = self._item()
+        return item is not None and item is other._item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +92,10 @@ class ProgramCache:
 
     def find(self, signature: Hashable, part: Arguments) -> Program | None:
         """The program of a microbatch; None if it must be traced."""
-        entries = self._entries.get(signature, [])
+        entries = self._entries.pop(signature, None)
+        if entries is None:
+            return None
+        self._entries[signature] = entries  # the signature used last is the last one to go
         for position, entry in enumerate(entries):
             if entry.holds_for(part):
                 entries.insert(0, entries.pop(position))  # the next microbatch is tried on it first
@@ -59,3 +115,5 @@ class ProgramCache:
         entries = self._entries.setdefault(signature, [])
         entries.insert(0, _Entry(program, trace.path))
         del entries[_PATHS_KEPT:]
+        while len(self._entries) > _SIGNATURES_KEPT:
+            del self._entries[next(iter(self._entries))]

@@ -1,0 +1,28 @@
+"""Which types `torch.autocast` casts to."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+__all__ = ["AutocastState", "autocast_as", "autocast_state"]
+
+AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device: whether it is enabled, and its type."""
+
+_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def autocast_state() -> AutocastState:
+    """What is in force."""
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+
+
+@contextmanager
+def autocast_as(state: AutocastState) -> Iterator[None]:
+    """Has a former state in force."""
+    with ExitStack() as stack:
+        for device, enabled, dtype in state:
+            if enabled or torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        yield
