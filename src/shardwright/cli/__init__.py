@@ -14,8 +14,8 @@ import typer
 
 from shardwright import __version__
 from shardwright.cli.application import new_application
-from shardwright.cli.exit_codes import exit_code_of
 from shardwright.errors import ShardwrightError
+from shardwright.exit_codes import exit_code_of
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -59,7 +59,7 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits with one of the codes of `shardwright.cli.exit_codes`.
+    """Runs the command line and exits with one of the codes of `shardwright.exit_codes`.
 
     Args:
         arguments: the words after ``shardwright``; by default those of this process.

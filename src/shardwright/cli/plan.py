@@ -8,9 +8,9 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.cli.application import AsJson, new_application, print_json
-from shardwright.cli.exit_codes import FAILED
 from shardwright.cli.plan_make import make
 from shardwright.errors import PlanError
+from shardwright.exit_codes import FAILED
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.plan import Plan
 from shardwright.plan_diff import diff_plans

@@ -8,9 +8,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from shardwright.cli.application import AsJson, new_application, print_json
-from shardwright.cli.exit_codes import FAILED
 from shardwright.cli.schedule_picture import SchedulePicture
 from shardwright.errors import ScheduleError, UsageError
+from shardwright.exit_codes import FAILED
 from shardwright.schedule import (
     KINDS,
     Schedule,

@@ -58,7 +58,7 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         verbose: lets torchelastic log what it does.
 
     Returns:
-        The exit code: 0; 3, 6, 7, 8 or 75 where a worker left with it; 5 where one failed otherwise;
+        The exit code: 0; that of the first cause where it has a meaning (`verdict.exit_code`), else 5;
         128 and the number of the signal that ended the launcher.
 
     Raises:

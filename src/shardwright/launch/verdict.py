@@ -3,7 +3,9 @@
 import signal
 from collections.abc import Sequence
 
+from shardwright import errors
 from shardwright.comm.peer_loss import names_a_lost_peer
+from shardwright.exit_codes import FAILED, exit_code_of
 from shardwright.launch.exits import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.last_words import begins_last_words
 from shardwright.units import format_seconds
@@ -31,7 +33,9 @@ def _distance_from_cause(worker_exit: WorkerExit) -> int:
 
 
 def exit_code(exits: Sequence[WorkerExit]) -> int:
-    """The launcher's exit code: 0, or that of the first cause where its code has a meaning, else 5.
+    """The launcher's exit code: 0, or that of the first cause where it has a meaning, else 5.
+
+    A worker whose Python ends on an error leaves with 1, whichever it is: which one, its last words tell.
 
     Args:
         exits: the workers of the last life.
@@ -39,7 +43,23 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     failed = first_cause_first(exits)
     if not failed:
         return 0
-    return failed[0].exit_code if failed[0].exit_code in _PASSED_ON else WORKER_CRASHED
+    first = failed[0]
+    if first.exit_code in _PASSED_ON:
+        return first.exit_code
+    kind = _error_of_ours(first.error) if first.exit_code == FAILED else None
+    code = FAILED if kind is None else exit_code_of(kind)
+    return WORKER_CRASHED if code == FAILED else code
+
+
+def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
+    """The class of the error with which a traceback ends, if it is one of Shardwright's."""
+    lines = last_words.splitlines()
+    inside = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    # The message may have several lines, and name other errors in them.
+    raised = next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
+    module, _, name = raised.partition(":")[0].rpartition(".")
+    kind = getattr(errors, name, None) if module == errors.__name__ and name in errors.__all__ else None
+    return kind if isinstance(kind, type) else None
 
 
 def failure_report(exits: Sequence[WorkerExit]) -> str:

@@ -11,7 +11,6 @@ import pytest
 from cli.calling import call
 from shardwright import __version__
 from shardwright.cli import COMMANDS
-from shardwright.cli.exit_codes import exit_code_of
 from shardwright.errors import (
     ConfigError,
     InfeasiblePlanError,
@@ -20,6 +19,7 @@ from shardwright.errors import (
     PlanError,
     ScheduleError,
 )
+from shardwright.exit_codes import exit_code_of
 
 
 def test_the_version(capsys):

@@ -57,6 +57,28 @@ def test_the_exit_code_is_that_of_the_first_cause_where_it_means_something(codes
     assert exit_code([ended(rank, code) for rank, code in enumerate(codes)]) == expected
 
 
+@pytest.mark.parametrize(
+    ("last_line", "expected"),
+    [
+        ("shardwright.errors.InfeasiblePlanError: nothing fits in 11.7 KiB a rank.", 3),
+        ("shardwright.errors.ConfigError: microbatchs is not a setting.", 2),
+        ("shardwright.errors.TraceError: model.py:3: no.\nshardwright.errors.InfeasiblePlanError: x", 2),
+        ("shardwright.errors.LaunchError: rank 0 of 2 could not join", 4),
+        ("shardwright.errors.ShardwrightError: anything else", 5),
+        ("shardwright.errors.UsageError", 2),
+        ("somebody.errors.InfeasiblePlanError: not ours", 5),
+        ("ValueError: shardwright.errors.InfeasiblePlanError: in a text", 5),
+    ],
+)
+def test_an_error_of_ours_has_its_own_exit_code(last_line, expected):
+    text = BOOM.replace("ValueError: boom", "    raise made[0]\n" + last_line)
+    assert exit_code([ended(0, 1, error=text), ended(1, 1, 9.0, error=PEER)]) == expected
+
+
+def test_a_script_that_leaves_with_2_has_crashed_whatever_it_printed():
+    assert exit_code([ended(0, 2, error="shardwright.errors.InfeasiblePlanError: no traceback")]) == 5
+
+
 def test_saving_and_leaving_is_the_cause_of_what_the_others_lost():
     assert exit_code([ended(0, 1, 9.0, error=PEER), ended(1, 75, 9.1)]) == 75
 

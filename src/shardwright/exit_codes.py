@@ -35,17 +35,18 @@ NO_PLAN = 3
 ENVIRONMENT = 4
 
 
-def exit_code_of(error: ShardwrightError) -> int:
-    """The code with which a command ends on an error.
+def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
+    """The code with which a command ends on an error, and a run whose first failure it is.
 
     >>> from shardwright.errors import InfeasiblePlanError
     >>> exit_code_of(InfeasiblePlanError("it needs 80 GiB"))
     3
     """
-    if isinstance(error, InfeasiblePlanError):
+    kind = error if isinstance(error, type) else type(error)
+    if issubclass(kind, InfeasiblePlanError):
         return NO_PLAN
-    if isinstance(error, LaunchError):
+    if issubclass(kind, LaunchError):
         return ENVIRONMENT
-    if isinstance(error, ConfigError | PlanError | ScheduleError | TraceError | UsageError):
+    if issubclass(kind, ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED
