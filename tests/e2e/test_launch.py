@@ -183,6 +183,41 @@ def test_a_module_runs(folder):
     assert (found.returncode, found.stdout) == (0, "module ['-x']\n")
 
 
+def test_two_runs_of_one_name_do_not_mix(folder):
+    wait = without_torch("open('started', 'w').close()\ntime.sleep(60)")
+    first = folder.start("-n", "1", folder.script(wait))
+    folder.wait_for("started")
+    second = folder.shardwright_run("-n", "1", folder.script("print('second')", "second.py"))
+    assert second.returncode == 2
+    assert "runs/one belongs to another run that goes on" in second.stderr
+    assert "second" not in second.stdout + folder.log(0)
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=60)
+    assert folder.shardwright_run("-n", "1", "second.py").stdout == "second\n"
+
+
+INFEASIBLE = """
+    import torch
+    import shardwright.torch as sw
+
+    sw.init({"memory_limit": 1000, "microbatches": 2, "profile": "estimated"})
+    model = sw.DistributedModel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)))
+
+    @sw.step
+    def step(model, x):
+        loss = model(x).mean()
+        model.backward(loss)
+
+    step(model, torch.ones(4, 64))
+"""
+
+
+def test_a_model_that_does_not_fit_has_its_own_exit_code(folder):
+    found = folder.shardwright_run("-n", "2", folder.script(INFEASIBLE))
+    assert found.returncode == 3, found.stderr
+    assert "InfeasiblePlanError: nothing fits in 1000 B a rank" in found.stderr
+
+
 @pytest.mark.parametrize(("leave", "expected"), [("sys.exit(3)", 3), ("sys.exit(9)", 5), ("os._exit(8)", 8)])
 def test_exit_codes_with_a_meaning_are_passed_on(folder, leave, expected):
     script = folder.script(without_torch(f"if rank == 1: {leave}"))

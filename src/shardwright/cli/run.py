@@ -99,6 +99,8 @@ def run(
         print(_as_json(request) if as_json else torchrun_line(request, os.environ))
         return
     folder = RunFolder.create(run_dir, name=name, environ={})
+    if num_nodes == 1:  # the launchers of several hosts share one
+        folder.hold("logs")
     _launch(dataclasses.replace(request, run_folder=folder.path), quiet=quiet, verbose=verbose)
 
 

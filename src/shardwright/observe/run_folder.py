@@ -10,7 +10,8 @@
       trace.json       a timeline, for Perfetto
       logs/            what each rank printed; the launcher writes it
 
-All ranks of a job share one folder: the first rank makes it and the caller sends the path to the others.
+All ranks of a job share one folder: the first rank makes it and the caller sends the path to the others. The
+launcher and the first rank each hold a lock in it, so that two runs of one name do not mix.
 """
 
 import os
@@ -18,8 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from shardwright.errors import ConfigError
+from shardwright.observe.folder_lock import hold
 
 __all__ = ["RunFolder", "show_path"]
 
@@ -78,6 +81,22 @@ class RunFolder:
                 "Set run_dir to a folder that can be written."
             ) from error
         return cls(path)
+
+    def hold(self, part: Literal["logs", "metrics"]) -> None:
+        """Makes this process the only one that writes a part of the folder, until it ends.
+
+        Args:
+            part: ``"logs"``, for the launcher of a single host; ``"metrics"``, for the first rank.
+
+        Raises:
+            ConfigError: another run is writing it.
+        """
+        holder = hold(self.path / f".{part}.lock")
+        if holder is not None:
+            raise ConfigError(
+                f"the run folder {self} belongs to another run that goes on ({holder}). Wait until that has "
+                "ended to continue it, or give this run another name, or none: one is made from the time."
+            )
 
     @property
     def config_file(self) -> Path:

@@ -92,7 +92,9 @@ class Reporter:
         made: list[Any] = [None]
         if context.rank == 0 and context.config.run_dir != NO_FOLDER:
             try:
-                made[0] = str(RunFolder.create(context.config.run_dir, name=context.config.run_name).path)
+                folder = RunFolder.create(context.config.run_dir, name=context.config.run_name)
+                folder.hold("metrics")
+                made[0] = str(folder.path)
             except ShardwrightError as error:
                 made[0] = error
         if context.mesh.world_size > 1:

@@ -1,6 +1,8 @@
 """The run folder: who makes it, what it is called, what stays when a write fails."""
 
 import os
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -32,6 +34,32 @@ def test_a_named_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     first.write("config.json", "{}")
     assert create(tmp_path, "baseline") == first
     assert first.config_file.read_text() == "{}"
+
+
+HOLDS = """
+import sys, pathlib
+from shardwright.observe import RunFolder
+RunFolder(pathlib.Path(sys.argv[1])).hold(sys.argv[2])
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_cannot_write_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    folder = create(tmp_path, "baseline")
+    command = [sys.executable, "-c", HOLDS, str(folder.path), "metrics"]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "holds\n"
+        folder.hold("logs")  # the other part
+        for _ in range(2):
+            with pytest.raises(ConfigError) as caught:
+                folder.hold("metrics")
+        assert f"belongs to another run that goes on (process {other.pid} on " in str(caught.value)
+        other.kill()
+    for _ in range(2):  # a second run of the same process goes on
+        folder.hold("metrics")
 
 
 def test_the_launcher_has_made_it(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Keeps two runs from writing into one folder at the same time.
+
+A lock on a file, which the kernel takes away when the process ends, however it ends: nothing is left to clear
+up by hand. A child does not inherit it.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import IO
+
+__all__ = ["hold"]
+
+log = logging.getLogger(__name__)
+
+_HELD: dict[Path, IO[str]] = {}
+
+
+def hold(path: Path) -> str | None:
+    """Holds a lock file until this process ends.
+
+    Args:
+        path: the file; made if it is not there.
+
+    Returns:
+        Who holds it, where another process does; else None.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    if path in _HELD:
+        return None
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            log.warning("%s cannot be locked (%s): nothing keeps other runs out", path, error.strerror)
+            _HELD[path] = file
+            return None
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        return holder or "another process"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _HELD[path] = file
+    return None
