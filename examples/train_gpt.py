@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=11)
     options = parser.parse_args()
 
-    sw.init({"log_interval": 10, "trace": True})  # <--
+    sw.init({"log_interval": 10, "steps": options.steps, "trace": True})  # <--
     tokens = tokens_of_standard_library(vocab_size=4096, num_bytes=2_000_000)
     torch.manual_seed(0)
     model, _ = build(options.layers, options.batch, options.length)

@@ -53,7 +53,7 @@ _WITHOUT_EFFECT = frozenset(
 
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
-    "ignored log_interval pin_cores run_dir run_name seed tensorboard timeout_s trace".split()
+    "ignored log_interval pin_cores run_dir run_name seed steps tensorboard timeout_s trace".split()
 )
 
 # Features of later versions: the value that means "off", and what to use instead.
@@ -151,6 +151,9 @@ class Config(BaseModel):
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     log_interval: Count = Field(10, description="Steps between two lines on the console.")
+    steps: Count | None = Field(
+        None, description="Steps that the run will make, for the time left on these lines; unset: not shown."
+    )
     ignored: tuple[str, ...] = Field((), description="Settings that were given and change nothing here.")
 
     @field_validator("pipeline", mode="before")

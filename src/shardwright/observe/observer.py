@@ -39,7 +39,7 @@ class Observer:
     """Reports a run.
 
     Args:
-        config: `log_interval`, `tensorboard`.
+        config: `log_interval`, `steps`, `tensorboard`.
         rank: this world rank.
         world_size: number of ranks.
         pipeline_ranks: world ranks of this replica, by pipeline rank.
@@ -73,7 +73,12 @@ class Observer:
         self._pipeline_ranks = tuple(pipeline_ranks)
         self._wall = wall
         self._plan: Plan | None = None
-        self._progress = Progress(self.console, log_interval=config.log_interval, world_size=world_size)
+        self._progress = Progress(
+            self.console,
+            log_interval=config.log_interval,
+            world_size=world_size,
+            total_steps=config.steps,
+        )
         self._written = folder if prints else None
         self._metrics: MetricsLog | None = None
         self._events: JsonLines | None = None
@@ -162,10 +167,6 @@ class Observer:
     def phase(self, text: str) -> AbstractContextManager[Phase]:
         """Announces something that may take longer than 2 s; see `Console.phase`."""
         return self.console.phase(text)
-
-    def expect_steps(self, total_steps: int) -> None:
-        """Says how many steps the run has, so that the console shows when it ends."""
-        self._progress.total_steps = total_steps
 
     def close(self) -> None:
         """Prints the line that is due and closes all files; may be called twice."""

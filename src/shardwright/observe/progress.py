@@ -41,7 +41,7 @@ class Progress:
         total_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_steps = total_steps
+        self._total_steps = total_steps
         self._console = console
         self._log_interval = log_interval
         self._world_size = world_size
@@ -66,10 +66,10 @@ class Progress:
         if interval is None:
             return
         parts = _parts(interval, self._world_size)
-        if self.total_steps is not None:
+        if self._total_steps is not None:
             # By the clock on the wall, not by the steps' own seconds: loading data and saving take time too.
             step_s = (now - self._interval_start) / interval.steps
-            parts.append(f"eta {_format_eta(max(0, self.total_steps - interval.last_step) * step_s)}")
+            parts.append(f"eta {_format_eta(max(0, self._total_steps - interval.last_step) * step_s)}")
         self._console.line(" | ".join(parts))
         self._interval, self._interval_start, self._first = None, now, False
 

@@ -143,9 +143,8 @@ def test_the_timeline_counts_microbatches_where_the_plan_does_not_know_the_stage
 
 
 def test_the_last_line_comes_with_the_end(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = Run(tmp_path, steps=3)
     with run.observer as observer:
-        observer.expect_steps(3)
         for step in (1, 2, 3):
             observer.step_done(StepRecord(step=step, seconds=0.5, samples=8))
     lines = run.stream.getvalue().splitlines()
