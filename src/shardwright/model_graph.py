@@ -21,7 +21,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["ModelGraph", "Node", "ParameterSpec", "TensorSpec", "Unit", "Value", "model_fingerprint"]
+__all__ = [
+    "ModelGraph",
+    "Node",
+    "ParameterSpec",
+    "TensorSpec",
+    "Together",
+    "Unit",
+    "Value",
+    "model_fingerprint",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,27 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Together:
+    """Nodes that one stage must compute.
+
+    Attributes:
+        nodes: their indices, ascending.
+        what: what they have in common, as ``torch.utils.checkpoint``.
+        line: where in the user's code.
+        why: what goes wrong on several stages.
+        remedy: what the user can do about it.
+        one_rank: several stages will do if no two of them are on one rank.
+    """
+
+    nodes: tuple[int, ...]
+    what: str
+    line: str
+    why: str
+    remedy: str
+    one_rank: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """One forward of a step function over one microbatch.
 
@@ -154,6 +184,7 @@ class ModelGraph:
         outputs: indices of the values that the step function returns.
         batch_size: samples in the microbatch (size of axis 0 of the first split tensor).
         batch_bytes: bytes of the tensors of the microbatch.
+        together: nodes that one stage must compute.
     """
 
     nodes: tuple[Node, ...]
@@ -164,6 +195,7 @@ class ModelGraph:
     outputs: tuple[int, ...]
     batch_size: int = 1
     batch_bytes: int = 0
+    together: tuple[Together, ...] = ()
     _fingerprint: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -230,6 +262,9 @@ class ModelGraph:
             outputs=tuple(document["outputs"]),
             batch_size=document["batch_size"],
             batch_bytes=document["batch_bytes"],
+            together=tuple(
+                Together(**{**group, "nodes": tuple(group["nodes"])}) for group in document["together"]
+            ),
         )
 
 

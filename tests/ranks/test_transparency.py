@@ -142,10 +142,6 @@ def test_evaluation_reads_the_buffers_that_glue_changed(kind):
 
 
 REFUSED: dict[type[nn.Module], str] = {
-    zoo_modules.ReadsBeforeItChanges: "the buffer mean is read on an earlier stage",
-    zoo_modules.RecomputesAcrossBlocks: "torch.utils.checkpoint is called on code that is placed on several",
-    zoo_modules.ClampsAParameter: "the parameter shift is changed in place between modules, and stages 0, 1",
-    zoo_modules.TakesAGradient: "torch.autograd.grad() asks for a gradient with respect to a tensor",
     zoo_modules.ChangesAShape: "unsqueeze_() changes the shape of a tensor in place",
     zoo_modules.ChangesADetachedName: "a tensor is changed in place on another stage",
 }
@@ -153,9 +149,58 @@ REFUSED: dict[type[nn.Module], str] = {
 
 def test_a_counter_that_python_reads_needs_one_stage_a_rank():
     recipe = Recipe(build=zoo_modules.CountsForPython, batch=features, loss=classify)
-    check(recipe, {"1f1b": case(SCHEDULES["1f1b"])})
-    with pytest.raises(RanksFailedError, match="the buffer count is changed in the step function"):
+    check(recipe, {"1f1b": case(SCHEDULES["1f1b"]), "auto": case()})
+    with pytest.raises(RanksFailedError, match="for the buffer count, whose value Python reads at "):
         check(recipe, {"interleaved_1f1b": case(SCHEDULES["interleaved_1f1b"])})
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        zoo_modules.ReadsBeforeItChanges,
+        zoo_modules.RecomputesAcrossBlocks,
+        zoo_modules.TakesAGradient,
+        zoo_modules.ClampsAParameter,
+    ],
+)
+def test_the_planner_keeps_together_what_must_share_a_stage(build):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    check(recipe, {kind: case(SCHEDULES[kind], iterations=UNEVEN) for kind in ("gpipe", "1f1b", "zb_h1")})
+
+
+@pytest.mark.parametrize("build", [zoo_modules.ReadsBeforeItChanges, zoo_modules.RecomputesAcrossBlocks])
+def test_too_few_pieces_are_left_where_everything_must_share_a_stage(build):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    message = r"must share a stage: blocks\.0\S* to blocks\.5\S* for .* at \S*zoo_modules\.py:\d+\)"
+    with pytest.raises(RanksFailedError, match=message):
+        check(recipe, {"1f1b": case(SCHEDULES["1f1b"])}, num_ranks=4)
+
+
+def test_several_groups_share_their_stages_in_every_schedule():
+    iterations = (Iteration(), EVALUATION, Iteration(batch_size=7))
+    recipe = Recipe(build=zoo_modules.SharesAStage, batch=features, loss=classify)
+    check(recipe, {kind: case(SCHEDULES[kind], iterations=iterations) for kind in SCHEDULES})
+
+
+PLACED_APART: dict[type[nn.Module], str] = {
+    zoo_modules.ReadsBeforeItChanges: "the buffer mean is read on an earlier stage",
+    zoo_modules.RecomputesAcrossBlocks: "torch.utils.checkpoint is called on code that is placed on several",
+    zoo_modules.ClampsAParameter: "the parameter shift is changed in place between modules, and several",
+    zoo_modules.TakesAGradient: "torch.autograd.grad() asks for a gradient with respect to a tensor",
+}
+
+
+@pytest.mark.parametrize("build", PLACED_APART)
+def test_what_must_share_a_stage_cannot_be_placed_apart_by_hand(build):
+    def place(model: zoo_modules.Stack) -> None:
+        for number, block in enumerate(model.blocks):
+            sw.set_partition(block, 0 if number < 3 else 1)
+
+    recipe = Recipe(build=build, batch=features, loss=classify, place=place)
+    with pytest.raises(RanksFailedError) as caught:
+        check(recipe, {"by hand": case({"auto_partition": False, "default_partition": 1})})
+    assert PLACED_APART[build] in str(caught.value)
+    assert "zoo_modules.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize("build", REFUSED)

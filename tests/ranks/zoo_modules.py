@@ -476,6 +476,36 @@ class ReadsBeforeItChanges(Stack):
         return self.head(x)
 
 
+class SharesAStage(Stack):
+    """In the middle: a checkpoint over two blocks, a gradient, a buffer and a parameter that change late."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.shift = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor, scale: Tensor) -> Tensor:
+            return self.blocks[2](torch.tanh(self.blocks[1](x) * scale))
+
+        first = self.blocks[0](x)
+        x = checkpoint(run, first, first.mean().sigmoid(), use_reentrant=False) + first
+        centre = self.mean * 2
+        x = self.blocks[4](self.blocks[3](x) - centre)
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        shifted = self.blocks[5](x) + self.shift
+        with torch.no_grad():
+            self.shift.clamp_(0, 1)
+        x = self.blocks[6](shifted) + self.shift
+        start = self.blocks[7](x) * 1.0
+        x = self.blocks[8](start)
+        if torch.is_grad_enabled():
+            (gradient,) = torch.autograd.grad(x.square().sum(), start, create_graph=True)
+            x = x + gradient
+        return self.head(self.blocks[9](x) + first)
+
+
 class CountsForPython(Stack):
     """Python reads a counter at the end that was changed at the start."""
 

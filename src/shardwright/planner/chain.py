@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph, Node
+from shardwright.planner.bonds import Bond, bonds_of_groups, bonds_of_units
 from shardwright.profile import Profile, Provenance, UnitCost
 
 __all__ = ["Chain", "Flow", "ParameterUse", "SavedValue", "build_chain"]
@@ -111,6 +112,7 @@ class Chain:
         flows: what crosses when the chain is cut.
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.
+        bonds: which calls must share a stage, and why.
     """
 
     labels: tuple[str, ...]
@@ -129,6 +131,7 @@ class Chain:
     weight_bytes: Floats
     saved_values: tuple[SavedValue, ...] = ()
     batch_bytes: int = 0
+    bonds: tuple[Bond, ...] = ()
 
     @property
     def num_calls(self) -> int:
@@ -164,6 +167,11 @@ class Chain:
         for first, last in spans:
             inner[first + 1 : last + 1] = True
         return replace(self, starts=tuple(start for start in self.starts if not inner[start]))
+
+    def bound(self, *, stages_per_rank: int) -> "Chain":
+        """The chain with all calls that must share a stage made one atom."""
+        held = (bond for bond in self.bonds if stages_per_rank > 1 or not bond.one_rank)
+        return self.contract((bond.first, bond.last) for bond in held)
 
     def uncontracted(self) -> "Chain":
         """The chain with every call an atom of its own."""
@@ -202,8 +210,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         weight_bytes=np.array([nan if cost.weight_bytes is None else cost.weight_bytes for cost in costs]),
         saved_values=_saved_values(graph, homes),
         batch_bytes=graph.batch_bytes,
+        bonds=(*bonds_of_units(graph), *bonds_of_groups(graph, homes)),
     )
-    return chain.contract(_inseparable(graph, nodes))
+    return chain.bound(stages_per_rank=1)
 
 
 def _costs(nodes: Sequence[Node], profile: Profile) -> list[UnitCost]:
@@ -357,13 +366,3 @@ def _parameter_uses(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Par
         for name, parameter in graph.parameters.items()
         if name in uses
     )
-
-
-def _inseparable(graph: ModelGraph, nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """First and last call of every unit whose calls must run on one rank."""
-    spans = []
-    for name, unit in graph.units.items():
-        if unit.mutates_buffers and unit.num_calls > 1:
-            at = [position for position, node in enumerate(nodes) if node.name == name]
-            spans.append((at[0], at[-1]))
-    return spans

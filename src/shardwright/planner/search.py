@@ -21,6 +21,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
+from shardwright.planner.bonds import Bond
 from shardwright.planner.chain import Chain, build_chain
 from shardwright.planner.explain import alternatives, predict, reasons
 from shardwright.planner.fabric import Fabric
@@ -45,6 +46,7 @@ _FEWEST_SIMULATED = 2
 _NUM_REFINED = 4
 _MOST_ACTIONS = 200_000
 _MOST_TIES = 2
+_MOST_BONDS = 3
 
 
 def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tuple[int, ...]:
@@ -186,13 +188,18 @@ def _families(config: Config, *, pipeline: int) -> Iterator[tuple[str, int]]:
 def _automatic(chain: Chain, m: int, *, config: Config, fabric: Fabric, demands: Demands) -> Iterator[Draft]:
     pipeline = fabric.mesh.pipeline
     families = list(_families(config, pipeline=pipeline))
-    fewest = min(pipeline * v for _, v in families)
-    if fewest > chain.num_atoms:
-        raise PlanError(_too_many_stages(chain, fewest, pipeline))
-    for variant in _tie_variants(chain, fewest):
-        workload = Workload(variant, num_microbatches=m, fabric=fabric, demands=demands)
+    least = min(v for _, v in families)
+    fewest, bound = pipeline * least, chain.bound(stages_per_rank=least)
+    if fewest > bound.num_atoms:
+        raise PlanError(_too_many_stages(bound, pipeline, least))
+    for variant in _tie_variants(bound, fewest):
+        one, several = (variant.bound(stages_per_rank=v) for v in (1, 2))
+        plain = interleaved = Workload(one, num_microbatches=m, fabric=fabric, demands=demands)
+        if several.starts != one.starts:
+            interleaved = Workload(several, num_microbatches=m, fabric=fabric, demands=demands)
         for kind, v in families:
-            if pipeline * v > variant.num_atoms:
+            workload = plain if v == 1 else interleaved
+            if pipeline * v > workload.chain.num_atoms:
                 continue
             ranks = place_stages(kind, num_ranks=pipeline, stages_per_rank=v)
             first = workload.draft(kind, ranks, exposed=1.0)
@@ -254,17 +261,30 @@ def _refined(options: Sequence[Option]) -> list[Option]:
     return [better.get(id(option), option) for option in options]
 
 
-def _too_many_stages(chain: Chain, num_stages: int, pipeline: int) -> str:
+def _too_many_stages(chain: Chain, pipeline: int, stages_per_rank: int) -> str:
     fit = chain.num_atoms
-    merged = ""
+    per_rank = "" if stages_per_rank == 1 else f", {stages_per_rank} a rank"
+    merged, instead = "", "use a model with more, smaller blocks."
     if chain.num_calls > fit:
-        merged = f" ({chain.num_calls} unit calls, of which some update buffers and must stay together)"
-    per_rank = "" if num_stages == pipeline else f", {num_stages // pipeline} a rank"
+        bonds = _longest_bonds(chain, stages_per_rank)[:_MOST_BONDS]
+        texts = [f"{chain.labels[b.first]} to {chain.labels[b.last]} for {b.reason}" for b in bonds]
+        merged = f" ({chain.num_calls} unit calls, of which some must share a stage: {'; '.join(texts)})"
+        instead = f"change the model: {bonds[0].remedy}"
     return (
-        f"{pipeline} pipeline ranks need at least {num_stages} stages{per_rank}, but the model has {fit} "
-        f"units to place{merged}. Use at most {fit} stages: start fewer ranks, or let them train replicas by "
-        "a smaller pipeline_parallel_degree. Or use a model with more, smaller blocks."
+        f"{pipeline} pipeline ranks need at least {pipeline * stages_per_rank} stages{per_rank}, but the "
+        f"model has {fit} units to place{merged}. Use at most {fit} stages: start fewer ranks, or let them "
+        f"train replicas by a smaller pipeline_parallel_degree. Or {instead}"
     )
+
+
+def _longest_bonds(chain: Chain, stages_per_rank: int) -> list[Bond]:
+    """Why calls must share a stage, the longest reach first; of bonds that lie in another, only that one."""
+    found: list[Bond] = []
+    for bond in sorted(chain.bonds, key=lambda bond: bond.first - bond.last):
+        inside = any(other.first <= bond.first and bond.last <= other.last for other in found)
+        if not inside and (stages_per_rank > 1 or not bond.one_rank):
+            found.append(bond)
+    return found
 
 
 def _plan(best: Option, *, graph: ModelGraph, config: Config, mesh: Mesh, options: Sequence[Option]) -> Plan:

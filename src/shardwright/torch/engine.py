@@ -159,7 +159,7 @@ class PipelineEngine:
         self._agree(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks, trace.together)
+        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
         residency = Residency.of(trace.graph, homes, placed.stage_ranks)
         self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
@@ -174,6 +174,11 @@ class PipelineEngine:
         ).union(*(stage.recompute for stage in plan.stages))
         self._residency = residency
         self._model.placed(residency)
+        # Gradients that the step function asks for would be put off, or written to .grad, as well.
+        asks = any(step.func is torch.autograd.grad for step in trace.steps)
+        if splits_backward(plan.schedule.kind) and not asks:
+            for unit in self._unit_map.modules.values():
+                split_modules(unit)
 
     def _set_units(self, names: list[str]) -> None:
         self._unit_map = UnitMap.of(self._model.module, names)
@@ -199,10 +204,6 @@ class PipelineEngine:
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
         )
         self.reducer = self._model.make_reducer(members) if members else None
-        assert context.plan is not None
-        if splits_backward(context.plan.schedule.kind):
-            for unit in self._unit_map.modules.values():
-                split_modules(unit)
 
     def _agree(self, trace: Trace) -> None:
         """Refuses a model that the ranks of a replica trace differently."""

@@ -17,13 +17,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from shardwright.errors import TraceError
-from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.model_graph import ModelGraph, TensorSpec, Together
 from shardwright.schedule import Edge
 from shardwright.torch.dataflow import Dataflow, StepFlow
-from shardwright.torch.recording import Step, Together, Trace
+from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
@@ -168,12 +166,7 @@ def merged_edges(programs: Sequence[Program]) -> list[Edge]:
     return edges
 
 
-def home_stages(
-    graph: ModelGraph,
-    stage_of_call: Mapping[int, int],
-    stage_ranks: Sequence[int],
-    together: Sequence[Together] = (),
-) -> list[int]:
+def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
     """The stage that computes each node.
 
     A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend
@@ -184,11 +177,11 @@ def home_stages(
         graph: the traced graph.
         stage_of_call: stage of every node that calls a unit.
         stage_ranks: pipeline rank of each stage.
-        together: nodes that must have one home.
 
     Raises:
         TraceError: nodes that must have one home cannot have it.
     """
+    together = [group for group in graph.together if not group.one_rank]
     lowest: dict[int, int] = {}
     while True:
         homes = _homes(graph, stage_of_call, stage_ranks, lowest)
@@ -199,12 +192,18 @@ def home_stages(
             break
         for node, group in apart:
             if graph.nodes[node].kind == "unit":
-                raise _cannot_be_together(graph, node, group)
+                raise _cannot_be_together(group)
             lowest[node] = _last(group, homes)
-    for node in range(len(homes)) if lowest else ():
-        if any(homes[graph.values[value].producer] > homes[node] for value in graph.nodes[node].inputs):
-            moved = next(g for g in together if any(n in lowest and homes[n] > homes[node] for n in g.nodes))
-            raise _cannot_be_together(graph, node, moved)
+    reached: dict[int, int] = {}
+    for node, home in enumerate(homes) if lowest else ():
+        # What has moved must not be ahead of its readers, nor of what its rank has still to do before.
+        made = (homes[graph.values[value].producer] for value in graph.nodes[node].inputs)
+        rank = stage_ranks[home]
+        if max([*made, reached.get(rank, 0)], default=0) > home:
+            raise _cannot_be_together(
+                next(g for g in together if any(n in lowest and homes[n] > home for n in g.nodes))
+            )
+        reached[rank] = home
     return homes
 
 
@@ -212,8 +211,8 @@ def _last(group: Together, homes: Sequence[int]) -> int:
     return max(homes[node] for node in group.nodes)
 
 
-def _cannot_be_together(graph: ModelGraph, node: int, group: Together) -> TraceError:
-    return TraceError(f"{graph.nodes[node].line}: {group.why}.")
+def _cannot_be_together(group: Together) -> TraceError:
+    return TraceError(f"{group.line}: {group.why} {group.remedy}")
 
 
 def _homes(
@@ -279,13 +278,11 @@ def build_program(
         recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
-    homes = home_stages(graph, stage_of_call, stage_ranks, trace.together)
+    homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
     crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
-    _check_gradients(trace, homes, home_of)
-    _check_parameters(trace, homes)
     _check_counters(trace, homes, stage_ranks)
     instructions = [
         _instruction(step, flow, homes, stage_ranks, rank)
@@ -394,37 +391,6 @@ def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[
                 raise TraceError(
                     f"{step.line}: a tensor made after backward() is needed on another stage. "
                     "Call backward() after everything that the step function computes."
-                )
-
-
-def _check_gradients(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
-    """Refuses gradients through several stages: autograd knows no path from one to another."""
-    for step in trace.steps:
-        if step.func is not torch.autograd.grad or step.node is None:
-            continue
-        if any(home_of[value] != homes[step.node] for value in step.inputs):
-            raise TraceError(
-                f"{step.line}: torch.autograd.grad() asks for a gradient with respect to a tensor of "
-                "another stage. Compute both the tensor and its gradient in one module."
-            )
-
-
-def _check_parameters(trace: Trace, homes: Sequence[int]) -> None:
-    """Refuses changes of a parameter that other stages use: they would not see them."""
-    graph = trace.graph
-    for step in trace.steps:
-        for name in step.changed_parameters:
-            users = {
-                home
-                for node, home in zip(graph.nodes, homes, strict=True)
-                if name in node.parameters
-                or (node.kind == "unit" and name in graph.units[node.name].parameters)
-            }
-            if len(users) > 1:
-                raise TraceError(
-                    f"{step.line}: the parameter {name} is changed in place between modules, and stages "
-                    f"{', '.join(map(str, sorted(users)))} use it. Change it after optimizer.step(), or "
-                    "inside the one module that uses it."
                 )
 
 

@@ -9,7 +9,7 @@ from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
 
-__all__ = ["Change", "Sample", "Step", "Together", "Trace", "View"]
+__all__ = ["Change", "Sample", "Step", "Trace", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +114,6 @@ class Step:
         return tuple(dict.fromkeys([*(value for _, value in self.reads), *changed]))
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Nodes that one stage must compute.
-
-    Attributes:
-        nodes: indices in the graph.
-        why: what goes wrong otherwise, and what to do.
-    """
-
-    nodes: tuple[int, ...]
-    why: str
-
-
 @dataclass(slots=True)
 class Sample:
     """Arguments of one call of a cost class, from which it can be run again to be timed.
@@ -159,7 +146,6 @@ class Trace:
         temporary_hooks: it registers hooks, and has removed them all at its end.
         state: buffers outside of units that the step function changes.
         initial: value -> name of the buffer of which it is the content at the start.
-        together: nodes that must have one home.
         memory: of each value: equal for those that share memory.
     """
 
@@ -175,5 +161,4 @@ class Trace:
     temporary_hooks: bool = False
     state: tuple[str, ...] = ()
     initial: Mapping[int, str] = field(default_factory=dict)
-    together: tuple[Together, ...] = ()
     memory: tuple[int, ...] = ()

@@ -12,9 +12,13 @@ __all__ = [
 ]
 
 
-def user_line() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+def user_line(inside: FrameType | None = None) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours.
+
+    Args:
+        inside: where to begin; the caller's frame, or one around it.
+    """
+    frame = sys._getframe(1) if inside is None else inside
     fallback = ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

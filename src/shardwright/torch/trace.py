@@ -8,14 +8,13 @@ unit returns is a `DeferredTensor`.
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, TraceError, UsageError
-from shardwright.model_graph import ModelGraph, Node, TensorSpec, Unit, Value
+from shardwright.model_graph import ModelGraph, Node, TensorSpec, Together, Unit, Value
 from shardwright.torch import functions
 from shardwright.torch._private import (
     FAKE_FAILURES,
@@ -32,10 +31,17 @@ from shardwright.torch.glue import GlueMode, set_active_handler, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.path import PathRecorder
-from shardwright.torch.recording import Change, Sample, Step, Together, Trace
+from shardwright.torch.recording import Change, Sample, Step, Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
 from shardwright.torch.source_line import called_from, outermost_checkpoint, user_line
+from shardwright.torch.together import (
+    Regions,
+    buffer_together,
+    counters_together,
+    gradient_together,
+    parameters_together,
+)
 from shardwright.torch.trace_guard import Attributes, OpenModules, Unchanged
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
@@ -98,7 +104,8 @@ class Tracer:
         self._state: dict[int, str] = {}
         self._counters: dict[int, str] = {}
         self._initial: dict[int, str] = {}
-        self._regions: dict[FrameType, list[int]] = {}
+        self._regions = Regions()
+        self._gradients: dict[int, bool] = {}
         self._batch_storages: set[int] = set()
         self._first_of_storage: dict[int, int] = {}
         self._memory: dict[str, WorkingMemory] = {}
@@ -155,6 +162,9 @@ class Tracer:
             line=line,
         )
         unnoticed = functions.unnoticed_changes(func, *arguments)
+        if func is torch.autograd.grad:
+            asked = (item for item in items if isinstance(item, Tensor) and item.requires_grad)
+            self._gradients[len(self.nodes)] = any(self._value(item) is None for item in asked)
         return self._record(func, node, items, reads, fakes, output, versions, cost, unnoticed)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +189,7 @@ class Tracer:
         memory = self._working_memory(key, module, items, fakes, structure)
         attributes = Attributes(module)
         cost = CostCounter(self._names)
-        own = {self._names[id(t)] for t in _tensors_of(module) if id(t) in self._names}
+        own = self._names_in(module)
         buffers = _buffers_of(module)
         try:
             output, versions = self._execute(module, arguments, cost)
@@ -263,7 +273,8 @@ class Tracer:
         self, key: str, func: Any, items: list[Any], fakes: list[Any], structure: Structure
     ) -> WorkingMemory:
         """What a cost class needs for a moment; counted for the first of its calls."""
-        if not self._count_memory:
+        # A gradient leads back through what ran before, where recomputation would call units once more.
+        if not self._count_memory or func is torch.autograd.grad:
             return WorkingMemory()
         if key not in self._memory:
             given = [self._is_somebody_elses(item) for item in items]
@@ -453,7 +464,7 @@ class Tracer:
         index = len(self.nodes)
         region = outermost_checkpoint() if torch.is_grad_enabled() else None
         if region is not None:
-            self._regions.setdefault(region, []).append(index)
+            self._regions.note(index, region, user_line(region))
         changed_parameters = self._changed_parameters(fakes, versions)
         changes = self._changes(func, index, items, fakes, versions, unnoticed)
         results, structure = flatten(output)
@@ -632,6 +643,9 @@ class Tracer:
         names = (self._names.get(id(item)) for item in items if isinstance(item, nn.Parameter))
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
+    def _names_in(self, module: nn.Module) -> set[str]:
+        return {self._names[id(tensor)] for tensor in _tensors_of(module) if id(tensor) in self._names}
+
     def _fake(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
@@ -660,7 +674,7 @@ class Tracer:
         temporary_hooks: bool,
     ) -> Trace:
         """Makes the graph."""
-        self._regions.clear()  # frames hold on to all that their functions had
+        self._regions.clear()
         result_values = tuple(self._reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
         follow_changes(self.steps, outputs if self.loss is None else (*outputs, self.loss))
@@ -683,6 +697,7 @@ class Tracer:
             outputs=outputs,
             batch_size=batch_size,
             batch_bytes=self.batch_bytes,
+            together=together,
         )
         return Trace(
             graph=graph,
@@ -697,7 +712,6 @@ class Tracer:
             temporary_hooks=temporary_hooks,
             state=tuple(dict.fromkeys(self._initial.values())),
             initial=self._initial,
-            together=together,
             memory=tuple(storage_key(v.fake) for v in self.values),
         )
 
@@ -720,29 +734,26 @@ class Tracer:
 
     def together(self, watch: BufferWatch) -> tuple[Together, ...]:
         """Nodes that must have one home."""
-        found = [
-            Together(
-                tuple(nodes),
-                "torch.utils.checkpoint is called on code that is placed on several stages, and a stage can "
-                "recompute only its own. Call it on each block by itself, or move the code into one module",
-            )
-            for nodes in self._regions.values()
-        ]
+        found = self._regions.together()
         for value, name in self._initial.items():
             memory = storage_key(self.values[value].fake)
-            readers = {step.node for step in self.steps if value in step.inputs}
-            writers = {s.node for s in self.steps if any(c.view.memory == memory for c in s.changes)}
+            readers = {s.node for s in self.steps if s.node is not None and value in s.inputs}
+            writers = {
+                s.node
+                for s in self.steps
+                if s.node is not None and any(c.view.memory == memory for c in s.changes)
+            }
             last = self._value(watch.last(name))
             if last is not None and last != value:
                 writers.add(self.values[last].producer)
-            found.append(
-                Together(
-                    tuple(sorted(node for node in readers | writers if node is not None)),
-                    f"the buffer {name} is read on an earlier stage than the one that changes it. The next "
-                    "microbatch would have to wait for the change, and no stage could work ahead. Read and "
-                    "change it in one module, or change it where it is read",
-                )
-            )
+            found.append(buffer_together(name, self.nodes, readers, writers))
+        producers = {value: recorded.producer for value, recorded in enumerate(self.values)}
+        trained = {value for value, recorded in enumerate(self.values) if recorded.fake.requires_grad}
+        for node, deep in self._gradients.items():
+            found.append(gradient_together(self.nodes, node, producers, trained, deep=deep))
+        held = {name: self._names_in(self.unit_map.modules[name]) for name in self._calls}
+        found += parameters_together(self.steps, self.nodes, held)
+        found += counters_together(self.steps, self.nodes)
         return tuple(group for group in found if len(group.nodes) > 1)
 
 
