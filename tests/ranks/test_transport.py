@@ -1,6 +1,5 @@
 """Messages between pipeline ranks."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,8 +13,8 @@ def talk(num_groups):
     """Every rank posts all its receives, then sends to all others, up and down."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(size))) for _ in range(num_groups)]
-    half = num_groups // 2
-    transport = Transport(range(size), rank=rank, up=groups[:half], down=groups[half:])
+    up, down = groups or (None, None)
+    transport = Transport(range(size), rank=rank, up=up, down=down)
     others = [other for other in range(size) if other != rank]
     receipts = {
         (other, number): transport.post_receive((number, 2), other, dtype=torch.float64, device=CPU)
@@ -42,9 +41,8 @@ def test_receives_may_be_posted_before_anything_is_sent():
     check(run_ranks(talk, 3, 0))
 
 
-@pytest.mark.parametrize("num_groups", [2, 5])
-def test_each_direction_may_have_groups_of_its_own(num_groups):
-    check(run_ranks(talk, 3, num_groups))
+def test_each_direction_may_have_a_group_of_its_own():
+    check(run_ranks(talk, 3, 2))
 
 
 def hold(num_bytes, num_messages):

@@ -7,10 +7,6 @@ transfers overlap compute.
 NCCL runs what two ranks send one another in the order in which it was asked for: a receive posted ahead
 would hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With a
 process group for each direction, messages up and down the pipeline do not meet.
-
-Gloo reads a message under the lock of its connection, and posting a receive takes that lock: for milliseconds
-where the cores are busy. With several groups, each with connections of its own, that take turns, the next
-receive is posted on another connection than the one that is being read.
 """
 
 from collections import deque
@@ -62,8 +58,8 @@ class Transport:
     Args:
         ranks: world rank of each pipeline rank.
         rank: the pipeline rank of this process.
-        up: process groups that take turns at messages to higher pipeline ranks; none for the default one.
-        down: the same for messages to lower ones.
+        up: process group for messages to higher pipeline ranks; None for the default one.
+        down: process group for messages to lower ones.
     """
 
     def __init__(
@@ -71,13 +67,12 @@ class Transport:
         ranks: Sequence[int],
         *,
         rank: int,
-        up: Sequence[dist.ProcessGroup] = (),
-        down: Sequence[dist.ProcessGroup] = (),
+        up: dist.ProcessGroup | None = None,
+        down: dist.ProcessGroup | None = None,
     ):
         self._ranks = tuple(ranks)
         self._rank = rank
-        self._up = tuple(up) or (dist.group.WORLD,)
-        self._down = tuple(down) or (dist.group.WORLD,)
+        self._up, self._down = up, down
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
@@ -97,8 +92,7 @@ class Transport:
         while self._pending and (self._holds_much(payload) or self._pending[0][0].is_completed()):
             self._finish_oldest()
         try:
-            groups = self._up if target > self._rank else self._down
-            group = groups[tag % len(groups)]
+            group = self._up if target > self._rank else self._down
             work = dist.isend(_bytes_of(payload), self._ranks[target], group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("sending to", self._ranks[target], error) from error
@@ -116,8 +110,7 @@ class Transport:
         tag = self._expected[source] % _TAG_LIMIT
         self._expected[source] += 1
         try:
-            groups = self._up if source < self._rank else self._down
-            group = groups[tag % len(groups)]
+            group = self._up if source < self._rank else self._down
             work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("receiving from", self._ranks[source], error) from error

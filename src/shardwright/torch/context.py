@@ -128,9 +128,6 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     return layers
 
 
-_GLOO_TURNS = 3  # groups that take turns at messages: see `comm.transport`
-
-
 def make_context(config: Config, plan: Plan | None) -> Context:
     """Finds the ranks, joins them, and lays them out."""
     from shardwright.comm.environment import detect
@@ -164,8 +161,9 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     )
     if mesh.pipeline > 1:
         made.pipeline_group = _own_group(mesh.groups("pp"), rank)
-        up = [_own_group(mesh.groups("pp"), rank) for _ in range(1 if device.type == "cuda" else _GLOO_TURNS)]
-        down = [_own_group(mesh.groups("pp"), rank)] if device.type == "cuda" else up
+        nccl = dist.get_backend() == "nccl"
+        up = _own_group(mesh.groups("pp"), rank) if nccl else None
+        down = _own_group(mesh.groups("pp"), rank) if nccl else None
         made.transport = Transport(made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down)
     if mesh.data > 1:
         made.data_group = _own_group(mesh.groups("dp"), rank)
