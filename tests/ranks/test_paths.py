@@ -9,7 +9,7 @@ from architectures import ARCHITECTURES
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
-from zoo_modules import Block, Stack
+from zoo_modules import WIDTH, Block, Stack
 
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -84,6 +84,23 @@ class PassesANumberOn(Stack):
         return self.head(x) / count
 
 
+class CountsWhereTheBatchSays(Stack):
+    """Keeps a mean of what the first block gives, or of what the last one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.blocks[0] if x.sum() > 0 else self.blocks[-1]
+        for block in self.blocks:
+            x = block(x)
+            if block is chosen:
+                self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+                x = x - self.mean
+        return self.head(x)
+
+
 def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list[str]]:
     """How often the engine traced, how many microbatches it ran, and what `differences` found."""
     import shardwright.torch.engine as engine
@@ -132,6 +149,14 @@ def test_microbatches_of_one_batch_go_by_the_stages_in_one_order():
     recipe = Recipe(build=GoesBackwards, batch=features, loss=classify)
     case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 4)
     with pytest.raises(RanksFailedError, match="go through the ranks in different orders, 0 -> 1 and 1 -> 0"):
+        run_ranks(differences, 2, recipe, case)
+
+
+def test_microbatches_of_one_batch_change_a_buffer_on_one_rank():
+    """The changes on all ranks but one were lost."""
+    recipe = Recipe(build=CountsWhereTheBatchSays, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 4)
+    with pytest.raises(RanksFailedError, match="change the buffer mean on different ranks"):
         run_ranks(differences, 2, recipe, case)
 
 

@@ -105,7 +105,7 @@ class PipelineEngine:
         own = [copy_of(part) for part in parts] if changes_batch else parts
         if train and self.reducer is not None:
             self.reducer.begin()
-        state = {name: rank for program in programs for name, rank in program.state.items()}
+        state = _homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
         with self._cores.in_force():
             results = self.executor.run(
@@ -309,6 +309,20 @@ def _check_one_order(programs: list[Program]) -> None:
             "because the model chooses the order of its layers by values of the batch. Let them choose "
             "which layers run and not in which order, or put the choice inside one module."
         )
+
+
+def _homes_of_buffers(programs: list[Program]) -> dict[str, int]:
+    """The pipeline rank on which a batch changes each buffer: one for all microbatches."""
+    found: dict[str, int] = {}
+    for program in programs:
+        for name, rank in program.state.items():
+            if found.setdefault(name, rank) != rank:
+                raise TraceMismatchError(
+                    f"microbatches of one batch change the buffer {name} on different ranks, {found[name]} "
+                    f"and {rank}, because the model chooses by values of the batch where it does that, and "
+                    "no rank would see all changes. Change it in one place, or inside one module."
+                )
+    return found
 
 
 def _first_named(module: nn.Module) -> dict[str, Tensor]:
