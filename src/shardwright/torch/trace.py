@@ -107,7 +107,7 @@ class Tracer:
         self._regions = Regions()
         self._gradients: dict[int, bool] = {}
         self._batch_storages: set[int] = set()
-        self._first_of_storage: dict[int, int] = {}
+        self._values_in: dict[int, list[int]] = {}
         self._memory: dict[str, WorkingMemory] = {}
 
     # ---- what the step function calls ----
@@ -492,7 +492,7 @@ class Tracer:
                 node,
                 outputs=outputs,
                 saved_bytes=cost.saved_bytes,
-                saved_values=tuple(dict.fromkeys(self._first_of_storage[self._storage_of(v)] for v in saved)),
+                saved_values=tuple(dict.fromkeys(self._values_in[self._storage_of(v)][0] for v in saved)),
             )
         )
         blank = [None if position in dict(passed) else item for position, item in enumerate(returned)]
@@ -559,9 +559,10 @@ class Tracer:
                 self._changed_memory[storage_key(item)] = storage_key(fake)
             after = self._new_value(node, -1, fake, holder=item)
             changes.append(Change(position, before, after, view_of(fake)))
-        for value, recorded in enumerate(list(self.values)):
+        for value in sorted(value for memory in memories for value in self._values_in.get(memory, ())):
+            recorded = self.values[value]
             current = recorded.holder is not None and self._value_of.get(id(recorded.holder)) == value
-            if current and id(recorded.holder) not in done and storage_key(recorded.fake) in memories:
+            if current and id(recorded.holder) not in done:
                 done.add(id(recorded.holder))
                 after = self._new_value(node, -1, recorded.fake, holder=recorded.holder)
                 changes.append(Change(None, value, after, view_of(recorded.fake)))
@@ -593,7 +594,7 @@ class Tracer:
             holder = DeferredTensor(fake, value)
         self.values.append(_Recorded(producer, position, fake, holder, fake.requires_grad))
         self._value_of[id(holder)] = value
-        self._first_of_storage.setdefault(storage_key(fake), value)
+        self._values_in.setdefault(storage_key(fake), []).append(value)
         self._keep_alive.append(holder)
         return value
 
