@@ -60,8 +60,5 @@ def hold(num_bytes, num_messages):
     return most
 
 
-def test_large_messages_that_have_left_are_let_go():
-    assert run_ranks(hold, 2, 8 * 2**20, 10) == [4, [*range(10)]]
-    most, received = run_ranks(hold, 2, 1024, 40)
-    assert most > 4
-    assert received == [*range(40)]
+def test_messages_that_have_left_are_let_go():
+    assert run_ranks(hold, 2, 2**20, 20) == [4, [*range(20)]]

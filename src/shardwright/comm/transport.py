@@ -21,10 +21,9 @@ from shardwright.errors import PeerLostError
 __all__ = ["Receipt", "Transport"]
 
 _TAG_LIMIT = 2**30
-# How much sent memory is held before a send waits for the oldest one to have left: a few messages, or many
-# small ones. Waiting cannot deadlock: schedules are proved under rendezvous (`schedule.validate`).
-_FEWEST_PENDING = 4
-_PENDING_BYTES = 16 * 2**20
+# Sends whose memory is held at most. Waiting for the oldest cannot deadlock: schedules are proved under
+# rendezvous (`schedule.validate`).
+_MOST_PENDING = 4
 
 
 class Receipt:
@@ -76,12 +75,11 @@ class Transport:
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
-        self._pending_bytes = 0
 
     def send(self, tensor: Tensor, target: int) -> None:
         """Starts sending a tensor to a pipeline rank; its memory is held until it has left.
 
-        Where much is under way, waits until the first of it has left.
+        Where several sends are under way, waits until the first of them has left.
         """
         if tensor.numel() == 0:
             return
@@ -89,7 +87,7 @@ class Transport:
         tag = self._sent[target] % _TAG_LIMIT
         self._sent[target] += 1
         # Gloo tells whether a send has completed only to those that wait for it. The oldest has mostly left.
-        while self._pending and (self._holds_much(payload) or self._pending[0][0].is_completed()):
+        while len(self._pending) >= _MOST_PENDING or (self._pending and self._pending[0][0].is_completed()):
             self._finish_oldest()
         try:
             group = self._up if target > self._rank else self._down
@@ -98,7 +96,6 @@ class Transport:
             raise _lost("sending to", self._ranks[target], error) from error
         assert work is not None
         self._pending.append((work, payload, target))
-        self._pending_bytes += payload.nbytes
 
     def post_receive(
         self, shape: Sequence[int], source: int, *, dtype: torch.dtype, device: torch.device | str
@@ -121,12 +118,8 @@ class Transport:
         while self._pending:
             self._finish_oldest()
 
-    def _holds_much(self, payload: Tensor) -> bool:
-        return len(self._pending) >= _FEWEST_PENDING and self._pending_bytes + payload.nbytes > _PENDING_BYTES
-
     def _finish_oldest(self) -> None:
-        work, payload, target = self._pending.popleft()
-        self._pending_bytes -= payload.nbytes
+        work, _held, target = self._pending.popleft()
         try:
             work.wait()
         except RuntimeError as error:

@@ -54,7 +54,8 @@ def test_another_object_at_the_place_of_one_that_is_gone_is_another():
     gc.collect()
     others = [Options() for _ in range(1000)]
     again = [other for other in others if id(other) == address]
-    assert again, "Python did not use the address again; the test shows nothing"
+    if not again:
+        pytest.skip("Python did not use the address again")
     assert signature(again[0]) != before
 
 
