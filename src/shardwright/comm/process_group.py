@@ -4,7 +4,9 @@ import atexit
 import itertools
 import os
 import socket
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,11 @@ __all__ = ["default_store", "destroy_process_group", "init_process_group"]
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
 _NUMBER_OF_GROUP = itertools.count()
+
+# At the end, threads must be found asleep so often, so long apart.
+_LOOKS = 3
+_PAUSE_S = 0.002
+_LONGEST_REST_S = 1.0
 
 
 def init_process_group(
@@ -69,8 +76,8 @@ def init_process_group(
             f"{environment} could not join the {backend} process group within {timeout_s:g} s: {error}. "
             "Another rank may have failed before; look into the logs of the others first."
         ) from error
-    # A gloo process that ends with its group alive aborts now and then.
-    atexit.register(destroy_process_group)
+    atexit.unregister(_end)
+    atexit.register(_end)
     return own_store
 
 
@@ -82,9 +89,36 @@ def default_store() -> Store:
 
 def destroy_process_group() -> None:
     """Ends the default process group, and all others, if there are any."""
-    atexit.unregister(destroy_process_group)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _end() -> None:
+    """Ends all groups before the interpreter ends, and lets their threads come to rest.
+
+    The threads of a group live on while anything refers to it, as a script's model does. One that lets go of
+    a tensor just now needs the interpreter for it; Python 3.13 and older end a thread that asks for an
+    interpreter that is ending, and C++ takes that for an error: "terminate called without an active
+    exception", and the process aborts.
+    """
+    destroy_process_group()
+    deadline_s = time.monotonic() + _LONGEST_REST_S
+    looks = 0
+    while looks < _LOOKS and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)  # lets go of the interpreter, so that whoever waits for it gets it
+        looks = looks + 1 if _threads_rest() else 0
+
+
+def _threads_rest() -> bool:
+    """Whether every thread of gloo sleeps; true where the kernel does not tell."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = file.read_text(errors="replace").partition("(")[2].rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        if "gloo" in name and rest.split()[0] != "S":
+            return False
+    return True
 
 
 def _stay_on_this_host() -> None:
