@@ -441,8 +441,9 @@ def test_the_peak_of_a_rank_is_its_share(capabilities):
     for share, evaluated, trained in run_ranks(run, 2):
         assert 190e6 < share < 212e6
         assert share < evaluated < 1.25 * share
-        # Weights, gradients, and for a moment the gradients of a microbatch before they are added.
-        assert 2 * share < trained < 2.6 * share
+        # Weights, gradients, the gradients of a microbatch before they are added, and what the C library's
+        # allocator does not give back; weights and gradients of the whole model would be 4 shares and more.
+        assert 2 * share < trained < 4 * share
 
 
 def test_weights_of_other_ranks_are_let_go():
