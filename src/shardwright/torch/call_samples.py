@@ -1,0 +1,64 @@
+"""Keeps one call of each cost class: to be timed, and to count what it needs for a moment."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.torch.cost import cost_class
+from shardwright.torch.recording import Sample
+from shardwright.torch.traced_call import TracedCall
+from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.working_memory import WorkingMemory, working_memory
+
+__all__ = ["CallSamples"]
+
+
+class CallSamples:
+    """The first call of each cost class.
+
+    Args:
+        values: of the trace.
+        count_memory: find out what calls need for a moment.
+
+    Attributes:
+        samples: cost class -> arguments of its first call.
+    """
+
+    def __init__(self, values: TracedValues, *, count_memory: bool):
+        self.samples: dict[str, Sample] = {}
+        self._values = values
+        self._count_memory = count_memory
+        self._memory: dict[str, WorkingMemory] = {}
+
+    def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
+        """The cost class of a call, whose arguments are kept if it is the first.
+
+        Args:
+            call: the call.
+            kind: what is called.
+            kept: leaves of the arguments, with copies of what the call may change; by default its fakes.
+        """
+        # What comes from the batch takes no memory when it is kept, unlike what another call made.
+        from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
+        key = cost_class(call.func, f"{kind} {from_batch}" if from_batch else kind, call.fakes)
+        if key not in self.samples:
+            arguments = call.fakes if kept is None else kept
+            self.samples[key] = Sample(call.func, arguments, call.structure.without_template())
+        return key
+
+    def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
+        """What a cost class needs for a moment; counted for the first of its calls."""
+        # A gradient leads back through what ran before, where recomputation would call units once more.
+        if not self._count_memory or call.func is torch.autograd.grad:
+            return WorkingMemory()
+        if key not in self._memory:
+            given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
+            with self._values.fake_mode:
+                self._memory[key] = working_memory(call.func, call.fakes, call.structure, given=given)
+        return self._memory[key]
+
+    def _is_somebody_elses(self, item: Any) -> bool:
+        """Whether a leaf is a tensor that no node made: the batch's, or a parameter."""
+        return isinstance(item, Tensor) and self._values.find(item) is None

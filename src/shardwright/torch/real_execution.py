@@ -1,0 +1,145 @@
+"""Runs calls that fake tensors cannot get through: on random data, of which only shapes are used.
+
+Some units look at values (a router that skips unused experts), and some kernels have no fake version.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import TraceError
+from shardwright.torch import functions
+from shardwright.torch.cost import CostCounter
+from shardwright.torch.path import PathRecorder
+from shardwright.torch.rng import get_state, set_state
+from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
+from shardwright.torch.traced_call import Outcome, TracedCall
+from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.tree import flatten, leaves
+
+__all__ = ["RealExecution"]
+
+log = logging.getLogger(__name__)
+
+
+class RealExecution:
+    """Calls on random data during a trace.
+
+    Args:
+        values: of the trace.
+        path: notes which shapes follow from values of free tensors.
+        device: where to compute.
+    """
+
+    def __init__(self, values: TracedValues, path: PathRecorder, device: torch.device):
+        self._values = values
+        self._path = path
+        self._device = device
+
+    def unit(
+        self, call: TracedCall, name: str, kept: list[Any], cost: CostCounter, error: Exception
+    ) -> Outcome:
+        """Runs a copy of a unit.
+
+        It gets the free tensors that it would get (token ids, masks), and random data in place of others.
+
+        Args:
+            call: the call.
+            name: of the unit.
+            kept: leaves of the arguments from before the attempt on fake tensors.
+            cost: counts.
+            error: what the attempt raised.
+
+        Raises:
+            TraceError: it cannot run on random data, either.
+        """
+        module = call.func
+        assert isinstance(module, nn.Module)
+        spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
+        log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
+        twin = copy_of_module(module, self._device, originals=self._values.lent_for)
+        args, kwargs = call.structure.rebuild(spare)
+        before = self._path.versions(spare)
+        generators = torch.random.get_rng_state()
+        try:
+            with cost:
+                output = twin(*args, **kwargs)
+        except Exception as second:
+            raise TraceError(
+                f"unit {name} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
+                f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
+            ) from second
+        finally:
+            torch.random.set_rng_state(generators)
+        return self._faked(output, call.fakes, spare, before, cost)
+
+    def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
+        """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.
+
+        None if the shape of its result follows from the values of deferred tensors: it must be the same for
+        both, and whole numbers, which mostly are sizes and indices, are not tried at all. It may follow from
+        free tensors: then it is noted as a read of these.
+        """
+        is_free = self._values.is_free
+        pairs = list(zip(call.items, call.fakes, strict=True))
+        deferred = [isinstance(fake, Tensor) and not is_free(item) for item, fake in pairs]
+        if any(d and not fake.is_floating_point() for d, fake in zip(deferred, call.fakes, strict=True)):
+            return None
+        slices = [item for item in call.items if isinstance(item, slice)]
+        ends = [end for item in slices for end in (item.start, item.stop, item.step)]
+        if any(isinstance(end, Tensor) and not is_free(end) for end in ends):
+            return None
+        spare = [self._real(item, fake) for item, fake in pairs]
+        zeros = [self._real(item, fake) for item, fake in pairs]
+        zeros = [torch.zeros_like(own) if d else own for d, own in zip(deferred, zeros, strict=True)]
+        before, blank = self._path.versions(spare), self._path.versions(zeros)
+        generators = get_state(self._device)
+        try:
+            args, kwargs = call.structure.rebuild(spare)
+            with cost:
+                output = call.func(*args, **kwargs)
+            args, kwargs = call.structure.rebuild(zeros)
+            again = call.func(*args, **kwargs)
+        except Exception as error:
+            log.info("%s() cannot run on random data: %s", functions.name_of(call.func), error)
+            return None
+        finally:
+            set_state(generators, self._device)
+        first, second = ([getattr(item, "shape", None) for item in leaves(o)] for o in (output, again))
+        if first != second or None in first:
+            return None
+        known = [own if d else item for d, own, item in zip(deferred, zeros, call.items, strict=True)]
+        self._path.note(call.func, known, call.structure, again, blank, draws=False, reads=True)
+        return self._faked(output, call.fakes, spare, before, cost)
+
+    def _faked(
+        self, output: Any, fakes: list[Any], spare: list[Any], before: list[int | None], cost: CostCounter
+    ) -> Outcome:
+        """What a call that ran for real would have given and done on fake tensors."""
+        items, shape = flatten(output)
+        versions = [
+            None if count is None else fake._version - (item._version - count)
+            for fake, item, count in zip(fakes, spare, before, strict=True)
+        ]
+        given = {id(own): fake for own, fake in zip(spare, fakes, strict=True)}
+        results = [given[id(item)] if id(item) in given else self._fake_result(item) for item in items]
+        return Outcome(shape.rebuild(results), versions, cost)
+
+    def _real(self, item: Any, leaf: Any) -> Any:
+        """What a call gets when it runs for real: free tensors as they are, random data for all others."""
+        if not isinstance(item, Tensor):  # a slice or a cache with tensors inside
+            return copy_of_object(leaf, lambda tensor: self._real(tensor, self._values.fake(tensor)))
+        if not self._values.is_free(item):
+            own = random_like(leaf, self._device)
+            # A leaf of autograd could not be changed in place, as what another unit returned can.
+            return own.clone() if isinstance(own, Tensor) and own.requires_grad else own
+        own = item.detach().to(self._device, copy=True)
+        return own.requires_grad_() if item.requires_grad else own
+
+    def _fake_result(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        fake = self._values.fake_mode.from_tensor(item.detach(), static_shapes=True)
+        return fake.requires_grad_() if item.requires_grad else fake

@@ -1,0 +1,213 @@
+"""Writes down the calls of a traced step function: the steps, and the nodes of the graph."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import DeferredReadError, UsageError
+from shardwright.model_graph import Node, Together, Value
+from shardwright.torch._private import FakeTensor
+from shardwright.torch.deferred import REMEDY, DeferredTensor
+from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.recording import Step
+from shardwright.torch.source_line import outermost_checkpoint, user_line
+from shardwright.torch.together import (
+    Regions,
+    counters_together,
+    gradient_together,
+    parameters_together,
+)
+from shardwright.torch.traced_buffers import TracedBuffers
+from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.traced_changes import TracedChanges
+from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.tree import flatten
+
+__all__ = ["TraceRecorder"]
+
+
+class TraceRecorder:
+    """The steps of a trace, in order of execution.
+
+    Args:
+        values: of the trace.
+        buffers: outside of units.
+
+    Attributes:
+        steps: everything that is intercepted.
+        batch_memory: memory of the microbatch: that it is saved takes no further memory.
+    """
+
+    def __init__(self, values: TracedValues, buffers: TracedBuffers):
+        self.steps: list[Step] = []
+        self.batch_memory: set[int] = set()
+        self._values = values
+        self._buffers = buffers
+        self._nodes: list[Node] = []
+        self._changes = TracedChanges(values)
+        self._regions = Regions()
+        self._gradients: dict[int, bool] = {}
+
+    # ---- calls ----
+
+    def reads(self, items: list[Any]) -> list[tuple[int, int]]:
+        """The values among the leaves of arguments: (position, value).
+
+        Raises:
+            DeferredReadError: a tensor left a unit by another way than as its result.
+            UsageError: a tensor of another call of a step function is among them.
+        """
+        found = []
+        for position, item in enumerate(items):
+            value = self._values.find(item)
+            if value is None and isinstance(item, Tensor):
+                value = self._buffers.first_read(item, len(self._nodes))
+                if value is None:
+                    value = self._changes.under_another_name(item)
+            if value is not None:
+                found.append((position, value))
+            elif isinstance(item, FakeTensor) and id(item) not in self._values.lent_for:
+                raise DeferredReadError(
+                    f"{user_line()}: a tensor that was made inside a unit left it by another way than as its "
+                    f"result (through an attribute, a list, a hook of a module inside it). {REMEDY}"
+                )
+            elif isinstance(item, DeferredTensor):
+                raise UsageError(
+                    f"{user_line()}: a tensor of an earlier call of a step function is used here. Its "
+                    "data is on another rank and gone: return what you need from the step function as a "
+                    "StepOutput."
+                )
+        return found
+
+    def free_step(self, func: Any, items: list[Any]) -> Step:
+        """Adds a step that every rank executes."""
+        step = Step(func=func, node=None, counters=self._buffers.counters_among(items))
+        self.steps.append(step)
+        return step
+
+    def record(self, node: Node, call: TracedCall, outcome: Outcome) -> Any:
+        """Adds a call that has run.
+
+        Args:
+            node: what is known of its node besides outputs and what is saved.
+            call: the call.
+            outcome: what it gave and did.
+
+        Returns:
+            Its result as the step function gets it: with deferred tensors.
+        """
+        index = len(self._nodes)
+        self._note_region(index)
+        if call.func is torch.autograd.grad:
+            asked = (item for item in call.items if isinstance(item, Tensor) and item.requires_grad)
+            self._gradients[index] = any(self._values.find(item) is None for item in asked)
+        changed_parameters = self._changes.parameters(call, outcome)
+        changes = self._changes.of_call(index, call, outcome)
+        results, structure = flatten(outcome.output)
+        sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
+        sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
+        writes: list[tuple[int, int]] = []
+        passed: dict[int, int] = {}
+        returned: list[Any] = []
+        for position, result in enumerate(results):
+            if id(result) in sources:
+                passed[position] = sources[id(result)]
+                returned.append(call.items[passed[position]])
+            elif isinstance(result, Tensor):
+                value = self._values.new(index, len(writes), self._values.as_fake(result))
+                writes.append((position, value))
+                returned.append(self._values[value].holder)
+            else:
+                returned.append(result)
+        outputs = tuple(value for _, value in writes)
+        outcome.cost.ignore(self.batch_memory)
+        self._nodes.append(
+            replace(
+                node,
+                outputs=outputs,
+                saved_bytes=outcome.cost.saved_bytes,
+                saved_values=self._saved((*node.inputs, *outputs), outcome),
+            )
+        )
+        step = Step(
+            func=call.func,
+            node=index,
+            line=node.line,
+            draws=tuple(outcome.cost.draws),
+            reads=tuple(call.reads),
+            writes=tuple(writes),
+            changes=changes,
+            structure=structure.without_template(),
+            result=tuple(None if position in passed else item for position, item in enumerate(returned)),
+            passed=tuple(passed.items()),
+            changed_parameters=changed_parameters,
+        )
+        self._changes.note(step)
+        self.steps.append(step)
+        return structure.rebuild(returned)
+
+    def _note_region(self, node: int) -> None:
+        region = outermost_checkpoint() if torch.is_grad_enabled() else None
+        if region is not None:
+            self._regions.note(node, region, user_line(region))
+
+    def _saved(self, candidates: tuple[int, ...], outcome: Outcome) -> tuple[int, ...]:
+        """What autograd keeps of these values; of those that share memory, the first."""
+        memories = (self._values.memory_of(value) for value in candidates)
+        firsts = (self._values.in_memory(memory)[0] for memory in memories if outcome.cost.saves(memory))
+        return tuple(dict.fromkeys(firsts))
+
+    def buffers_behind(self, values: list[int]) -> frozenset[str]:
+        """Names of the buffers whose content at the start went into these values."""
+        pending, seen = list(values), set[int]()
+        while pending:
+            value = pending.pop()
+            if value not in seen and value not in self._buffers.initial:
+                pending.extend(self._nodes[self._values[value].producer].inputs)
+            seen.add(value)
+        initial = self._buffers.initial
+        return frozenset(initial[value] for value in seen if value in initial)
+
+    # ---- the end ----
+
+    def forget_frames(self) -> None:
+        """Lets go of the frames of the step function, which hold on to all that it had."""
+        self._regions.clear()
+
+    def together(self, watch: BufferWatch, held: Mapping[str, set[str]]) -> tuple[Together, ...]:
+        """Nodes that must have one home.
+
+        Args:
+            watch: knows what buffers refer to now.
+            held: unit -> names of its parameters.
+        """
+        found = [*self._regions.together(), *self._buffers.together(self.steps, self._nodes, watch)]
+        producers = {value: made.producer for value, made in enumerate(self._values)}
+        trained = {value for value, made in enumerate(self._values) if made.fake.requires_grad}
+        for node, deep in self._gradients.items():
+            found.append(gradient_together(self._nodes, node, producers, trained, deep=deep))
+        found += parameters_together(self.steps, self._nodes, held)
+        found += counters_together(self.steps, self._nodes)
+        return tuple(group for group in found if len(group.nodes) > 1)
+
+    def values(self) -> tuple[Value, ...]:
+        """The values as plain data."""
+        return tuple(Value(v.producer, v.position, v.spec) for v in self._values)
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, with all values that they make and depend on, and the buffers that they read first."""
+        nodes, initial = list(self._nodes), self._buffers.initial
+        for step in self.steps:
+            if step.node is not None and (step.changes or initial):
+                node, after = nodes[step.node], tuple(change.after for change in step.changes)
+                first = [v for v in step.inputs if v in initial and self._values[v].producer == step.node]
+                nodes[step.node] = replace(
+                    node,
+                    inputs=tuple(value for value in step.inputs if value not in first),
+                    outputs=node.outputs + after,
+                    parameters=node.parameters + tuple(initial[value] for value in first),
+                )
+        return tuple(nodes)

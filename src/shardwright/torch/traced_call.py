@@ -1,0 +1,77 @@
+"""One call of a step function that is traced: a unit's, or that of an operation between units."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.torch.cost import CostCounter
+from shardwright.torch.functions import unnoticed_changes
+from shardwright.torch.tree import Structure, leaves
+
+__all__ = ["Outcome", "TracedCall", "is_opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave and did.
+
+    Attributes:
+        output: what it returned, with fake tensors.
+        versions: of the leaves of its arguments before it ran; None for those that are no tensors.
+        cost: what was counted.
+    """
+
+    output: Any
+    versions: list[int | None]
+    cost: CostCounter
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call and its arguments.
+
+    Attributes:
+        func: the unit's module, or the torch function.
+        items: leaves of its arguments, as the step function gives them.
+        structure: their structure.
+        reads: (position among the leaves, value) of each value among them.
+        arguments: (args, kwargs) with fake tensors.
+        fakes: leaves of these.
+        line: where in the user's code.
+    """
+
+    func: Callable[..., Any]
+    items: list[Any]
+    structure: Structure
+    reads: list[tuple[int, int]]
+    arguments: Any
+    fakes: list[Any]
+    line: str
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values among its arguments, each once."""
+        return tuple(dict.fromkeys(value for _, value in self.reads))
+
+    def run(self, cost: CostCounter) -> Outcome:
+        """Runs it on fake tensors, whose mode is in force."""
+        args, kwargs = self.arguments
+        versions = [item._version if isinstance(item, Tensor) else None for item in leaves(self.arguments)]
+        with cost:
+            return Outcome(self.func(*args, **kwargs), versions, cost)
+
+    def changed(self, outcome: Outcome) -> list[int]:
+        """Positions of the arguments that it changed in place."""
+        unnoticed = unnoticed_changes(self.func, *self.arguments)
+        return [
+            position
+            for position, (fake, version) in enumerate(zip(self.fakes, outcome.versions, strict=True))
+            if version is not None and (fake._version != version or any(fake is item for item in unnoticed))
+        ]
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether a leaf is an object that a call may change, and that may have tensors inside."""
+    return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)

@@ -1,0 +1,328 @@
+"""The handler of a step function that is being traced.
+
+Units run under fake tensors: shapes, no memory, no weights needed. Operations between units that depend on
+no unit and no parameter (*free*: masks, positions) run for real, so Python may look at their values. What a
+unit returns is a `DeferredTensor`.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import DeferredReadError, TraceError, UsageError
+from shardwright.model_graph import ModelGraph, Node, Together, Unit
+from shardwright.torch import functions
+from shardwright.torch._private import FAKE_FAILURES, storage_key
+from shardwright.torch.aliases import follow_changes
+from shardwright.torch.call_samples import CallSamples
+from shardwright.torch.cost import CostCounter, class_key
+from shardwright.torch.deferred import REMEDY
+from shardwright.torch.glue import without_hooks
+from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.grad_scaler import adopt_scaler
+from shardwright.torch.path import PathRecorder
+from shardwright.torch.real_execution import RealExecution
+from shardwright.torch.recording import Trace
+from shardwright.torch.samples import copy_of_object
+from shardwright.torch.source_line import called_from, user_line
+from shardwright.torch.trace_guard import Attributes
+from shardwright.torch.trace_recorder import TraceRecorder
+from shardwright.torch.traced_buffers import TracedBuffers
+from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.tree import Structure, flatten, leaves
+from shardwright.torch.unit_map import UnitMap
+
+__all__ = ["Tracer"]
+
+_PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul})
+
+
+class Tracer:
+    """Runs calls of a step function on tensors without data, and has them written down.
+
+    Args:
+        unit_map: the units.
+        device: where they compute.
+        batch: leaves of the step function's arguments.
+        watch: finds out which buffers change.
+        state: buffers whose content is a value of the graph.
+        counters: changed buffers that every rank keeps.
+        count_memory: find out what calls need for a moment.
+    """
+
+    def __init__(
+        self,
+        unit_map: UnitMap,
+        device: torch.device,
+        batch: Sequence[Any],
+        watch: BufferWatch,
+        *,
+        state: Collection[str],
+        counters: Collection[str],
+        count_memory: bool,
+    ):
+        self._unit_map = unit_map
+        self._watch = watch
+        self._values = TracedValues(unit_map.parameters, device)
+        self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
+        self._recorder = TraceRecorder(self._values, self._buffers)
+        self._samples = CallSamples(self._values, count_memory=count_memory)
+        self._path = PathRecorder(batch)
+        self._real = RealExecution(self._values, self._path, device)
+        self._loss: int | None = None
+        self._backward_at: int | None = None
+        self._batch_bytes = 0
+        self._recomputes = False
+        self._calls: dict[str, int] = {}
+        self._mutates: set[str] = set()
+
+    def note_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Takes note of the tensors of the microbatch: that they are saved takes no memory."""
+        for tensor in tensors:
+            self._recorder.batch_memory.add(storage_key(self._values.as_fake(tensor)))
+            self._batch_bytes += tensor.nbytes
+
+    def lend(self, tensor: Tensor) -> Tensor:
+        """A fake tensor in place of a parameter or buffer."""
+        return self._values.lend(tensor)
+
+    def is_value(self, item: Any) -> bool:
+        """Whether a tensor is a value of the graph."""
+        return self._values.find(item) is not None
+
+    # ---- what the step function calls ----
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a torch function; executes it for real if it is free, else on fake tensors."""
+        if func is Tensor.backward:
+            return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+        items, structure = flatten((args, kwargs))
+        reads = self._recorder.reads(items)
+        parameters = self._values.parameters_among(items)
+        if not reads and not parameters:
+            return self._free_operation(func, args, kwargs, items, structure)
+        if func in _PRODUCTS:
+            adopt_scaler()
+        line = user_line()
+        if func in functions.READS_DATA:
+            raise self._unreadable(
+                f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank "
+                f"has. {REMEDY}",
+                reads,
+            )
+        call = self._call(func, items, structure, reads, line)
+        key = self._samples.cost_class(call, functions.name_of(func))
+        memory = self._samples.working_memory(key, call)
+        outcome = self._execute_operation(call)
+        node = Node(
+            kind="op",
+            name=functions.name_of(func),
+            inputs=call.inputs,
+            outputs=(),
+            parameters=parameters,
+            cost_class=key,
+            flops=outcome.cost.flops,
+            work_bytes=memory.work_bytes,
+            weight_bytes=memory.weight_bytes,
+            random=outcome.cost.random,
+            line=line,
+        )
+        return self._recorder.record(node, call, outcome)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a call of a unit and runs it on fake tensors."""
+        with without_hooks(module):
+            return self._unit_call(module, args, kwargs)
+
+    def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self._unit_map.units[id(module)]
+        self._recomputes = self._recomputes or called_from("torch.utils.checkpoint")
+        items, structure = flatten((args, kwargs))
+        reads = self._recorder.reads(items)
+        call = self._call(module, items, structure, reads, user_line())
+        # Before the call: it may put fake tensors into such an object.
+        kept = [
+            copy_of_object(fake) if is_opaque(item) else fake
+            for item, fake in zip(call.items, call.fakes, strict=True)
+        ]
+        key = self._samples.cost_class(call, class_key(module), kept)
+        memory = self._samples.working_memory(key, call)
+        own = self._values.names_in(module)
+        outcome = self._execute_unit(call, module, kept)
+        ordinal = self._calls.get(name, 0)
+        self._calls[name] = ordinal + 1
+        node = Node(
+            kind="unit",
+            name=name,
+            ordinal=ordinal,
+            inputs=call.inputs,
+            outputs=(),
+            parameters=tuple(sorted(outcome.cost.parameters - own)),
+            cost_class=key,
+            flops=outcome.cost.flops,
+            work_bytes=memory.work_bytes,
+            weight_bytes=memory.weight_bytes,
+            random=outcome.cost.random,
+            line=call.line,
+        )
+        return self._recorder.record(node, call, outcome)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Records where the backward starts."""
+        if self._backward_at is not None:
+            raise UsageError(
+                f"{user_line()}: backward is called a second time in one step function. "
+                "Add the losses and call backward once."
+            )
+        value = self._values.find(loss)
+        if value is None or not self._values[value].fake.requires_grad:
+            raise TraceError(
+                f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
+                "nothing to train. Compute it from what the model returns, without detach() or no_grad()."
+            )
+        if gradient is None and self._values[value].fake.numel() != 1:
+            raise UsageError(
+                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for "
+                "example with loss.mean()."
+            )
+        self._loss = value
+        self._backward_at = len(self._recorder.steps)
+
+    # ---- execution ----
+
+    def _free_operation(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        items: list[Any],
+        structure: Structure,
+    ) -> Any:
+        step = self._recorder.free_step(func, items)
+        versions = self._path.versions(items)
+        with CostCounter() as cost:
+            result = func(*args, **kwargs)
+        step.draws = tuple(cost.draws)
+        reads = cost.reads_data or func in functions.READS_DATA
+        self._path.note(func, items, structure, result, versions, draws=bool(cost.draws), reads=reads)
+        return result
+
+    def _call(
+        self,
+        func: Callable[..., Any],
+        items: list[Any],
+        structure: Structure,
+        reads: list[tuple[int, int]],
+        line: str,
+    ) -> TracedCall:
+        arguments = structure.rebuild([self._values.fake(item) for item in items])
+        return TracedCall(func, items, structure, reads, arguments, leaves(arguments), line)
+
+    def _execute_operation(self, call: TracedCall) -> Outcome:
+        try:
+            with self._values.fake_mode:
+                return call.run(CostCounter())
+        except FAKE_FAILURES as error:
+            found = self._real.operation(call, CostCounter())
+            if found is None:
+                raise self._unreadable(
+                    f"{call.line}: the shape of the result of {functions.name_of(call.func)}() depends on "
+                    f"the values of a tensor that only one rank has. {REMEDY}",
+                    call.reads,
+                ) from error
+            return found
+
+    def _execute_unit(self, call: TracedCall, module: nn.Module, kept: list[Any]) -> Outcome:
+        name = self._unit_map.units[id(module)]
+        attributes = Attributes(module)
+        buffers = _buffers_of(module)
+        try:
+            with self._values.fake_mode:
+                outcome = call.run(CostCounter(self._values.names))
+        except Exception as error:
+            attributes.restore()
+            cost = CostCounter(self._values.names)
+            outcome = self._real.unit(call, name, kept, cost, error)
+        if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
+            self._mutates.add(name)
+        return outcome
+
+    def _unreadable(self, message: str, reads: list[tuple[int, int]]) -> DeferredReadError:
+        error = DeferredReadError(message)
+        error.buffers = self._recorder.buffers_behind([value for _, value in reads])
+        return error
+
+    # ---- the result ----
+
+    def together(self) -> tuple[Together, ...]:
+        """Nodes that must have one home; to be asked while buffers still are what the step function left."""
+        held = {name: self._values.names_in(self._unit_map.modules[name]) for name in self._calls}
+        return self._recorder.together(self._watch, held)
+
+    def finish(
+        self,
+        result: Any,
+        batch_size: int,
+        *,
+        together: tuple[Together, ...],
+        changes_batch: bool,
+        temporary_hooks: bool,
+    ) -> Trace:
+        """Makes the graph.
+
+        Args:
+            result: what the step function returned.
+            batch_size: samples in the microbatch.
+            together: nodes that must have one home.
+            changes_batch: it changes tensors of its batch in place.
+            temporary_hooks: it registers hooks, and has removed them all at its end.
+        """
+        recorder, values = self._recorder, self._values
+        recorder.forget_frames()
+        result_values = tuple(recorder.reads(leaves(result)))
+        outputs = tuple(dict.fromkeys(value for _, value in result_values))
+        follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
+        graph = ModelGraph(
+            nodes=recorder.nodes(),
+            values=recorder.values(),
+            units={name: self._unit(name) for name in self._calls},
+            parameters=self._unit_map.specs,
+            loss=self._loss,
+            outputs=outputs,
+            batch_size=batch_size,
+            batch_bytes=self._batch_bytes,
+            together=together,
+        )
+        return Trace(
+            graph=graph,
+            steps=recorder.steps,
+            backward_at=self._backward_at,
+            result_values=result_values,
+            reads_data=self._path.reads_data,
+            path=self._path.path(self._unit_map.model, values.names),
+            recomputes=self._recomputes,
+            changes_batch=changes_batch,
+            samples=self._samples.samples,
+            temporary_hooks=temporary_hooks,
+            state=tuple(dict.fromkeys(self._buffers.initial.values())),
+            initial=self._buffers.initial,
+            memory=tuple(storage_key(v.fake) for v in values),
+        )
+
+    def _unit(self, name: str) -> Unit:
+        module = self._unit_map.modules[name]
+        tensors = [*module.parameters(), *module.buffers()]
+        return Unit(
+            name=name,
+            class_name=type(module).__name__,
+            parameters=tuple(dict.fromkeys(self._unit_map.parameters[id(tensor)] for tensor in tensors)),
+            num_calls=self._calls[name],
+            mutates_buffers=name in self._mutates,
+        )
+
+
+def _buffers_of(module: nn.Module) -> list[int]:
+    return [id(buffer) for buffer in module.buffers()]
