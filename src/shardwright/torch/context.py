@@ -1,9 +1,9 @@
 """The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from shardwright.comm.blame import Blame
 from shardwright.comm.process_group import default_store
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
-from shardwright.errors import UsageError
+from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from shardwright.torch.reporting import Reporter
 
 __all__ = ["Context", "context", "is_initialized", "set_context"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -78,6 +80,25 @@ class Context:
         """World ranks of this replica, by pipeline rank."""
         data = self.data_rank
         return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
+
+    def from_first_rank(self, make: Callable[[], _T]) -> _T:
+        """What the first rank makes, on every rank, which fail together; collective over all ranks.
+
+        Raises:
+            ShardwrightError: what `make` raised on the first rank.
+        """
+        made: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                made[0] = make()
+            except ShardwrightError as error:
+                made[0] = error
+        if self.mesh.world_size > 1:
+            dist.broadcast_object_list(made, src=0)
+        if isinstance(made[0], ShardwrightError):
+            raise made[0]
+        result: _T = made[0]
+        return result
 
 
 class _Current:

@@ -21,6 +21,7 @@ from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import intercept_calls
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.placement import (
@@ -29,7 +30,7 @@ from shardwright.torch.placement import (
     reduced_parameters,
     synchronise,
 )
-from shardwright.torch.program import Program, build_program, home_stages, merged_edges
+from shardwright.torch.program import Program, build_program, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
 from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer

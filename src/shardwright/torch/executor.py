@@ -193,18 +193,20 @@ class Executor:
         target = microbatch.program.stage_ranks[action.peer]
         for crossing in microbatch.program.crossings.get(edge, ()):
             if not backward:
-                self._transport.send(microbatch.values[crossing.value], target)
+                self._transport.send(microbatch.tensors.values[crossing.value], target)
             elif crossing.has_gradient:
-                self._transport.send(microbatch.gradients.pop((crossing.value, crossing.target)), target)
+                self._transport.send(
+                    microbatch.tensors.gradients.pop((crossing.value, crossing.target)), target
+                )
 
-    def _receive(self, microbatch: Microbatch, crossing: Crossing, *, backward: bool) -> Tensor:
-        receipt = self._inbox.pop((microbatch.index, crossing.value, crossing.target, backward))
+    def _receive(self, microbatch: int, crossing: Crossing, *, backward: bool) -> Tensor:
+        receipt = self._inbox.pop((microbatch, crossing.value, crossing.target, backward))
         start = time.perf_counter()
         tensor = receipt.wait()
         self._waited_s += time.perf_counter() - start
         return tensor
 
-    def _receive_value(self, microbatch: Microbatch, crossing: Crossing) -> Tensor:
+    def _receive_value(self, microbatch: int, crossing: Crossing) -> Tensor:
         return self._receive(microbatch, crossing, backward=False)
 
     # ---- backward ----
@@ -227,14 +229,16 @@ class Executor:
         if last and self._on_last_backward:
             self._on_last_backward(stage, False)
         for crossing in program.receives[stage]:
-            leaf = microbatch.leaves.get((crossing.value, stage))
+            leaf = microbatch.tensors.leaves.get((crossing.value, stage))
             if crossing.has_gradient:
-                microbatch.gradients[crossing.value, stage] = _gradient_of(leaf, crossing, self._device)
+                microbatch.tensors.gradients[crossing.value, stage] = _gradient_of(
+                    leaf, crossing, self._device
+                )
             if leaf is not None and leaf.requires_grad:
                 leaf.grad = None
             if leaf is None or crossing.value in program.read_late:
                 continue
-            del microbatch.leaves[crossing.value, stage]
+            del microbatch.tensors.leaves[crossing.value, stage]
             if leaf.requires_grad:
                 # The loss, which the step function holds on to, leads through the graph to this leaf.
                 leaf.data = leaf.new_empty(0)
@@ -258,12 +262,12 @@ class Executor:
             if not crossing.has_gradient:
                 continue
             if program.stage_ranks[crossing.target] == program.stage_ranks[stage]:
-                gradient = microbatch.gradients.pop((crossing.value, crossing.target))
+                gradient = microbatch.tensors.gradients.pop((crossing.value, crossing.target))
             else:
-                gradient = self._receive(microbatch, crossing, backward=True)
+                gradient = self._receive(microbatch.index, crossing, backward=True)
             known = gradients.get(crossing.value)
             gradients[crossing.value] = gradient if known is None else known + gradient
-        pairs = [(microbatch.values[value], gradient) for value, gradient in gradients.items()]
+        pairs = [(microbatch.tensors.values[value], gradient) for value, gradient in gradients.items()]
         if stage == program.loss_stage:
             loss = microbatch.loss
             assert loss is not None
@@ -281,7 +285,7 @@ class Executor:
     def _free(self, stage: int, microbatch: Microbatch) -> None:
         """Drops what the stage kept for this microbatch, but for what the step function returns."""
         program = microbatch.program
-        for kept in (microbatch.values, microbatch.held):
+        for kept in (microbatch.tensors.values, microbatch.tensors.held):
             for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
                 del kept[value]
 

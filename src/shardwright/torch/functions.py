@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["READS_DATA", "is_metadata", "name_of", "reader_of", "unnoticed_changes"]
+__all__ = ["READS_DATA", "is_metadata", "name_of", "name_of_call", "reader_of", "unnoticed_changes"]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -109,3 +109,8 @@ def name_of(func: Callable[..., Any]) -> str:
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return str(name)
+
+
+def name_of_call(func: Any) -> str:
+    """What is called, for an error: ``add()``, ``module Linear``."""
+    return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"

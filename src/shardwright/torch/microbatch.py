@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
-from shardwright.torch.dataflow import Copy, Keep
 from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.functions import name_of
+from shardwright.torch.functions import name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
@@ -39,10 +39,7 @@ class Microbatch:
         waiting_for: the next stage of this rank that has work; None before the start.
         loss: the loss, on the rank that computes it.
         loss_gradient: gradient that the user gave to ``backward``.
-        values: tensors made here that another stage, the loss or the result needs.
-        held: tensors of this rank that steps cannot get from the user's variables.
-        leaves: tensors that came in from another stage, by (value, stage): leaves of autograd.
-        gradients: gradients of values for which both stages are on this rank, by (value, target stage).
+        tensors: what it keeps beside the user's variables.
         generator_states: position of a step that draws random numbers -> state of the generators before it.
         uses: id of a weight -> contributions to its gradient that are still to come.
     """
@@ -53,7 +50,7 @@ class Microbatch:
         program: Program,
         function: Callable[..., Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        receive: Callable[["Microbatch", Crossing], Tensor],
+        receive: Callable[[int, Crossing], Tensor],
         *,
         device: torch.device,
         model: nn.Module | None = None,
@@ -66,22 +63,16 @@ class Microbatch:
         self.loss: Tensor | None = None
         self.loss_gradient: Tensor | None = None
         self.reached_backward = False
-        self.values: dict[int, Tensor] = {}
-        self.held: dict[int, Tensor] = {}
-        self.leaves: dict[tuple[int, int], Tensor] = {}
-        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.tensors = MicrobatchTensors(index, program, receive, buffers)
         self.uses: dict[int, int] = {}
         self._instructions = program.instructions
         self._position = 0
-        self._receive = receive
         self._device = device
         self.generator_states: dict[int, GeneratorState] = {}
-        self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
-        self._buffers = buffers
         self._closing = False
 
     # ---- driven by the executor ----
@@ -104,19 +95,9 @@ class Microbatch:
         """
         if not self._coroutine.finished:
             self._resume()
-        result = self._with_held(self._coroutine.result)
+        result = self.tensors.in_result(self._coroutine.result)
         self.close()
         return result
-
-    def _with_held(self, result: Any) -> Any:
-        """What the step function returned, where its variables refer to tensors before a change in place."""
-        wanted = [(p, v) for p, v in self.program.result_values if v in self.held]
-        if not wanted:
-            return result
-        items, structure = flatten(result)
-        for position, value in wanted:
-            items[position] = self.held[value]
-        return structure.rebuild(items)
 
     def _resume(self) -> None:
         with nullcontext() if self._hooks is None else self._hooks.in_force():
@@ -128,7 +109,7 @@ class Microbatch:
         def realise(item: Any) -> Any:
             if not isinstance(item, DeferredTensor):
                 return item
-            leaf = self.leaves.get((item.value, stage))
+            leaf = self.tensors.leaves.get((item.value, stage))
             return item if leaf is None else leaf
 
         return Realised(realise)
@@ -145,10 +126,7 @@ class Microbatch:
                 "the step function raised while it was left in microbatch %d", self.index, exc_info=True
             )
         self._coroutine = _ENDED
-        self.values.clear()
-        self.held.clear()
-        self.leaves.clear()
-        self.gradients.clear()
+        self.tensors.clear()
         self.loss = self.loss_gradient = None
 
     # ---- called by the step function ----
@@ -167,14 +145,8 @@ class Microbatch:
             return func(*args, **kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
-        if instruction.stage != self.stage:
-            self._enter(instruction.stage)
-        copied: dict[int, Tensor] = {}
-        if instruction.flow.finds:
-            args, kwargs, copied = self._find(instruction, args, kwargs)
-        if instruction.draws:
-            self._restore_generators(position)
-        return self._keep(instruction, func(*args, **kwargs), args, kwargs, copied)
+        args, kwargs, copied = self._begin(instruction, position, args, kwargs)
+        return self.tensors.keep(instruction, func(*args, **kwargs), args, kwargs, copied)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
@@ -184,18 +156,12 @@ class Microbatch:
         position = self._position
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
-        if instruction.stage != self.stage:
-            self._enter(instruction.stage)
-        copied: dict[int, Tensor] = {}
-        if instruction.flow.finds:
-            args, kwargs, copied = self._find(instruction, args, kwargs)
-        if instruction.draws:
-            self._restore_generators(position)
+        args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         if instruction.recompute:
             result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
         else:
             result = call_without_hooks(module, *args, **kwargs)
-        return self._keep(instruction, result, args, kwargs, copied)
+        return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Hands the loss to the executor; comes back when every backward of this microbatch here "
@@ -206,7 +172,7 @@ class Microbatch:
             self._mismatch("backward()")
         if self.program.loss_stage in self.program.stages:
             assert self.program.loss is not None
-            self.loss = self.values[self.program.loss]
+            self.loss = self.tensors.values[self.program.loss]
         self.loss_gradient = gradient
         self.reached_backward = True
         self._coroutine.pause()
@@ -225,9 +191,9 @@ class Microbatch:
         try:
             instruction = self._instructions[self._position]
         except IndexError:
-            self._mismatch(_name(func))
+            self._mismatch(name_of_call(func))
         if instruction.func is not func and instruction.func != func:
-            self._mismatch(_name(func))
+            self._mismatch(name_of_call(func))
         self._position += 1
         return instruction
 
@@ -237,7 +203,7 @@ class Microbatch:
         if position == self.program.backward_at:
             expected = "backward()"
         elif position < len(self._instructions):
-            expected = _name(self._instructions[position].func)
+            expected = name_of_call(self._instructions[position].func)
         raise TraceMismatchError(
             f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. "
             f"The model takes "
@@ -246,6 +212,19 @@ class Microbatch:
             "counter, a global. Make the path the same in every microbatch, or put the choice inside "
             "one module."
         )
+
+    def _begin(
+        self, instruction: Instruction, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
+        """Waits for the stage of a step; gives what `MicrobatchTensors.find` does."""
+        if instruction.stage != self.stage:
+            self._enter(instruction.stage)
+        copied: dict[int, Tensor] = {}
+        if instruction.flow.finds:
+            args, kwargs, copied = self.tensors.find(instruction, args, kwargs)
+        if instruction.draws:
+            self._restore_generators(position)
+        return args, kwargs, copied
 
     def _enter(self, stage: int) -> None:
         """Pauses until the executor runs this stage."""
@@ -258,114 +237,6 @@ class Microbatch:
         state = self.generator_states.get(position - 1)
         if state is not None:
             set_state(state, self._device)
-
-    def leaf(self, value: int, stage: int) -> Tensor:
-        """A value of another stage, as a leaf of autograd."""
-        leaf = self.leaves.get((value, stage))
-        if leaf is None:
-            crossing = self._crossings[value, stage]
-            if crossing.source in self.program.stages:
-                leaf = self.values[value].detach()
-            else:
-                leaf = self._receive(self, crossing)
-            if crossing.has_gradient:
-                leaf.requires_grad_()  # also where no_grad() is in force: others of the stage may read it
-            self.leaves[value, stage] = leaf
-        return leaf
-
-    def _find(
-        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Puts the tensors in place that do not come from the user's variables.
-
-        Returns:
-            The arguments, and copies that the step will change: by value after the change.
-        """
-        items, structure = flatten((args, kwargs))
-        for position, value in instruction.flow.cuts:
-            leaf = self.leaf(value, instruction.stage)
-            if leaf.requires_grad:
-                # The leaf itself is emptied after the backward. And autocast would keep the cast of a leaf,
-                # as if it were a weight, and sum its gradients rounded.
-                leaf = leaf.view_as(leaf)
-            items[position] = leaf
-        for position, value in instruction.flow.held:
-            items[position] = self.held[value]
-        for position, name in instruction.flow.buffers:
-            assert self._buffers is not None
-            items[position] = self._buffers.now(name)
-        copied: dict[int, Tensor] = {}
-        for copy in instruction.flow.copies:
-            base = self.leaf(copy.base, instruction.stage) if copy.from_stage else self.held[copy.base]
-            for place, value, tensor in _copied(base, copy):
-                copied[value] = tensor
-                if place is not None:
-                    items[place] = tensor
-        args, kwargs = structure.rebuild(items)
-        return args, kwargs, copied
-
-    def _keep(
-        self,
-        instruction: Instruction,
-        result: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        copied: dict[int, Tensor],
-    ) -> Any:
-        flow = instruction.flow
-        if flow.keeps:
-            items = [result] if isinstance(result, Tensor) else flatten(result)[0]
-            for keep in flow.keeps:
-                assert keep.position is not None
-                item = items[keep.position]
-                expected = self.program.specs[keep.value]
-                if tuple(item.shape) != expected.shape:
-                    raise TraceMismatchError(
-                        f"{instruction.line}: {_name(instruction.func)} gave a tensor of shape "
-                        f"{tuple(item.shape)} "
-                        f"in microbatch {self.index}, but {expected.shape} in the trace. A tensor "
-                        f"that another "
-                        "stage needs must have a shape that follows from the shapes of the batch alone."
-                    )
-                self._store(keep, item)
-        if flow.changes:
-            items = flatten((args, kwargs))[0]
-            for keep in flow.changes:
-                if keep.value in copied:
-                    tensor = copied[keep.value]
-                elif keep.position is None:
-                    assert keep.before is not None
-                    tensor = self.held[keep.before]
-                else:
-                    tensor = items[keep.position]
-                    if keep.view is not None:
-                        tensor = tensor if tensor._base is None else tensor._base
-                        tensor = tensor.as_strided(keep.view.size, keep.view.stride, keep.view.offset)
-                self._store(keep, tensor)
-        return result
-
-    def _store(self, keep: Keep, tensor: Tensor) -> None:
-        if keep.hold:
-            self.held[keep.value] = tensor
-        if keep.send:
-            if keep.clone:
-                # It is sent, and its gradient comes back, as it is now: the user's code will change it.
-                with torch.enable_grad():
-                    tensor = tensor.clone()
-            self.values[keep.value] = tensor
-
-
-def _copied(base: Tensor, copy: Copy) -> Iterator[tuple[int | None, int, Tensor]]:
-    """Copies memory, and gives all tensors in it."""
-    with torch.enable_grad():  # also under no_grad, a change in place leaves a tensor its history
-        memory = base.permute(copy.order).clone(memory_format=torch.contiguous_format)
-        for position, value, view in copy.views:
-            tensor = memory
-            if len(copy.views) > 1:
-                tensor = memory.as_strided(view.size, view.stride, view.offset - copy.offset)
-            elif copy.order != tuple(range(len(copy.order))):
-                tensor = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
-            yield position, value, tensor
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -389,7 +260,3 @@ def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str,
             filled[position] = items[source]
         return structure.rebuild(filled)
     return structure.rebuild(result)
-
-
-def _name(func: Any) -> str:
-    return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"

@@ -12,11 +12,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.errors import PlanError, ShardwrightError
+from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.plan import Plan
@@ -57,26 +56,17 @@ class Planner:
         context.cluster = cluster = present_cluster(context)
         with context.reporter.phase("measuring units") as phase:
             profiles = self._profiles(traces, cluster, phase)
-        made: list[Any] = [None]
-        if context.rank == 0:
-            try:
-                candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
-                made[0] = make_plan(
-                    candidates,
-                    cluster=cluster,
-                    config=context.config,
-                    mesh=context.mesh,
-                    placement=self._placement(traces[counts[0]].graph),
-                    optimizer_factor=_optimizer_factor(context),
-                )
-            except ShardwrightError as error:
-                made[0] = error
-        if context.mesh.world_size > 1:
-            dist.broadcast_object_list(made, src=0)
-        if isinstance(made[0], ShardwrightError):
-            raise made[0]
-        plan: Plan = made[0]
-        return plan
+        candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
+        return context.from_first_rank(
+            lambda: make_plan(
+                candidates,
+                cluster=cluster,
+                config=context.config,
+                mesh=context.mesh,
+                placement=self._placement(traces[counts[0]].graph),
+                optimizer_factor=_optimizer_factor(context),
+            )
+        )
 
     def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline

@@ -1,8 +1,7 @@
 """What one rank does at each step of a traced step function.
 
-Every node of the graph has a *home*: the stage that computes it. Units have the stage that the plan gives
-them; an operation between units is computed where its latest input is made; an operation on parameters
-alone, where its result is first needed. A value crosses stages once for each other stage that reads it::
+Every node of the graph has a home (see `homes`). A value crosses stages once for each other stage that reads
+it::
 
       stage 0              stage 1                     instruction on the rank of stage 1
     ┌───────────┐        ┌───────────┐
@@ -18,9 +17,10 @@ from enum import IntEnum
 from typing import Any
 
 from shardwright.errors import TraceError
-from shardwright.model_graph import ModelGraph, TensorSpec, Together
+from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
 from shardwright.torch.dataflow import Dataflow, StepFlow
+from shardwright.torch.homes import home_stages
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -31,7 +31,6 @@ __all__ = [
     "Place",
     "Program",
     "build_program",
-    "home_stages",
     "merged_edges",
 ]
 
@@ -164,100 +163,6 @@ def merged_edges(programs: Sequence[Program]) -> list[Edge]:
             )
         )
     return edges
-
-
-def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
-    """The stage that computes each node.
-
-    A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend
-    along the
-    program: an operation that comes up when its rank has gone on to a later stage is computed there.
-
-    Args:
-        graph: the traced graph.
-        stage_of_call: stage of every node that calls a unit.
-        stage_ranks: pipeline rank of each stage.
-
-    Raises:
-        TraceError: nodes that must have one home cannot have it.
-    """
-    together = [group for group in graph.together if not group.one_rank]
-    lowest: dict[int, int] = {}
-    while True:
-        homes = _homes(graph, stage_of_call, stage_ranks, lowest)
-        apart = [
-            (node, group) for group in together for node in group.nodes if homes[node] < _last(group, homes)
-        ]
-        if not apart:
-            break
-        for node, group in apart:
-            if graph.nodes[node].kind == "unit":
-                raise _cannot_be_together(group)
-            lowest[node] = _last(group, homes)
-    reached: dict[int, int] = {}
-    for node, home in enumerate(homes) if lowest else ():
-        # What has moved must not be ahead of its readers, nor of what its rank has still to do before.
-        made = (homes[graph.values[value].producer] for value in graph.nodes[node].inputs)
-        rank = stage_ranks[home]
-        if max([*made, reached.get(rank, 0)], default=0) > home:
-            raise _cannot_be_together(
-                next(g for g in together if any(n in lowest and homes[n] > home for n in g.nodes))
-            )
-        reached[rank] = home
-    return homes
-
-
-def _last(group: Together, homes: Sequence[int]) -> int:
-    return max(homes[node] for node in group.nodes)
-
-
-def _cannot_be_together(group: Together) -> TraceError:
-    return TraceError(f"{group.line}: {group.why} {group.remedy}")
-
-
-def _homes(
-    graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int], lowest: Mapping[int, int]
-) -> list[int]:
-    homes: list[int | None] = []
-    for index, node in enumerate(graph.nodes):
-        if node.kind == "unit":
-            homes.append(stage_of_call[index])
-        else:
-            known = [homes[graph.values[value].producer] for value in node.inputs]
-            homes.append(max((home for home in known if home is not None), default=None))
-    _place_parameter_operations(graph, homes, stage_ranks)
-    reached: dict[int, int] = {}
-    placed: list[int] = []
-    for index, node in enumerate(graph.nodes):
-        home = homes[index] or 0
-        if node.kind == "op":
-            home = max([home, *(placed[graph.values[value].producer] for value in node.inputs)])
-            home = max(home, lowest.get(index, 0))
-            home = max(home, reached.get(stage_ranks[home], 0))
-        placed.append(home)
-        reached[stage_ranks[home]] = max(home, reached.get(stage_ranks[home], 0))
-    return placed
-
-
-def _place_parameter_operations(
-    graph: ModelGraph, homes: list[int | None], stage_ranks: Sequence[int]
-) -> None:
-    """Places what rests on parameters alone where it is first needed, or where the program has got "
-    "to by then."""
-    consumers = graph.consumers()
-    running: list[int] = []
-    for home in homes:
-        running.append(max(home or 0, running[-1] if running else 0))
-    lowest_later = {rank: len(stage_ranks) for rank in stage_ranks}
-    for index in reversed(range(len(graph.nodes))):
-        home = homes[index]
-        if home is None:
-            readers = [homes[reader] for value in graph.nodes[index].outputs for reader in consumers[value]]
-            home = min((reader for reader in readers if reader is not None), default=running[index])
-            if home > lowest_later[stage_ranks[home]]:
-                home = running[index]
-            homes[index] = home
-        lowest_later[stage_ranks[home]] = min(home, lowest_later[stage_ranks[home]])
 
 
 def build_program(

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import ShardwrightError
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -89,28 +88,25 @@ class Reporter:
 
     def _start(self) -> Observer:
         context = self._context
-        made: list[Any] = [None]
-        if context.rank == 0 and context.config.run_dir != NO_FOLDER:
-            try:
-                folder = RunFolder.create(context.config.run_dir, name=context.config.run_name)
-                folder.hold("metrics")
-                made[0] = str(folder.path)
-            except ShardwrightError as error:
-                made[0] = error
-        if context.mesh.world_size > 1:
-            dist.broadcast_object_list(made, src=0)
-        if isinstance(made[0], ShardwrightError):
-            raise made[0]
+        folder = context.from_first_rank(self._new_folder)
         observer = Observer(
             context.config,
             rank=context.rank,
             world_size=context.mesh.world_size,
             pipeline_ranks=context.pipeline_ranks,
-            folder=RunFolder(Path(made[0])) if made[0] else None,
+            folder=RunFolder(Path(folder)) if folder else None,
             prints=context.rank == 0,
         )
         observer.config_resolved(context.config)
         return observer
+
+    def _new_folder(self) -> str | None:
+        config = self._context.config
+        if config.run_dir == NO_FOLDER:
+            return None
+        folder = RunFolder.create(config.run_dir, name=config.run_name)
+        folder.hold("metrics")
+        return str(folder.path)
 
     def _gathered(self, step: EngineRun) -> tuple[float | None, tuple[int, ...]]:
         """Idle share of this replica, and peak memory of all ranks."""
