@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.errors import TraceMismatchError
+from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
@@ -25,6 +26,7 @@ from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.placement import (
+    CallPlacement,
     SharingGroups,
     call_placement,
     reduced_parameters,
@@ -78,6 +80,7 @@ class PipelineEngine:
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._recompute: frozenset[str] = frozenset()
+        self._failure = ""
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
@@ -88,6 +91,12 @@ class PipelineEngine:
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         context = self._context
+        if self._failure:
+            raise UsageError(
+                "an earlier step failed in its middle on this rank, and ranks have messages under way that "
+                "nobody will take. Restart the script from a checkpoint. "
+                f"The failure was {self._failure}"
+            )
         arguments = to_device(self._broadcast(arguments), context.device)
         if self._residency is None:
             self._place(function, arguments, splitter)
@@ -98,32 +107,38 @@ class PipelineEngine:
         path = self._path(function)
         programs = [self._program(function, part, path) for part in parts]
         _check_one_order(programs)
-        train = programs[0].backward_at is not None
+        train = any(program.backward_at is not None for program in programs)
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
             self._agree_on_random_numbers()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
         if train and self.reducer is not None:
-            self.reducer.begin()
+            self.reducer.begin(overlap=all(program.as_planned for program in programs))
         state = _homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
-        with self._cores.in_force():
-            results = self.executor.run(
-                schedule,
-                context.pipeline_rank,
-                programs,
-                function,
-                own,
-                loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
-                model=self._model.module,
-                buffers=buffers,
-            )
-            if buffers is not None:
-                assert context.pipeline_group is not None
-                buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
-        if train and self.reducer is not None:
-            self.reducer.finish()
+        try:
+            with self._cores.in_force():
+                results = self.executor.run(
+                    schedule,
+                    context.pipeline_rank,
+                    programs,
+                    function,
+                    own,
+                    loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
+                    model=self._model.module,
+                    buffers=buffers,
+                )
+                if buffers is not None:
+                    assert context.pipeline_group is not None
+                    buffers.agree(
+                        context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group
+                    )
+            if train and self.reducer is not None:
+                self.reducer.finish()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
         if changes_batch:
             for part, changed in zip(parts, own, strict=True):
                 copy_back(part, changed)
@@ -260,8 +275,25 @@ class PipelineEngine:
             rank=self._context.pipeline_rank,
             recompute=self._recompute,
         )
+        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
+        uses = Residency.of(trace.graph, homes, placed.stage_ranks)
+        program.as_planned = self._residency is None or (
+            placed.stage_ranks == self._context.plan.stage_ranks and self._residency.covers(uses)
+        )
+        program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
         self._programs.keep(signature, trace, program)
         return program
+
+    def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
+        """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""
+        assert self._residency is not None
+        found = {}
+        for call, stage in placed.stage_of_call.items():
+            unit = graph.units[graph.nodes[call].name]
+            for name in unit.parameters if unit.mutates_buffers else ():
+                if graph.parameters[name].is_buffer and not self._residency.stages[name]:
+                    found[name] = placed.stage_ranks[stage]
+        return found
 
     def _path(self, function: Callable[..., Any]) -> Any:
         """What decides the path through the model beside the batch; equal for all microbatches of a step."""

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["READS_DATA", "is_metadata", "name_of", "name_of_call", "reader_of", "unnoticed_changes"]
+from shardwright.errors import UsageError
+
+__all__ = [
+    "READS_DATA",
+    "gradient_of_backward",
+    "is_metadata",
+    "name_of",
+    "name_of_call",
+    "reader_of",
+    "unnoticed_changes",
+]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -79,6 +89,23 @@ def unnoticed_changes(
         given.update(kwargs)
         return (given["running_mean"], given["running_var"])
     return ()
+
+
+def gradient_of_backward(
+    gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> Any:
+    """The gradient among the arguments of ``loss.backward(...)``; no other changes what is computed.
+
+    Raises:
+        UsageError: `create_graph` or `inputs` is given.
+    """
+    for name, given in (("create_graph", create_graph), ("inputs", inputs)):
+        if given is not None and given is not False:
+            raise UsageError(
+                f"backward({name}=...) is not supported inside a step function, whose backward runs stage by "
+                "stage. To train some parameters alone, freeze the others with requires_grad_(False)."
+            )
+    return gradient
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:

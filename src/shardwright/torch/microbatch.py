@@ -14,7 +14,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.functions import name_of_call
+from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
@@ -136,7 +136,7 @@ class Microbatch:
         if self._closing:
             return _while_leaving(func, args, kwargs)
         if func is Tensor.backward:
-            return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+            return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         instruction = self._next(func)
         position = self._position
         if instruction.place is Place.FREE:

@@ -106,17 +106,18 @@ def reduced_parameters(
     stage_ranks: Sequence[int],
     rank: int,
 ) -> list[Reduced]:
-    """The parameters of this rank whose gradients other ranks also contribute to."""
+    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later."""
     found = []
     for name, parameter in parameters.items():
         ranks, stages = residency.ranks[name], residency.stages[name]
-        if rank not in ranks or not parameter.requires_grad or not stages:
+        if rank not in ranks:
             continue
         group = groups.of(tuple(ranks))
         if group is None:
             continue
         here = frozenset(stage for stage in stages if stage_ranks[stage] == rank)
-        found.append(Reduced(parameter, here, group, late=len(ranks) > 1 or len(here) > 1 or name in aliased))
+        late = len(ranks) > 1 or len(here) > 1 or name in aliased
+        found.append(Reduced(parameter, here, group, late=late, spare=not stages))
     return found
 
 

@@ -115,6 +115,7 @@ class Program:
         changes_batch: the step function changes tensors of its batch in place.
         temporary_hooks: the step function registers hooks and removes them again.
         state: buffers that the step function changes -> pipeline rank of their home.
+        as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
     instructions: list[Instruction]
@@ -136,6 +137,7 @@ class Program:
     changes_batch: bool
     temporary_hooks: bool
     state: Mapping[str, int]
+    as_planned: bool = True
 
     @property
     def draws(self) -> bool:

@@ -8,7 +8,8 @@ it, while the rest of the backward goes on; buckets start in the same order on e
     bucket 1                           ░░░░░░░░ all-reduce
 
 A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
-that what nobody used keeps no gradient at all.
+that what nobody used keeps no gradient at all. Parameters that no stage used when the plan was made (the head
+of another task) are *spare*: all ranks hold them, and find out first which of them have gradients at all.
 """
 
 from collections.abc import Sequence
@@ -33,12 +34,19 @@ class Reduced:
         stages: stages of this rank that use it.
         group: the ranks that hold it, in all replicas.
         late: reduced after the last backward: several stages, or several names, contribute to it.
+        spare: no stage used it when the plan was made.
     """
 
     parameter: nn.Parameter
     stages: frozenset[int]
     group: dist.ProcessGroup
     late: bool = False
+    spare: bool = False
+
+    @property
+    def signature(self) -> tuple[bool, torch.dtype]:
+        """What decides whether it is reduced, and with which others."""
+        return self.parameter.requires_grad, self.parameter.dtype
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class GradientReducer:
     """Reduces the gradients of one batch.
 
     Args:
-        members: what is reduced, in order of registration.
+        members: what is reduced while it is trained, in order of registration.
         divisor: gradients are divided by this: the number of replicas.
         bucket_bytes: most bytes in a bucket.
         overlap: reduce during the last backward; else after it.
@@ -69,33 +77,62 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
     ):
+        self._members = list(members)
         self._divisor = divisor
-        self._overlap = overlap
-        # The backward reaches the last parameters first.
-        self._buckets = _pack([m for m in reversed(members) if m.parameter.requires_grad], bucket_bytes)
-        self._bucket_of = {id(m.parameter): bucket for bucket in self._buckets for m in bucket.members}
+        self._bucket_bytes = bucket_bytes
+        self._wants_overlap = self._overlap = overlap
+        self._signatures: list[tuple[bool, torch.dtype]] | None = None
+        self._buckets: list[_Bucket] = []
+        self._spare: list[Reduced] = []
+        self._bucket_of: dict[int, _Bucket] = {}
         self._by_stage: dict[int, list[Reduced]] = {}
-        for member in members:
-            for stage in member.stages:
-                self._by_stage.setdefault(stage, []).append(member)
         self._stages_left: dict[int, set[int]] = {}
         self._ready: set[int] = set()
         self._earlier: dict[int, Tensor] = {}
         self._next = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.reset()
 
-    def begin(self) -> None:
-        """Puts aside what earlier batches left in the gradients, which is summed already."""
-        for bucket in self._buckets:
-            for member in bucket.members:
-                gradient = member.parameter.grad
-                if gradient is not None:
-                    self._earlier[id(member.parameter)] = gradient
-                    member.parameter.grad = None
+    def begin(self, *, overlap: bool = True) -> None:
+        """Prepares for a batch: puts aside what earlier ones left in the gradients, which is summed already.
 
-    def reset(self) -> None:
-        """Prepares for a batch."""
+        Args:
+            overlap: parameters are used by the stages that were named; else all wait for the end.
+        """
+        self._overlap = self._wants_overlap and overlap
+        signatures = [member.signature for member in self._members]
+        if signatures != self._signatures:
+            self._signatures = signatures
+            self._fill_buckets([member for member in self._members if member.parameter.requires_grad])
+        for member in self._trained:
+            gradient = member.parameter.grad
+            if gradient is not None:
+                self._earlier[id(member.parameter)] = gradient
+                member.parameter.grad = None
+        self._reset()
+
+    def abort(self) -> None:
+        """Leaves a batch that failed: gradients are those of earlier batches, and what this one added."""
+        self._remove_hooks()
+        for member in self._trained:
+            self._add_earlier(member.parameter)
+        self._earlier.clear()
+
+    @property
+    def _trained(self) -> list[Reduced]:
+        return [*self._spare, *(member for bucket in self._buckets for member in bucket.members)]
+
+    def _fill_buckets(self, members: Sequence[Reduced]) -> None:
+        """Says what is reduced together: parameters may have been frozen since, or set free."""
+        self._spare = [member for member in members if member.spare]
+        # The backward reaches the last parameters first.
+        self._buckets = _pack([m for m in reversed(members) if not m.spare], self._bucket_bytes)
+        self._bucket_of = {id(m.parameter): bucket for bucket in self._buckets for m in bucket.members}
+        self._by_stage = {}
+        for member in members:
+            for stage in member.stages:
+                self._by_stage.setdefault(stage, []).append(member)
+
+    def _reset(self) -> None:
         self._next = 0
         self._ready.clear()
         self._stages_left = {id(m.parameter): set(m.stages) for b in self._buckets for m in b.members}
@@ -114,10 +151,7 @@ class GradientReducer:
                     self._hooks.append(register(self._mark_ready))
             notify_gradients(self._mark_ready)
             return
-        notify_gradients(None)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._remove_hooks()
         for member in self._by_stage.get(stage, ()):
             left = self._stages_left[id(member.parameter)]
             left.discard(stage)
@@ -129,11 +163,30 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.work is None:
                 self._start(bucket)
-        for bucket in self._buckets:
+        spare = _pack(self._used_spare(), self._bucket_bytes)
+        for bucket in spare:
+            self._start(bucket)
+        for bucket in (*self._buckets, *spare):
             assert bucket.work is not None
             bucket.work.wait()
             self._unpack(bucket)
-        self.reset()
+        for member in self._spare:
+            self._add_earlier(member.parameter)
+
+    def _used_spare(self) -> list[Reduced]:
+        """Those of the spare parameters that have a gradient on any rank."""
+        if not self._spare:
+            return []
+        flags = torch.tensor([float(m.parameter.grad is not None) for m in self._spare])
+        flags = flags.to(self._spare[0].parameter.device)
+        dist.all_reduce(flags, group=self._spare[0].group)
+        return [member for member, flag in zip(self._spare, flags.tolist(), strict=True) if flag]
+
+    def _remove_hooks(self) -> None:
+        notify_gradients(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _mark_ready(self, parameter: Tensor) -> None:
         bucket = self._bucket_of.get(id(parameter))
@@ -176,10 +229,13 @@ class GradientReducer:
                 parameter.grad.copy_(total)
             elif flag:
                 parameter.grad = total.clone()
-            earlier = self._earlier.pop(id(parameter), None)
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+            self._add_earlier(parameter)
         bucket.buffer = None
+
+    def _add_earlier(self, parameter: nn.Parameter) -> None:
+        earlier = self._earlier.pop(id(parameter), None)
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 def _pack(members: Sequence[Reduced], bucket_bytes: int) -> list[_Bucket]:

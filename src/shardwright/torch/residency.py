@@ -43,6 +43,11 @@ class Residency:
             ranks[name] = everyone if spread else tuple(sorted({stage_ranks[stage] for stage in stages}))
         return cls(stages={name: tuple(sorted(stages)) for name, stages in users.items()}, ranks=ranks)
 
+    def covers(self, other: "Residency") -> bool:
+        """Whether what some stage uses here is used by no further stages there."""
+        known = ((set(stages), name) for name, stages in self.stages.items() if stages)
+        return all(stages.issuperset(other.stages[name]) for stages, name in known)
+
     def held_by(self, rank: int) -> list[str]:
         """Names that a pipeline rank holds."""
         return [name for name, ranks in self.ranks.items() if rank in ranks]

@@ -11,6 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
+from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import set_active_handler
 from shardwright.torch.reducer import GradientReducer, Reduced
 
@@ -39,11 +40,15 @@ class SingleEngine:
         results: list[Any] = []
         losses: list[Tensor] = []
         for index, (args, kwargs) in enumerate(parts):
-            handler = _Plain(scale, self._reducer, first=index == 0, last=index == num_microbatches - 1)
+            handler = _Plain(scale, self._reducer, first=not losses, last=index == num_microbatches - 1)
             before = set_active_handler(handler)
             try:
                 with _tensor_backward(handler):
                     results.append(function(*args, **kwargs))
+            except BaseException:
+                if self._reducer is not None:
+                    self._reducer.abort()
+                raise
             finally:
                 set_active_handler(before)
             if handler.loss is not None:
@@ -63,7 +68,7 @@ class SingleEngine:
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.numel():
                 dist.broadcast(tensor.detach(), first, group=group)
-        members = [Reduced(p, frozenset({0}), group) for p in module.parameters() if p.requires_grad]
+        members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         return self._model.make_reducer(members)
 
 
@@ -121,8 +126,8 @@ class _tensor_backward:  # noqa: N801  (a context manager)
     def __enter__(self) -> None:
         handler = self._handler
 
-        def backward(loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-            handler.backward(loss, gradient)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            handler.backward(loss, gradient_of_backward(*args, **kwargs))
 
         Tensor.backward = backward  # type: ignore[assignment,method-assign]
 

@@ -98,7 +98,7 @@ class Tracer:
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a torch function; executes it for real if it is free, else on fake tensors."""
         if func is Tensor.backward:
-            return self.backward(args[0], kwargs.get("gradient", args[1] if len(args) > 1 else None))
+            return self.backward(args[0], functions.gradient_of_backward(*args[1:], **kwargs))
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
