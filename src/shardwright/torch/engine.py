@@ -14,6 +14,7 @@ from shardwright.schedule import Schedule, build_schedule, lower, splits_backwar
 from shardwright.torch.activation_checkpointing import marked_inside
 from shardwright.torch.autocast import autocast_state
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
+from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.context import Context
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.custom_functions import custom_functions_intercepted
@@ -97,7 +98,8 @@ class PipelineEngine:
                 "nobody will take. Restart the script from a checkpoint. "
                 f"The failure was {self._failure}"
             )
-        arguments = to_device(self._broadcast(arguments), context.device)
+        gradients = BatchGradients(arguments, to_device(self._broadcast(arguments), context.device))
+        arguments = gradients.arguments
         if self._residency is None:
             self._place(function, arguments, splitter)
         assert context.plan is not None
@@ -136,6 +138,8 @@ class PipelineEngine:
                     )
             if train and self.reducer is not None:
                 self.reducer.finish()
+            if train:
+                gradients.hand_back(context.pipeline_group)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -304,7 +308,7 @@ class PipelineEngine:
             autocast_state(),
             torch.get_default_dtype(),
             tuple(sub.training for sub in module.modules()),
-            tuple(p.requires_grad for p in module.parameters()),
+            tuple((p.requires_grad, p.dtype) for p in module.parameters()),
         )
 
     def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:

@@ -84,7 +84,7 @@ class _Run:
         """
         items, structure = flatten(self.arguments)
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
-        copies = [item.detach().clone() if is_batch_tensor(item) else item for item in items]
+        copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         tracer = Tracer(
@@ -127,3 +127,12 @@ class _Run:
         finally:
             set_active_handler(before)
             set_state(generators, self.device)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor of its own, which is no leaf of autograd: those cannot be changed in place."""
+    copy = tensor.detach().clone()
+    if not tensor.requires_grad:
+        return copy
+    with torch.enable_grad():
+        return copy.requires_grad_().clone()
