@@ -1,7 +1,8 @@
 """Runs step functions over the stages of a pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,9 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
+from shardwright.torch.attribute_watch import AttributeWatch
 from shardwright.torch.autocast import autocast_state
+from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.context import Context
@@ -81,14 +84,18 @@ class PipelineEngine:
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._recompute: frozenset[str] = frozenset()
+        self._attributes = AttributeWatch(model.module)
         self._failure = ""
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
-        with inference_mode_as_no_grad(), custom_functions_intercepted():
-            return self._run(function, arguments, splitter)
+        with inference_mode_as_no_grad(), custom_functions_intercepted(), backward_intercepted():
+            try:
+                return self._run(function, arguments, splitter)
+            finally:
+                self._attributes.step_ends()
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         context = self._context
@@ -98,7 +105,9 @@ class PipelineEngine:
                 "nobody will take. Restart the script from a checkpoint. "
                 f"The failure was {self._failure}"
             )
-        gradients = BatchGradients(arguments, to_device(self._broadcast(arguments), context.device))
+        settings = self._settings()
+        agreed = self._first_ranks(arguments, settings)
+        gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
         if self._residency is None:
             self._place(function, arguments, splitter)
@@ -106,8 +115,8 @@ class PipelineEngine:
         assert self.executor is not None
         microbatches = context.plan.schedule.microbatches
         parts = splitter.split(arguments, microbatches)
-        path = self._path(function)
-        programs = [self._program(function, part, path) for part in parts]
+        path, attributes = (function, *settings.values()), self._attributes.step_begins()
+        programs = [self._program(function, part, path, attributes) for part in parts]
         _check_one_order(programs)
         train = any(program.backward_at is not None for program in programs)
         schedule = self._schedule(programs, train=train)
@@ -262,8 +271,11 @@ class PipelineEngine:
 
     # ---- every step ----
 
-    def _program(self, function: Callable[..., Any], part: Arguments, path: Any) -> Program:
-        signature = (path, signature_of(part))
+    def _program(
+        self, function: Callable[..., Any], part: Arguments, path: Any, attributes: Hashable
+    ) -> Program:
+        plain = (path, signature_of(part))
+        signature = (plain, attributes)
         found = self._programs.find(signature, part)
         if found is not None:
             return found
@@ -286,6 +298,7 @@ class PipelineEngine:
         )
         program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
         self._programs.keep(signature, trace, program)
+        self._attributes.traced(plain, trace.digest)
         return program
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
@@ -299,17 +312,31 @@ class PipelineEngine:
                     found[name] = placed.stage_ranks[stage]
         return found
 
-    def _path(self, function: Callable[..., Any]) -> Any:
-        """What decides the path through the model beside the batch; equal for all microbatches of a step."""
+    def _settings(self) -> dict[str, Any]:
+        """What decides the path through the model beside batch and function; the same on all ranks."""
         module = self._model.module
-        return (
-            function,
-            torch.is_grad_enabled(),
-            autocast_state(),
-            torch.get_default_dtype(),
-            tuple(sub.training for sub in module.modules()),
-            tuple((p.requires_grad, p.dtype) for p in module.parameters()),
-        )
+        return {
+            "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
+            "autocast": autocast_state(),
+            "default dtype": torch.get_default_dtype(),
+            "training mode of modules": tuple(sub.training for sub in module.modules()),
+            "requires_grad or dtype of parameters": tuple(
+                (p.requires_grad, p.dtype) for p in module.parameters()
+            ),
+        }
+
+    def _first_ranks(self, arguments: Arguments, settings: dict[str, Any]) -> Arguments:
+        """The batch of the first rank of the replica, whose settings must be those of this rank, too."""
+        mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
+        (first, theirs), _ = self._broadcast(((arguments, mine), {}))
+        different = [name for name in mine if mine[name] != theirs[name]]
+        if different:
+            raise UsageError(
+                f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
+                f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
+            )
+        agreed: Arguments = first
+        return agreed
 
     def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
         assert self._context.plan is not None

@@ -127,9 +127,12 @@ class MicrobatchTensors:
             copied: what it changed on copies, from `find`.
 
         Raises:
-            TraceMismatchError: a tensor that another stage needs has another shape than in the trace.
+            TraceMismatchError: a tensor that another stage needs has another shape than in the trace, or a
+                number that it returns is another one.
         """
         flow = instruction.flow
+        if instruction.numbers:
+            self._compare_numbers(instruction, result)
         if flow.keeps:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
             for keep in flow.keeps:
@@ -159,6 +162,17 @@ class MicrobatchTensors:
                         tensor = tensor.as_strided(keep.view.size, keep.view.stride, keep.view.offset)
                 self._store(keep, tensor)
         return result
+
+    def _compare_numbers(self, instruction: Instruction, result: Any) -> None:
+        items = flatten(result)[0]
+        for position, expected in instruction.numbers:
+            found = items[position] if position < len(items) else None
+            if type(found) is not type(expected) or repr(found) != repr(expected):
+                raise TraceMismatchError(
+                    f"{instruction.line}: {name_of_call(instruction.func)} returns {found!r} in microbatch "
+                    f"{self._index}, but {expected!r} in the trace, which is what other ranks go by. Return "
+                    "a tensor in place of a number that changes."
+                )
 
     def _store(self, keep: Keep, tensor: Tensor) -> None:
         if keep.hold:

@@ -77,6 +77,7 @@ class Instruction:
         line: where in the user's code.
         draws: random numbers that it takes.
         recompute: drop its activations, and compute them again in the backward.
+        numbers: (position in the result, value) of what other ranks know from the trace alone.
     """
 
     func: Any
@@ -89,6 +90,7 @@ class Instruction:
     line: str = ""
     draws: tuple[Draw, ...] = ()
     recompute: bool = False
+    numbers: tuple[tuple[int, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -277,6 +279,7 @@ def _instruction(
         passed=step.passed,
         line=step.line,
         draws=step.draws,
+        numbers=step.numbers,
     )
 
 

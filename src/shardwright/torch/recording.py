@@ -1,13 +1,17 @@
 """What a trace writes down: every intercepted step, the graph they form, samples of what to time."""
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
+from shardwright.torch.functions import name_of_call
 from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
+
+_NUMBERS = frozenset({bool, int, float, str})
 
 __all__ = ["Change", "Sample", "Step", "Trace", "View"]
 
@@ -108,6 +112,11 @@ class Step:
     counters: tuple[str, ...] = ()
 
     @property
+    def numbers(self) -> tuple[tuple[int, Any], ...]:
+        """(position among the leaves of the result, value) of what is neither a tensor nor an object."""
+        return tuple((p, item) for p, item in enumerate(self.result) if type(item) in _NUMBERS)
+
+    @property
     def inputs(self) -> tuple[int, ...]:
         """The values that it depends on, each once."""
         changed = [c.before for c in (*self.changes, *self.bases) if c.before is not None]
@@ -162,3 +171,24 @@ class Trace:
     state: tuple[str, ...] = ()
     initial: Mapping[int, str] = field(default_factory=dict)
     memory: tuple[int, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that makes a difference to a program: equal where the same one serves."""
+        memories: dict[int, int] = {}  # as they come up: others in every trace
+        rows: list[Any] = [self.graph.fingerprint, self.backward_at, self.result_values]
+        for step in self.steps:
+            changes = [
+                (
+                    c.position,
+                    c.before,
+                    c.after,
+                    replace(c.view, memory=memories.setdefault(c.view.memory, len(memories))),
+                )
+                for c in (*step.changes, *step.bases)
+            ]
+            draws = [(str(draw.func), draw.items) for draw in step.draws]
+            rows.append(
+                (name_of_call(step.func), step.reads, step.writes, changes, step.numbers, step.passed, draws)
+            )
+        return hashlib.sha256(repr(rows).encode()).hexdigest()

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
-from shardwright.torch.glue import set_active_handler
+from shardwright.torch.glue import plain_torch, set_active_handler
 from shardwright.torch.reducer import GradientReducer, Reduced
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class SingleEngine:
             handler = _Plain(scale, self._reducer, first=not losses, last=index == num_microbatches - 1)
             before = set_active_handler(handler)
             try:
-                with _tensor_backward(handler):
+                with _tensor_backward(handler), backward_intercepted():
                     results.append(function(*args, **kwargs))
             except BaseException:
                 if self._reducer is not None:
@@ -127,7 +128,8 @@ class _tensor_backward:  # noqa: N801  (a context manager)
         handler = self._handler
 
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            handler.backward(loss, gradient_of_backward(*args, **kwargs))
+            with plain_torch():
+                handler.backward(loss, gradient_of_backward(*args, **kwargs))
 
         Tensor.backward = backward  # type: ignore[assignment,method-assign]
 

@@ -282,6 +282,7 @@ class Tracer:
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
+        self._refuse_parameters(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
@@ -311,6 +312,16 @@ class Tracer:
             initial=self._buffers.initial,
             memory=tuple(storage_key(v.fake) for v in values),
         )
+
+    def _refuse_parameters(self, results: list[Any]) -> None:
+        for item in results:
+            if id(item) in self._values.lent_for:
+                name = self._values.names[id(item)]
+                raise UsageError(
+                    f"the step function returns the parameter or buffer {name} itself, which other ranks do "
+                    "not have. Return what it holds: "
+                    f"{name.rpartition('.')[2]}.detach().clone()."
+                )
 
     def _unit(self, name: str) -> Unit:
         module = self._unit_map.modules[name]
