@@ -124,7 +124,9 @@ class PipelineEngine:
             self._agree_on_random_numbers()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
-        if train and self.reducer is not None:
+        # Another replica may have a backward in its batch.
+        reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
+        if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
         state = _homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
@@ -145,10 +147,11 @@ class PipelineEngine:
                     buffers.agree(
                         context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group
                     )
-            if train and self.reducer is not None:
-                self.reducer.finish()
             if train:
                 gradients.hand_back(context.pipeline_group)
+            if reduces:
+                found = self.reducer is not None and self.reducer.finish()
+                train = train or self._agree_on(found)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -255,6 +258,12 @@ class PipelineEngine:
                 )
                 + ". Build the same model with the same settings on every rank."
             )
+
+    def _agree_on(self, found: bool) -> bool:
+        """Whether one of the ranks of the replica has found something; collective over the replica."""
+        flag = torch.tensor(float(found), device=self._context.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._context.pipeline_group)
+        return bool(flag.item())
 
     def _agree_on_random_numbers(self) -> None:
         """Gives all ranks of the replica the generators of its first."""

@@ -158,8 +158,8 @@ class GradientReducer:
             if not left:
                 self._mark_ready(member.parameter)
 
-    def finish(self) -> None:
-        """Reduces what is left, and puts the sums into the gradients."""
+    def finish(self) -> bool:
+        """Reduces what is left, puts the sums into the gradients, and tells whether there were any."""
         for bucket in self._buckets:
             if bucket.work is None:
                 self._start(bucket)
@@ -170,8 +170,10 @@ class GradientReducer:
             assert bucket.work is not None
             bucket.work.wait()
             self._unpack(bucket)
-        for member in self._spare:
+        found = any(member.parameter.grad is not None for member in self._trained)
+        for member in self._trained:
             self._add_earlier(member.parameter)
+        return found
 
     def _used_spare(self) -> list[Reduced]:
         """Those of the spare parameters that have a gradient on any rank."""
@@ -229,7 +231,6 @@ class GradientReducer:
                 parameter.grad.copy_(total)
             elif flag:
                 parameter.grad = total.clone()
-            self._add_earlier(parameter)
         bucket.buffer = None
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:

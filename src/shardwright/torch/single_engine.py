@@ -54,11 +54,14 @@ class SingleEngine:
                 set_active_handler(before)
             if handler.loss is not None:
                 losses.append(handler.loss)
-        if losses and self._reducer is not None:
-            self._reducer.finish()
+        trains = bool(losses)
+        if self._reducer is not None and (trains or torch.is_grad_enabled()):
+            if not trains:
+                self._reducer.begin()  # another replica may have a backward in its batch
+            trains = self._reducer.finish() or trains
         return EngineRun(
             results=[detached(result) for result in results],
-            losses=losses or None,
+            losses=losses if trains else None,
             samples=splitter.batch_size(arguments) or 0,
             tokens=num_tokens(arguments),
         )

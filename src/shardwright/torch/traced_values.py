@@ -120,9 +120,17 @@ class TracedValues:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._fakes:
-            self._fakes[id(tensor)] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+            self._fakes[id(tensor)] = self._new_fake(tensor)
             self._keep_alive.append(tensor)
         return self._fakes[id(tensor)]
+
+    def _new_fake(self, tensor: Tensor) -> Tensor:
+        if tensor.is_leaf:
+            return self.fake_mode.from_tensor(tensor, static_shapes=True)
+        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        with self.fake_mode, torch.enable_grad():
+            # It gets a history of its own: a leaf could not be changed in place.
+            return fake.add_(torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True))
 
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor on the computing device, in place of a parameter or buffer."""

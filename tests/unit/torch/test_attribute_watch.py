@@ -1,0 +1,84 @@
+"""Which attributes that a script sets make it trace again."""
+
+import torch
+from torch import nn
+
+from shardwright.torch.attribute_watch import AttributeWatch
+
+
+def watched(model: nn.Module) -> AttributeWatch:
+    """After the first step."""
+    watch = AttributeWatch(model)
+    watch.step_ends()
+    return watch
+
+
+def test_only_what_the_script_sets_counts():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    watch = watched(model)
+    assert watch.step_begins() == ()
+    model[0].calls = 1  # in the step
+    watch.step_ends()
+    assert watch.step_begins() == ()
+    model[1].p = 0.2
+    with_change = watch.step_begins()
+    assert with_change != ()
+    watch.step_ends()
+    assert watch.step_begins() == with_change  # the same program serves again
+    model[1].p = 0.3
+    assert watch.step_begins() not in ((), with_change)
+
+
+def test_equal_numbers_of_other_types_are_other_values():
+    model = nn.Linear(2, 2)
+    model.flag = 1
+    watch = watched(model)
+    keys = set()
+    for value in (True, 1, 1.0, "1", None, float("nan"), [1, 2], [1, 3]):
+        model.flag = value
+        keys.add(watch.step_begins())
+        assert watch.step_begins() in keys
+    del model.flag
+    keys.add(watch.step_begins())
+    assert len(keys) == 9
+
+
+def test_tensors_and_containers_of_modules_are_not_watched():
+    model = nn.Linear(2, 2)
+    watch = watched(model)
+    model.cache = torch.zeros(2)
+    model.lookup = {"a": 1}
+    model.many = list(range(1000))
+    assert watch.step_begins() == ()
+
+
+def test_an_attribute_without_effect_is_forgotten():
+    model = nn.Linear(2, 2)
+    model.step_number = 0
+    watch = watched(model)
+    watch.traced("batch", "program")
+    traces = 0
+    known = {()}
+    for step in range(20):
+        model.step_number = step
+        key = watch.step_begins()
+        if key not in known:
+            known.add(key)
+            watch.traced("batch", "program")
+            traces += 1
+        watch.step_ends()
+    assert traces <= 4
+
+
+def test_an_attribute_with_effect_is_kept():
+    model = nn.Linear(2, 2)
+    model.length = 0
+    watch = watched(model)
+    watch.traced("batch", "program of 0")
+    keys = set()
+    for length in range(1, 10):
+        model.length = length
+        keys.add(watch.step_begins())
+        watch.traced("batch", f"program of {length}")
+        watch.step_ends()
+    assert len(keys) == 9
