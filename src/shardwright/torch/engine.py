@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError, UsageError
@@ -13,10 +11,10 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
+from shardwright.torch.agreement import Agreement, path_settings
 from shardwright.torch.attribute_watch import AttributeWatch
-from shardwright.torch.autocast import autocast_state
 from shardwright.torch.backward_calls import backward_intercepted
-from shardwright.torch.batch import Arguments, BatchBroadcast, Splitter, copy_back, copy_of
+from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.context import Context
 from shardwright.torch.cores import OwnCores
@@ -38,10 +36,8 @@ from shardwright.torch.placement import (
 )
 from shardwright.torch.program import Program, build_program, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
-from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
-from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
@@ -74,10 +70,7 @@ class PipelineEngine:
         self._cores = OwnCores(context)
         self._planner = planner
         self._materialiser = materialiser
-        assert context.pipeline_group is not None
-        self._broadcast = BatchBroadcast(
-            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
-        )
+        self._agreement = Agreement(context)
         self._programs = ProgramCache()
         self._schedules: dict[Any, Schedule] = {}
         self._unit_map: UnitMap | None = None
@@ -105,8 +98,8 @@ class PipelineEngine:
                 "nobody will take. Restart the script from a checkpoint. "
                 f"The failure was {self._failure}"
             )
-        settings = self._settings()
-        agreed = self._first_ranks(arguments, settings)
+        settings = path_settings(self._model.module)
+        agreed = self._agreement.on_batch(arguments, settings)
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
         if self._residency is None:
@@ -121,7 +114,7 @@ class PipelineEngine:
         train = any(program.backward_at is not None for program in programs)
         schedule = self._schedule(programs, train=train)
         if any(program.draws for program in programs):
-            self._agree_on_random_numbers()
+            self._agreement.on_random_numbers()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
         # Another replica may have a backward in its batch.
@@ -151,7 +144,7 @@ class PipelineEngine:
                 gradients.hand_back(context.pipeline_group)
             if reduces:
                 found = self.reducer is not None and self.reducer.finish()
-                train = train or self._agree_on(found)
+                train = train or self._agreement.on_any(found)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -188,7 +181,7 @@ class PipelineEngine:
         marked = marked_inside(module, set(self._unit_map.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         trace = trace_step(self._unit_map, function, part, device=self._context.device)
-        self._agree(trace)
+        self._agreement.on_trace(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
         homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
@@ -237,47 +230,6 @@ class PipelineEngine:
         )
         self.reducer = self._model.make_reducer(members) if members else None
 
-    def _agree(self, trace: Trace) -> None:
-        """Refuses a model that the ranks of a replica trace differently."""
-        described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
-        mine = (trace.graph.fingerprint, described)
-        gathered: list[Any] = [None] * self._context.mesh.pipeline
-        dist.all_gather_object(gathered, mine, group=self._context.pipeline_group)
-        for rank, (fingerprint, nodes) in enumerate(gathered):
-            if fingerprint == gathered[0][0]:
-                continue
-            pairs = zip(gathered[0][1], nodes, strict=False)
-            where = next(
-                (f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None
-            )
-            raise TraceMismatchError(
-                f"pipeline ranks 0 and {rank} trace different models: "
-                + (
-                    where
-                    or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes"
-                )
-                + ". Build the same model with the same settings on every rank."
-            )
-
-    def _agree_on(self, found: bool) -> bool:
-        """Whether one of the ranks of the replica has found something; collective over the replica."""
-        flag = torch.tensor(float(found), device=self._context.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._context.pipeline_group)
-        return bool(flag.item())
-
-    def _agree_on_random_numbers(self) -> None:
-        """Gives all ranks of the replica the generators of its first."""
-        context = self._context
-        agreed: list[Tensor | None] = []
-        for state in get_state(context.device):
-            if state is not None:
-                shared = state.to(context.device)
-                dist.broadcast(shared, context.pipeline_ranks[0], group=context.pipeline_group)
-                state = shared.cpu()
-            agreed.append(state)
-        assert agreed[0] is not None
-        set_state((agreed[0], agreed[1]), context.device)
-
     # ---- every step ----
 
     def _program(
@@ -320,32 +272,6 @@ class PipelineEngine:
                 if graph.parameters[name].is_buffer and not self._residency.stages[name]:
                     found[name] = placed.stage_ranks[stage]
         return found
-
-    def _settings(self) -> dict[str, Any]:
-        """What decides the path through the model beside batch and function; the same on all ranks."""
-        module = self._model.module
-        return {
-            "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
-            "autocast": autocast_state(),
-            "default dtype": torch.get_default_dtype(),
-            "training mode of modules": tuple(sub.training for sub in module.modules()),
-            "requires_grad or dtype of parameters": tuple(
-                (p.requires_grad, p.dtype) for p in module.parameters()
-            ),
-        }
-
-    def _first_ranks(self, arguments: Arguments, settings: dict[str, Any]) -> Arguments:
-        """The batch of the first rank of the replica, whose settings must be those of this rank, too."""
-        mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
-        (first, theirs), _ = self._broadcast(((arguments, mine), {}))
-        different = [name for name in mine if mine[name] != theirs[name]]
-        if different:
-            raise UsageError(
-                f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
-                f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
-            )
-        agreed: Arguments = first
-        return agreed
 
     def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
         assert self._context.plan is not None

@@ -1,0 +1,108 @@
+"""What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.torch.autocast import autocast_state
+from shardwright.torch.batch import Arguments, BatchBroadcast
+from shardwright.torch.context import Context
+from shardwright.torch.recording import Trace
+from shardwright.torch.rng import get_state, set_state
+
+__all__ = ["Agreement", "path_settings"]
+
+
+def path_settings(module: nn.Module) -> dict[str, Any]:
+    """What decides the path through a model beside batch and function, by the name that an error gives it."""
+    return {
+        "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
+        "autocast": autocast_state(),
+        "default dtype": torch.get_default_dtype(),
+        "training mode of modules": tuple(sub.training for sub in module.modules()),
+        "requires_grad or dtype of parameters": tuple(
+            (p.requires_grad, p.dtype) for p in module.parameters()
+        ),
+    }
+
+
+class Agreement:
+    """Agrees with the other ranks of the replica; every method is collective over them."""
+
+    def __init__(self, context: Context):
+        assert context.pipeline_group is not None
+        self._context = context
+        self._broadcast = BatchBroadcast(
+            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
+        )
+
+    def on_batch(self, arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:
+        """The batch of the first rank of the replica, whose settings must be those of this rank, too.
+
+        Args:
+            arguments: what this rank's script passed to the step function.
+            settings: see `path_settings`.
+
+        Raises:
+            UsageError: they are others.
+        """
+        mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
+        (first, theirs), _ = self._broadcast(((arguments, mine), {}))
+        different = [name for name in mine if mine[name] != theirs[name]]
+        if different:
+            raise UsageError(
+                f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
+                f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
+            )
+        agreed: Arguments = first
+        return agreed
+
+    def on_trace(self, trace: Trace) -> None:
+        """Refuses a model that the ranks of a replica trace differently.
+
+        Raises:
+            TraceMismatchError: they do.
+        """
+        described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
+        mine = (trace.graph.fingerprint, described)
+        gathered: list[Any] = [None] * self._context.mesh.pipeline
+        dist.all_gather_object(gathered, mine, group=self._context.pipeline_group)
+        for rank, (fingerprint, nodes) in enumerate(gathered):
+            if fingerprint == gathered[0][0]:
+                continue
+            pairs = zip(gathered[0][1], nodes, strict=False)
+            where = next(
+                (f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None
+            )
+            raise TraceMismatchError(
+                f"pipeline ranks 0 and {rank} trace different models: "
+                + (
+                    where
+                    or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes"
+                )
+                + ". Build the same model with the same settings on every rank."
+            )
+
+    def on_random_numbers(self) -> None:
+        """Gives all ranks of the replica the generators of its first."""
+        context = self._context
+        agreed: list[Tensor | None] = []
+        for state in get_state(context.device):
+            if state is not None:
+                shared = state.to(context.device)
+                dist.broadcast(shared, context.pipeline_ranks[0], group=context.pipeline_group)
+                state = shared.cpu()
+            agreed.append(state)
+        assert agreed[0] is not None
+        set_state((agreed[0], agreed[1]), context.device)
+
+    def on_any(self, found: bool) -> bool:
+        """Whether one of the ranks of the replica has found something; collective over the replica."""
+        flag = torch.tensor(float(found), device=self._context.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._context.pipeline_group)
+        return bool(flag.item())
