@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -22,8 +23,11 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchFunctionMode",
+    "backward_in_progress",
     "disabled_torch_function",
     "function_mode_depth",
+    "function_transforms_active",
+    "gradient_is_wanted",
     "make_wrapper",
     "new_fake_mode",
     "num_hooks_registered",
@@ -82,6 +86,32 @@ def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     torch.autograd.Variable._execution_engine.run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def backward_in_progress() -> int:
+    """A number for the backward that calls this code: one that is started inside another has its own."""
+    return int(torch._C._current_graph_task_id())
+
+
+def gradient_is_wanted(node: Any, position: int) -> bool:
+    """Whether the backward in progress has a use for the gradient of an input that is a parameter.
+
+    Args:
+        node: the context of a custom function.
+        position: of the input.
+    """
+    edge = node.next_functions[position][0]
+    if edge is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(edge))
+    except RuntimeError:
+        return True  # `torch.autograd.grad` asks for this parameter
+
+
+def function_transforms_active() -> bool:
+    """Whether `torch.func` (grad, vmap) or forward-mode differentiation is at work, here or further out."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def take_saved_tensor_hooks() -> list[Any]:

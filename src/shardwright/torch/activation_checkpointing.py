@@ -1,8 +1,8 @@
 """Recomputation: activations of a module are dropped after its forward and computed again in the backward."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -131,28 +131,37 @@ def call_recomputed(
         return call(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _buffers_kept(module)
+        return nullcontext(), _BuffersKept(module)
 
     return checkpoint(
         call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
     )
 
 
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Takes back what a second forward does to buffers: running statistics count a batch once."""
-    kept = [
-        (sub, key, buffer)
-        for sub in module.modules()
-        for key, buffer in sub._buffers.items()
-        if buffer is not None
-    ]
-    for sub, key, buffer in kept:
-        sub._buffers[key] = buffer.clone()
-    try:
-        yield
-    finally:
+class _BuffersKept:
+    """Takes back what a second forward does to buffers: running statistics count a batch once.
+
+    Entered once for each backward that goes through the module: one that is part of its forward
+    (`torch.autograd.grad`), and the last.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._kept: list[list[tuple[nn.Module, str, Tensor]]] = []
+
+    def __enter__(self) -> None:
+        kept = [
+            (sub, key, buffer)
+            for sub in self._module.modules()
+            for key, buffer in sub._buffers.items()
+            if buffer is not None
+        ]
+        self._kept.append(kept)
         for sub, key, buffer in kept:
+            sub._buffers[key] = buffer.clone()
+
+    def __exit__(self, *exc_info: object) -> None:
+        for sub, key, buffer in self._kept.pop():
             sub._buffers[key] = buffer
 
 

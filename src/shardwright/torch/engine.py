@@ -199,9 +199,7 @@ class PipelineEngine:
         ).union(*(stage.recompute for stage in plan.stages))
         self._residency = residency
         self._model.placed(residency)
-        # Gradients that the step function asks for would be put off, or written to .grad, as well.
-        asks = any(step.func is torch.autograd.grad for step in trace.steps)
-        if splits_backward(plan.schedule.kind) and not asks:
+        if splits_backward(plan.schedule.kind):
             for unit in self._unit_map.modules.values():
                 split_modules(unit)
 

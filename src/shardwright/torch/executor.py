@@ -113,8 +113,7 @@ class Executor:
             )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
-        self._backwards_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
-        self._weights_left = dict(self._backwards_left)
+        self._gradients_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._results: list[Any] = [None] * len(self._microbatches)
         final_state = self._run_generators_ahead(programs)
@@ -214,14 +213,13 @@ class Executor:
     def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
         program = microbatch.program
         roots, gradients = self._roots(stage, microbatch)
-        last = not split and self._backwards_left[stage] == 1
-        self._backwards_left[stage] -= 1
+        last = not split and self._is_last(stage)
         if last and self._on_last_backward:
             self._on_last_backward(stage, True)
         if roots:
             with microbatch.remembering(stage) if program.recomputes else nullcontext():
                 if split:
-                    with put_off_weights() as work:
+                    with put_off_weights(root.grad_fn for root in roots) as work:
                         run_backward(roots, gradients)
                     self._put_off[stage, microbatch.index] = work
                 else:
@@ -245,14 +243,18 @@ class Executor:
         self._free(stage, microbatch)
 
     def _backward_weight(self, stage: int, microbatch: Microbatch) -> None:
-        last = self._weights_left[stage] == 1
-        self._weights_left[stage] -= 1
+        last = self._is_last(stage)
         if last and self._on_last_backward:
             self._on_last_backward(stage, True)
         for work in self._put_off.pop((stage, microbatch.index), ()):
             work()
         if last and self._on_last_backward:
             self._on_last_backward(stage, False)
+
+    def _is_last(self, stage: int) -> bool:
+        """Whether this ``B`` or ``W`` is the last that adds to the gradients of a stage."""
+        self._gradients_left[stage] -= 1
+        return self._gradients_left[stage] == 0
 
     def _roots(self, stage: int, microbatch: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
         """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss."""

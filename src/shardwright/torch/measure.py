@@ -117,7 +117,7 @@ def _run_once(
     if not split:
         torch.autograd.backward(roots, gradients)
         return forward_s, _now(device) - start, 0.0
-    with put_off_weights() as work:
+    with put_off_weights(root.grad_fn for root in roots) as work:
         torch.autograd.backward(roots, gradients)
     middle = _now(device)
     for item in work:

@@ -1,13 +1,19 @@
 """Splits the backward of linear layers and convolutions: inputs now, weights when there is time.
 
 A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the
-gradients of the weights (``W``) while it would otherwise wait. Autograd does both at once, so the weight
-gradient of the modules listed here is taken out of the graph: their backward returns the input's gradient
-and leaves a closure behind. Anything else (norms, embeddings, unusual modules) is computed in ``I`` as
-ever: correct, only less is put off.
+gradients of the weights (``W``) while it would otherwise wait. Autograd does both at once, so the modules
+listed here have a backward of their own. In ``I`` it returns the input's gradient and leaves a closure behind
+for the weight's, which writes past autograd. In every other backward it gives both to autograd as ever::
+
+    F  y = linear(x)                   a whole backward (B)         grad_x, grad_weight, grad_bias
+    I  grad_x, closure   ◀── y         torch.autograd.grad          the same; also create_graph
+    W  closure()                       a backward inside of I       the same
+                                       somebody listens (hooks)     the same
+
+Anything else (norms, embeddings, unusual modules) is computed in ``I``: correct, only less is put off.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.torch._private import FakeTensor
+from shardwright.torch._private import (
+    FakeTensor,
+    backward_in_progress,
+    function_transforms_active,
+    gradient_is_wanted,
+)
 
 __all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
 
@@ -29,6 +40,7 @@ class _PutOff:
     """Where closures of the running ``I`` go; None while weights are computed at once."""
 
     work: list[Work] | None = None
+    backward: int | None = None
     listener: Callable[[Tensor], None] | None = None
     uses: dict[int, int] | None = None
 
@@ -47,18 +59,51 @@ def count_uses(uses: dict[int, int] | None) -> None:
 
 
 @contextmanager
-def put_off_weights() -> Iterator[list[Work]]:
-    """Collects the weight gradients of the backward that runs inside; call each to have it computed."""
+def put_off_weights(roots: Iterable[Any]) -> Iterator[list[Work]]:
+    """Collects the weight gradients of the backward that runs inside; call each to have it computed.
+
+    Args:
+        roots: nodes of autograd's graph where that backward starts. One that the user's code starts inside
+            of it (a reversible layer) computes its weight gradients at once: the code may look at them.
+    """
+
+    def begins(_: Any) -> None:
+        if _PutOff.backward is None:
+            _PutOff.backward = backward_in_progress()
+
     work: list[Work] = []
-    before, _PutOff.work = _PutOff.work, work
+    before = _PutOff.work, _PutOff.backward
+    _PutOff.work, _PutOff.backward = work, None
+    handles = [root.register_prehook(begins) for root in roots if root is not None]
     try:
         yield work
     finally:
-        _PutOff.work = before
+        for handle in handles:
+            handle.remove()
+        _PutOff.work, _PutOff.backward = before
+
+
+def _put_off(weight: Tensor, bias: Tensor | None) -> list[Work] | None:
+    """Where the gradients of these go if they may be written past autograd; None if they may not."""
+    if _PutOff.work is None or _PutOff.backward != backward_in_progress() or torch.is_grad_enabled():
+        return None
+    return None if _has_listeners(weight) or (bias is not None and _has_listeners(bias)) else _PutOff.work
+
+
+def _has_listeners(parameter: Tensor) -> bool:
+    hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return any(hooks)
+
+
+def _count_use(weight: Tensor) -> dict[int, int] | None:
+    uses = _PutOff.uses
+    if uses is not None:
+        uses[id(weight)] = uses.get(id(weight), 0) + 1
+    return uses
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``x @ weight.T + bias`` whose weight gradient does not pass through autograd.
+    """``x @ weight.T + bias`` whose weight gradient can be put off.
 
     Shapes: x (*, I), weight (O, I), or (I, O) where `transposed`; bias (O,); result (*, O).
     """
@@ -69,9 +114,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
         ctx.transposed = transposed
-        ctx.uses = uses = _PutOff.uses
-        if uses is not None:
-            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        ctx.uses = _count_use(weight)
         result = F.linear(x, weight.t() if transposed else weight, bias)
         # A view made in here must not be changed in place, as an activation behind it may well do.
         return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
@@ -86,27 +129,28 @@ class _SplitLinear(torch.autograd.Function):
             grad_x = grad @ (weight.t() if ctx.transposed else weight)
         grad_NO = grad.reshape(-1, grad.shape[-1])
         x_NI = x.reshape(-1, x.shape[-1])
-        transposed = ctx.transposed
+        left_N, right_N = (x_NI, grad_NO) if ctx.transposed else (grad_NO, x_NI)
+        later = _put_off(weight, bias)
+        if later is None:
+            grad_weight = left_N.t() @ right_N if gradient_is_wanted(ctx, 1) else None
+            grad_bias = grad_NO.sum(0) if gradient_is_wanted(ctx, 2) else None
+            return grad_x, grad_weight, grad_bias, None
         uses = ctx.uses
 
         def work() -> None:
             with torch.no_grad():
                 if weight.requires_grad:
-                    left, right = (x_NI, grad_NO) if transposed else (grad_NO, x_NI)
-                    _accumulate_product(weight, left.t(), right)
+                    _accumulate_product(weight, left_N.t(), right_N)
                 if bias is not None and bias.requires_grad:
                     _accumulate(bias, grad_NO.sum(0))
             _notify(uses, weight, bias)
 
-        if _PutOff.work is None:
-            work()
-        else:
-            _PutOff.work.append(work)
+        later.append(work)
         return grad_x, None, None, None
 
 
 class _SplitConvolution(torch.autograd.Function):
-    """A convolution whose weight gradient does not pass through autograd.
+    """A convolution whose weight gradient can be put off.
 
     Shapes: x (N, C, *), weight (O, C / groups, *), bias (O,), result (N, O, *).
     """
@@ -115,9 +159,7 @@ class _SplitConvolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.how = weight, bias, how
-        ctx.uses = uses = _PutOff.uses
-        if uses is not None:
-            uses[id(weight)] = uses.get(id(weight), 0) + 1
+        ctx.uses = _count_use(weight)
         return torch.convolution(x, weight, bias, *how)
 
     @staticmethod
@@ -132,6 +174,11 @@ class _SplitConvolution(torch.autograd.Function):
             found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *how, wanted)
             return found
 
+        later = _put_off(weight, bias)
+        if later is None:
+            wanted = [ctx.needs_input_grad[0], gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
+            return (*gradients_of(wanted), None)
+
         def work() -> None:
             with torch.no_grad():
                 wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
@@ -142,11 +189,8 @@ class _SplitConvolution(torch.autograd.Function):
                         _accumulate(parameter, gradient)
             _notify(uses, weight, bias)
 
+        later.append(work)
         grad_x = gradients_of([True, False, False])[0] if ctx.needs_input_grad[0] else None
-        if _PutOff.work is None:
-            work()
-        else:
-            _PutOff.work.append(work)
         return grad_x, None, None, None
 
 
@@ -176,12 +220,8 @@ def _notify(uses: dict[int, int] | None, weight: Tensor, bias: Tensor | None) ->
 
 
 def _is_plain(parameter: Any) -> bool:
-    """Whether a gradient may be written past autograd: nobody listens, and it is an ordinary tensor."""
-    return parameter is None or (
-        type(parameter) in (nn.Parameter, FakeTensor)
-        and not parameter._backward_hooks
-        and not getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    """Whether it is an ordinary parameter: not a subclass with a backward of its own, not computed."""
+    return parameter is None or (type(parameter) in (nn.Parameter, FakeTensor) and parameter.is_leaf)
 
 
 class _SplitForward:
@@ -209,6 +249,7 @@ class _SplitForward:
             not plain
             or not torch.is_grad_enabled()
             or torch.is_autocast_enabled(x.device.type)
+            or function_transforms_active()
             or self._dim not in (None, x.dim())
         ):
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]

@@ -113,7 +113,7 @@ def _count(
         if not split:
             _backward(edges, gradients)
             return live.peak - kept, live.now
-        with put_off_weights() as work:
+        with put_off_weights(edge.node for edge in edges) as work:
             _backward(edges, gradients)
         gradients.clear()
         left = live.now
