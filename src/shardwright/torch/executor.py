@@ -22,6 +22,7 @@ from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch import Microbatch
+from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Place, Program
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.split_backward import count_uses, put_off_weights
@@ -100,6 +101,8 @@ class Executor:
         self._inbox.clear()
         self.timeline = Timeline()
         self._loss_scale = loss_scale
+        uses = [use for program in programs for use in program.attributes]
+        attributes = OwnAttributes(uses, num_microbatches=len(programs)) if uses else None
         self._microbatches = [
             Microbatch(
                 index,
@@ -110,6 +113,7 @@ class Executor:
                 device=self._device,
                 model=model,
                 buffers=buffers,
+                attributes=attributes,
             )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
@@ -123,6 +127,8 @@ class Executor:
             for microbatch in self._microbatches:
                 self._finish(microbatch)
             self._transport.flush()
+            if attributes is not None:
+                attributes.finish()
             if final_state is not None:
                 set_state(final_state, self._device)
         finally:

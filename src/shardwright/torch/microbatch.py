@@ -19,6 +19,7 @@ from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_a
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
+from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.rng import GeneratorState, set_state
 from shardwright.torch.source_line import user_line
@@ -55,6 +56,7 @@ class Microbatch:
         device: torch.device,
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
+        attributes: OwnAttributes | None = None,
     ):
         self.index = index
         self.program = program
@@ -73,6 +75,7 @@ class Microbatch:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
+        self._attributes = attributes
         self._closing = False
 
     # ---- driven by the executor ----
@@ -100,8 +103,11 @@ class Microbatch:
         return result
 
     def _resume(self) -> None:
-        with nullcontext() if self._hooks is None else self._hooks.in_force():
+        own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
+        with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()
+        if self.reached_backward and self._attributes is not None:
+            self._attributes.backward_reached(self.index)
 
     def remembering(self, stage: int) -> Realised:
         """For a backward of this stage: what its forward got is there again when it is recomputed."""
@@ -155,6 +161,8 @@ class Microbatch:
         instruction = self._next(module)
         position = self._position
         if instruction.place is Place.ELSEWHERE:
+            for owner, key, deferred in instruction.attributes:
+                vars(owner)[key] = deferred
             return _stand_in(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         if instruction.recompute:

@@ -135,6 +135,7 @@ class MicrobatchTensors:
             self._compare_numbers(instruction, result)
         if flow.keeps:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
+            items += [vars(module)[key] for module, key, _ in instruction.attributes]
             for keep in flow.keeps:
                 assert keep.position is not None
                 item = items[keep.position]

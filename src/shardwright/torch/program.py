@@ -16,9 +16,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from torch import Tensor, nn
+
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
+from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
 from shardwright.torch.recording import Step, Trace
@@ -78,6 +81,7 @@ class Instruction:
         draws: random numbers that it takes.
         recompute: drop its activations, and compute them again in the backward.
         numbers: (position in the result, value) of what other ranks know from the trace alone.
+        attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
     """
 
     func: Any
@@ -91,6 +95,7 @@ class Instruction:
     draws: tuple[Draw, ...] = ()
     recompute: bool = False
     numbers: tuple[tuple[int, Any], ...] = ()
+    attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +122,7 @@ class Program:
         changes_batch: the step function changes tensors of its batch in place.
         temporary_hooks: the step function registers hooks and removes them again.
         state: buffers that the step function changes -> pipeline rank of their home.
+        attributes: attributes of modules that it changes.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -139,6 +145,7 @@ class Program:
     changes_batch: bool
     temporary_hooks: bool
     state: Mapping[str, int]
+    attributes: tuple[AttributeUse, ...]
     as_planned: bool = True
 
     @property
@@ -193,6 +200,7 @@ def build_program(
     crossings = _crossings(graph, dataflow, homes)
     _check_after_backward(trace, homes, home_of)
     _check_counters(trace, homes, stage_ranks)
+    _check_attributes(trace, homes, stage_ranks)
     instructions = [
         _instruction(step, flow, homes, stage_ranks, rank)
         for step, flow in zip(trace.steps, dataflow.flows, strict=True)
@@ -227,6 +235,7 @@ def build_program(
         changes_batch=trace.changes_batch,
         temporary_hooks=trace.temporary_hooks,
         state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
+        attributes=trace.attributes,
     )
 
 
@@ -280,6 +289,7 @@ def _instruction(
         line=step.line,
         draws=step.draws,
         numbers=step.numbers,
+        attributes=step.attributes,
     )
 
 
@@ -319,3 +329,35 @@ def _check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[in
                     f"the buffer {name} is changed in the step function, Python reads its value, and stages "
                     "change in between, where other microbatches come in. Read and change it in one place."
                 )
+
+
+def _check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+    """Refuses an attribute in which a microbatch would not find what the one before leaves there."""
+    for use in trace.attributes:
+        read, write = use.first_read, use.last_write
+        if read is None:
+            continue
+        where = f"the attribute {use.name} is read at {read.line} before the microbatch writes it"
+        if use.carries_tensor:
+            raise TraceError(
+                f"{where}, at {write.line}: a tensor goes from one microbatch to the next, and other stages "
+                "do not have it. Keep it as a buffer (register_buffer), or write the attribute first."
+            )
+        for rank in set(stage_ranks):
+            pauses = _pauses(trace, homes, stage_ranks, rank)
+            if any(read.before <= pause < write.before for pause in pauses):
+                raise TraceError(
+                    f"{where}, at {write.line}, and stages change in between, where other microbatches come "
+                    "in. Read and change it in one place, or write it before it is read."
+                )
+
+
+def _pauses(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:
+    """Positions of the steps before which a rank leaves a microbatch for others."""
+    stage = list(stage_ranks).index(rank)
+    pauses = [] if trace.backward_at is None else [trace.backward_at]
+    for index, step in enumerate(trace.steps):
+        if step.node is not None and stage_ranks[homes[step.node]] == rank and homes[step.node] != stage:
+            stage = homes[step.node]
+            pauses.append(index)
+    return pauses

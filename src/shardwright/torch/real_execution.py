@@ -4,6 +4,7 @@ Some units look at values (a router that skips unused experts), and some kernels
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardwright.torch.cost import CostCounter
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
+from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.traced_call import Outcome, TracedCall
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import flatten, leaves
@@ -63,6 +65,7 @@ class RealExecution:
         args, kwargs = call.structure.rebuild(spare)
         before = self._path.versions(spare)
         generators = torch.random.get_rng_state()
+        attributes = Attributes(twin)
         try:
             with cost:
                 output = twin(*args, **kwargs)
@@ -73,7 +76,9 @@ class RealExecution:
             ) from second
         finally:
             torch.random.set_rng_state(generators)
-        return self._faked(output, call.fakes, spare, before, cost)
+        originals = dict(zip(twin.modules(), module.modules(), strict=True))
+        left = [(originals[sub], key, self._fake_result(t)) for sub, key, t in attributes.new_tensors]
+        return replace(self._faked(output, call.fakes, spare, before, cost), attributes=left)
 
     def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
         """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor, nn
+
 from shardwright.model_graph import ModelGraph
+from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
@@ -95,6 +98,8 @@ class Step:
         draws: random numbers that it takes.
         changed_parameters: names of parameters that it changes in place.
         counters: names of buffers that it reads or changes on every rank.
+        attributes: where a unit leaves tensors: (module, name, what another rank finds there). Among
+            `writes` they follow the leaves of the result.
     """
 
     func: Any
@@ -110,6 +115,7 @@ class Step:
     passed: tuple[tuple[int, int], ...] = ()
     changed_parameters: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
+    attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
 
     @property
     def numbers(self) -> tuple[tuple[int, Any], ...]:
@@ -156,6 +162,7 @@ class Trace:
         state: buffers outside of units that the step function changes.
         initial: value -> name of the buffer of which it is the content at the start.
         memory: of each value: equal for those that share memory.
+        attributes: changed attributes of modules that are used between units.
     """
 
     graph: ModelGraph
@@ -171,6 +178,7 @@ class Trace:
     state: tuple[str, ...] = ()
     initial: Mapping[int, str] = field(default_factory=dict)
     memory: tuple[int, ...] = ()
+    attributes: tuple[AttributeUse, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -191,4 +199,6 @@ class Trace:
             rows.append(
                 (name_of_call(step.func), step.reads, step.writes, changes, step.numbers, step.passed, draws)
             )
+        for use in self.attributes:
+            rows.append((use.name, [(access.before, access.writes) for access in use.accesses]))
         return hashlib.sha256(repr(rows).encode()).hexdigest()

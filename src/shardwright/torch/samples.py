@@ -69,6 +69,15 @@ def copy_of_module(
     memo: dict[int, Any] = {}
     for identifier, tensor in (originals or {}).items():
         memo[identifier] = _own(tensor, device)
+    for sub in module.modules():
+        for left in vars(sub).values():
+            # What a forward left in an attribute: `deepcopy` refuses tensors that were computed.
+            if (
+                isinstance(left, Tensor)
+                and id(left) not in memo
+                and (type(left) is not Tensor or left.grad_fn)
+            ):
+                memo[id(left)] = random_like(left, device).detach()
     twin = copy.deepcopy(module, memo)
     for sub in twin.modules():
         for registry in (sub._parameters, sub._buffers):

@@ -1,6 +1,6 @@
 """Runs a step function once on tensors without data, and writes down what it does (see `tracer`)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardwright.errors import DeferredReadError
 from shardwright.torch._private import num_hooks_registered
+from shardwright.torch.attribute_use import AttributeUses, Place
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
@@ -47,13 +48,13 @@ def trace_step(
         TraceError: the loss does not depend on the model.
     """
     run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
-    trace, changed = run.trace()
-    if not changed:
+    trace, changed, attributes = run.trace()
+    if not changed and not attributes:
         return trace
     counters: set[str] = set()
     while True:
         try:
-            return run.trace(state=changed.keys() - counters, counters=counters)[0]
+            return run.trace(state=changed.keys() - counters, counters=counters, watched=attributes)[0]
         except DeferredReadError as error:
             # Python looks at a counter: every rank counts for itself.
             found = {name for name in error.buffers - counters if not changed[name]}
@@ -74,13 +75,18 @@ class _Run:
     count_memory: bool
 
     def trace(
-        self, state: Collection[str] = frozenset(), counters: Collection[str] = frozenset()
-    ) -> tuple[Trace, dict[str, bool]]:
-        """Traces, and tells which buffers outside of units were changed (`BufferWatch.changed`).
+        self,
+        state: Collection[str] = frozenset(),
+        counters: Collection[str] = frozenset(),
+        watched: Sequence[Place] = (),
+    ) -> tuple[Trace, dict[str, bool], list[Place]]:
+        """Traces; also tells which buffers outside of units were changed (`BufferWatch.changed`), and which
+        attributes of modules.
 
         Args:
             state: buffers whose content is a value of the graph.
             counters: changed buffers that every rank keeps.
+            watched: changed attributes, whose use is of interest.
         """
         items, structure = flatten(self.arguments)
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
@@ -97,6 +103,7 @@ class _Run:
             count_memory=self.count_memory,
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
+        use = AttributeUses(watched, lambda: tracer.position)
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         generators = get_state(self.device)
@@ -105,11 +112,13 @@ class _Run:
         try:
             with unchanged, open_modules, GlueMode(tracer):
                 hooks_before = num_hooks_registered()
-                result = self.function(*args, **kwargs)
+                with use.watching():
+                    result = self.function(*args, **kwargs)
                 registers_hooks = num_hooks_registered() > hooks_before
                 set_active_handler(None)
                 changed = watch.changed(tracer.is_value)
                 together = tracer.together()
+                attributes = use.uses(self.unit_map.model, tracer.is_value)
             changes_batch = any(
                 isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)
             )
@@ -119,8 +128,9 @@ class _Run:
                 together=together,
                 changes_batch=changes_batch,
                 temporary_hooks=registers_hooks and not unchanged.left_hooks,
+                attributes=attributes,
             )
-            return trace, changed
+            return trace, changed, unchanged.changed
         except DeferredReadError as error:
             error.inside = open_modules.at_failure
             raise

@@ -34,6 +34,29 @@ class Attributes:
                 return True
         return False
 
+    @property
+    def changed(self) -> list[tuple[nn.Module, str]]:
+        """What is another object now, or a container with other things in it."""
+        found = []
+        for module, before, containers in self._saved:
+            contents = {id(container): content for container, content in containers}
+            for key in dict.fromkeys([*before, *vars(module)]):
+                value = vars(module).get(key)
+                same = value is before.get(key) and (key in before) == (key in vars(module))
+                if key not in _OWN and not (same and _is_unchanged(value, contents.get(id(value)))):
+                    found.append((module, key))
+        return found
+
+    @property
+    def new_tensors(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Attributes that hold another tensor now."""
+        return [
+            (module, key, value)
+            for module, before, _ in self._saved
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor) and value is not before.get(key)
+        ]
+
     def restore(self) -> None:
         """Takes back what was written since."""
         for module, attributes, containers in self._saved:
@@ -45,6 +68,20 @@ class Attributes:
                     container.extend(content)
                 else:
                     container.update(content)
+
+
+# What every module has: parameters, buffers, modules, hooks.
+_OWN = frozenset(vars(nn.Module()))
+
+
+def _is_unchanged(value: Any, content: Any) -> bool:
+    if content is None or len(value) != len(content):
+        return content is None
+    if isinstance(value, dict):
+        return all(key in value and value[key] is item for key, item in content.items())
+    if isinstance(value, list):
+        return all(a is b for a, b in zip(value, content, strict=True))
+    return bool(value == content)
 
 
 class Unchanged:
@@ -62,6 +99,7 @@ class Unchanged:
 
     Attributes:
         left_hooks: at the end there were forward hooks that were not there at the start.
+        changed: attributes that were changed.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):
@@ -72,6 +110,7 @@ class Unchanged:
         self._lent: dict[int, Tensor] = {}
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.left_hooks = False
+        self.changed: list[tuple[nn.Module, str]] = []
 
     def __enter__(self) -> None:
         in_units = {id(sub) for unit in self._unit_map.modules.values() for sub in unit.modules()}
@@ -96,6 +135,7 @@ class Unchanged:
                 buffer.copy_(content)
         assert self._attributes is not None
         self.left_hooks = self._attributes.hooks_were_added
+        self.changed = self._attributes.changed
         self._attributes.restore()
 
     def _lend(self, tensor: Tensor) -> Tensor:

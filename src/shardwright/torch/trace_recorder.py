@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
@@ -122,6 +122,12 @@ class TraceRecorder:
                 returned.append(self._values[value].holder)
             else:
                 returned.append(result)
+        left: list[tuple[nn.Module, str, DeferredTensor]] = []
+        for module, key, fake in outcome.attributes:
+            # Units find the fake tensor itself in the attribute, and so does the step function.
+            value = self._values.new(index, len(writes), fake, holder=fake)
+            writes.append((len(results) + len(left), value))
+            left.append((module, key, DeferredTensor(fake, value)))
         outputs = tuple(value for _, value in writes)
         outcome.cost.ignore(self.batch_memory)
         self._nodes.append(
@@ -144,6 +150,7 @@ class TraceRecorder:
             result=tuple(None if position in passed else item for position, item in enumerate(returned)),
             passed=tuple(passed.items()),
             changed_parameters=changed_parameters,
+            attributes=tuple(left),
         )
         self._changes.note(step)
         self.steps.append(step)

@@ -1,10 +1,10 @@
 """One call of a step function that is traced: a unit's, or that of an operation between units."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.functions import unnoticed_changes
@@ -21,11 +21,13 @@ class Outcome:
         output: what it returned, with fake tensors.
         versions: of the leaves of its arguments before it ran; None for those that are no tensors.
         cost: what was counted.
+        attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
     """
 
     output: Any
     versions: list[int | None]
     cost: CostCounter
+    attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True)

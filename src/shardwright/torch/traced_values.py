@@ -106,6 +106,10 @@ class TracedValues:
         known = isinstance(item, Tensor) and not isinstance(item, FakeTensor | nn.Parameter)
         return known and self.find(item) is None and not item.is_meta
 
+    def is_made(self, item: Any) -> bool:
+        """Whether it is a fake tensor that a unit made: no value yet, and nothing that was lent."""
+        return isinstance(item, FakeTensor) and self.find(item) is None and id(item) not in self._lent_for
+
     # ---- fake tensors ----
 
     def fake(self, item: Any) -> Any:

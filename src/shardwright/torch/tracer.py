@@ -6,6 +6,7 @@ unit returns is a `DeferredTensor`.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, storage_key
 from shardwright.torch.aliases import follow_changes
+from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
@@ -84,6 +86,11 @@ class Tracer:
         for tensor in tensors:
             self._recorder.batch_memory.add(storage_key(self._values.as_fake(tensor)))
             self._batch_bytes += tensor.nbytes
+
+    @property
+    def position(self) -> float:
+        """Number of steps so far, and a quarter more behind ``backward``."""
+        return len(self._recorder.steps) + (0.0 if self._backward_at is None else 0.25)
 
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor in place of a parameter or buffer."""
@@ -246,6 +253,11 @@ class Tracer:
             attributes.restore()
             cost = CostCounter(self._values.names)
             outcome = self._real.unit(call, name, kept, cost, error)
+            for sub, key, fake in outcome.attributes:
+                vars(sub)[key] = fake
+        else:
+            left = tuple(a for a in attributes.new_tensors if self._values.is_made(a[2]))
+            outcome = replace(outcome, attributes=left)
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
         return outcome
@@ -270,6 +282,7 @@ class Tracer:
         together: tuple[Together, ...],
         changes_batch: bool,
         temporary_hooks: bool,
+        attributes: tuple[AttributeUse, ...],
     ) -> Trace:
         """Makes the graph.
 
@@ -279,6 +292,7 @@ class Tracer:
             together: nodes that must have one home.
             changes_batch: it changes tensors of its batch in place.
             temporary_hooks: it registers hooks, and has removed them all at its end.
+            attributes: changed attributes of modules that it uses between units.
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
@@ -311,6 +325,7 @@ class Tracer:
             state=tuple(dict.fromkeys(self._buffers.initial.values())),
             initial=self._buffers.initial,
             memory=tuple(storage_key(v.fake) for v in values),
+            attributes=attributes,
         )
 
     def _refuse_parameters(self, results: list[Any]) -> None:

@@ -1,0 +1,138 @@
+"""Python attributes of modules that a step function changes: who writes and reads them, in a trace.
+
+Stages of one rank take turns with the microbatches, so what one microbatch writes to an attribute is not what
+it finds there on its next stage, unless somebody puts it back (`OwnAttributes`). A microbatch that writes
+first has no need of others. One that reads first finds what the microbatch before left, which must have
+written it by then::
+
+    F(0, 0) reads a, F(0, 1) reads a, F(2, 0) writes a, F(2, 1) writes a      refused: 1 does not see 0's
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwright.torch.glue import active_handler
+from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves
+
+__all__ = ["Access", "AttributeUse", "AttributeUses", "Place"]
+
+Place = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """An attribute is read or written.
+
+    Attributes:
+        before: number of steps that have run; a quarter more behind ``backward``, half of one more inside
+            the unit that runs.
+        writes: it is written.
+        line: where in the user's code.
+    """
+
+    before: float
+    writes: bool
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeUse:
+    """A changed attribute that code between units reads or writes.
+
+    Attributes:
+        module: whose attribute it is.
+        key: its name.
+        name: how an error calls it.
+        accesses: in order.
+        carries_tensor: it holds a tensor of the graph when the microbatch ends.
+        read_late: it is used behind ``backward``.
+    """
+
+    module: nn.Module
+    key: str
+    name: str
+    accesses: tuple[Access, ...]
+    carries_tensor: bool
+    read_late: bool
+
+    @property
+    def first_read(self) -> Access | None:
+        """The access that finds what another microbatch left; None if the microbatch writes first."""
+        return None if self.accesses[0].writes else self.accesses[0]
+
+    @property
+    def last_write(self) -> Access:
+        """The last access that may have changed it: a list may be appended to wherever it is read."""
+        return next((a for a in reversed(self.accesses) if a.writes), self.accesses[-1])
+
+
+class AttributeUses:
+    """Sees how some attributes are used.
+
+    Args:
+        places: which.
+        position: tells where the trace is.
+    """
+
+    def __init__(self, places: Sequence[Place], position: Callable[[], float]):
+        self._places = list(places)
+        self._position = position
+        self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
+        self._from_glue: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Sees what happens inside."""
+        if not self._places:
+            yield
+            return
+        set_plainly = nn.Module.__setattr__
+        kind: Any = nn.Module
+
+        def read(module: nn.Module, key: str) -> Any:
+            self._note(module, key, writes=False)
+            return object.__getattribute__(module, key)
+
+        def write(module: nn.Module, key: str, value: Any) -> None:
+            self._note(module, key, writes=True)
+            set_plainly(module, key, value)
+
+        kind.__getattribute__, kind.__setattr__ = read, write
+        try:
+            yield
+        finally:
+            del kind.__getattribute__
+            kind.__setattr__ = set_plainly
+
+    def _note(self, module: nn.Module, key: str, *, writes: bool) -> None:
+        accesses = self._log.get((id(module), key))
+        if accesses is None:
+            return
+        inside = active_handler() is None
+        if not inside:
+            self._from_glue.add((id(module), key))
+        accesses.append(Access(self._position() + 0.5 * inside, writes, user_line()))
+
+    def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:
+        """What was seen of attributes that code between units uses; before they are put back.
+
+        Args:
+            model: the whole model.
+            is_value: tells whether a tensor is a value of the traced graph.
+        """
+        names = {id(module): name for name, module in model.named_modules()}
+        found = []
+        for module, key in self._places:
+            if (id(module), key) in self._from_glue:
+                where = names.get(id(module)) or "the model"
+                name = f"{key} of {where} ({type(module).__name__})"
+                accesses = tuple(self._log[id(module), key])
+                carries = any(is_value(item) for item in leaves(vars(module).get(key)))
+                late = any(access.before % 1 in (0.25, 0.75) for access in accesses)
+                found.append(AttributeUse(module, key, name, accesses, carries, late))
+        return tuple(found)

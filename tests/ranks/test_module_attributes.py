@@ -1,0 +1,175 @@
+"""Python attributes of modules: what a forward writes there is its own microbatch's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transparency import Case, Iteration, Recipe, differences_by_case
+from zoo import classify, features
+from zoo_modules import WIDTH, Block, Stack
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
+
+
+def check(build: Any, *kinds: str, **settings: Any) -> None:
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    iterations = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
+    cases = {
+        kind: Case(
+            config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
+            iterations=iterations,
+        )
+        for kind in kinds
+    }
+    assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
+
+
+class Expert(Block):
+    """Leaves the loss of its router in an attribute, as many mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.aux_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        self.aux_loss = scores.mean((0, 1)).square().sum()
+        return super().forward(x) * scores[..., :1]
+
+
+class ChoosyExpert(Expert):
+    """Looks at values: it cannot run on tensors without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.aux_loss.item() > -1 else x
+
+
+class SumsAttributes(Stack):
+    """Reads what its blocks left, at the end."""
+
+    def __init__(self, block: type[nn.Module] = Expert) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(block() for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits * (1 + sum(block.aux_loss for block in self.blocks))
+
+
+class KeepsWhatItSaw(Stack):
+    """Attributes of the module itself, a list among them, written on one stage and read on a later one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen, self.middle = [], None
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            self.seen.append(x.mean())
+            if number == 2:
+                self.middle = x
+        self.last = x
+        return self.head(x + self.middle) * (1 + sum(self.seen))
+
+
+class Counts(Stack):
+    """A number that counts the microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) / self.calls
+
+
+class CountsAtTheEnd(Counts):
+    """The next microbatch reads at the start what this one changes at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / (1 + self.calls)
+        for block in self.blocks:
+            x = block(x)
+        self.calls += 1
+        return self.head(x)
+
+
+class Remembers(Stack):
+    """A tensor goes from one microbatch to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.before
+        for block in self.blocks:
+            x = block(x)
+        self.before = x.detach().mean((0, 1))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("block", [Expert, ChoosyExpert])
+def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(block):
+    check(lambda: SumsAttributes(block), *KINDS)
+
+
+def test_what_a_recomputed_unit_leaves_in_an_attribute():
+    check(SumsAttributes, "1f1b", activation_checkpointing="full")
+
+
+@pytest.mark.parametrize("build", [KeepsWhatItSaw, Counts])
+def test_every_microbatch_finds_what_it_wrote(build):
+    check(build, *KINDS)
+
+
+def test_a_number_may_go_on_to_the_next_microbatch_where_stages_do_not_change():
+    check(CountsAtTheEnd, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (CountsAtTheEnd, "the attribute calls of the model (CountsAtTheEnd) is read at "),
+        (Remembers, "the attribute before of the model (Remembers) is read at "),
+    ],
+)
+def test_what_the_next_microbatch_would_have_to_wait_for_is_refused(build, message):
+    with pytest.raises(RanksFailedError) as caught:
+        check(build, "interleaved_1f1b")
+    assert message in str(caught.value)
+    assert "test_module_attributes.py:" in str(caught.value)
+
+
+def test_an_attribute_that_is_read_after_the_backward():
+    def run():
+        import shardwright.torch as sw
+
+        torch.manual_seed(0)
+        sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "1f1b"})
+        model = sw.DistributedModel(KeepsWhatItSaw())
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return model.module.last
+
+        @sw.step
+        def plain(model, x):
+            loss = model(x).square().mean()
+            last = model.module.last
+            model.backward(loss)
+            return last
+
+        x = torch.randn(8, 12, WIDTH)
+        return train(model, x).concat(), plain(model, x).concat()
+
+    for found, expected in run_ranks(run, 2, timeout_s=60):
+        assert torch.equal(found, expected)
