@@ -4,6 +4,7 @@ A lock on a file, which the kernel takes away when the process ends, however it 
 up by hand. A child does not inherit it.
 """
 
+import atexit
 import errno
 import fcntl
 import logging
@@ -50,3 +51,10 @@ def hold(path: Path) -> str | None:
     file.flush()
     _HELD[path] = file
     return None
+
+
+@atexit.register
+def _close() -> None:
+    """Closes the files, which Python would otherwise complain about."""
+    while _HELD:
+        _HELD.popitem()[1].close()

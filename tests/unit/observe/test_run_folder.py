@@ -124,3 +124,15 @@ def test_writes_whole_or_not_at_all(tmp_path: Path) -> None:
         folder.write("plan.json", "new \ud800")
     assert folder.plan_file.read_text() == "old"
     assert sorted(path.name for path in folder.path.iterdir()) == ["logs", "plan.json"]
+
+
+def test_no_lock_is_left_open_when_the_process_ends(tmp_path):
+    script = "from shardwright.observe import RunFolder; RunFolder.create('.').hold('metrics')"
+    ended = subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stderr == ""
