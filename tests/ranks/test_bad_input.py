@@ -314,6 +314,7 @@ def test_what_is_printed_for_a_remote_value_says_that_it_is_remote():
         printed = []
 
         @sw.step
+        @torch.no_grad()
         def step(model, x):
             loss = model(x).mean()
             printed.append(f"{loss:.3f}")

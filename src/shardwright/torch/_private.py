@@ -98,13 +98,12 @@ def gradient_is_wanted(node: Any, position: int) -> bool:
 
     Args:
         node: the context of a custom function.
-        position: of the input.
+        position: of the input; all inputs before it are tensors.
     """
-    edge = node.next_functions[position][0]
-    if edge is None:
+    if not node.needs_input_grad[position]:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(edge))
+        return bool(torch._C._will_engine_execute_node(node.next_functions[position][0]))
     except RuntimeError:
         return True  # `torch.autograd.grad` asks for this parameter
 

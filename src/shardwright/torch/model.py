@@ -86,6 +86,7 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
+        self._called_to_train = self._pointed_out = False
         self._state_to_load: Mapping[str, Any] | None = None
         self._engine: Engine
         if current.mesh.pipeline == 1:
@@ -110,6 +111,7 @@ class DistributedModel(nn.Module):
                 "the model is spread over stages, so it can be called only inside a function "
                 "decorated with @sw.step."
             )
+        self._called_to_train |= torch.is_grad_enabled() and self.module.training
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
@@ -132,11 +134,27 @@ class DistributedModel(nn.Module):
         current = context()
         assert current.reporter is not None
         start = time.perf_counter()
+        self._called_to_train = False
         with first_cause_named(current):
             run = self._engine.run(function, arguments, splitter)
             if run.losses is not None:
                 current.reporter.step_done(run, seconds=time.perf_counter() - start)
+            elif self._called_to_train and current.rank == 0:
+                self._point_out_missing_backward(function)
         return run.results
+
+    def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
+        """Warns once of a step that looks like training and trains nothing."""
+        if self._pointed_out or not any(p.requires_grad for p in self.module.parameters()):
+            return
+        self._pointed_out = True
+        name = getattr(function, "__name__", "the step function")
+        warnings.warn(
+            f"{name}() ran the model in training mode and with gradients, but did not call "
+            "model.backward(loss), so nothing is trained. Call it in the step function; for an evaluation "
+            "call model.eval() before, or run the step under torch.no_grad().",
+            stacklevel=4,
+        )
 
     # ---- what lives here ----
 

@@ -63,6 +63,22 @@ def test_gradients_are_those_of_the_plain_module(name):
 
 
 @pytest.mark.parametrize("name", SPLIT)
+def test_a_whole_backward_and_a_gradient_of_a_gradient_are_those_of_the_plain_module(name):
+    torch.manual_seed(0)
+    module, shape = SPLIT[name]
+    plain = copy.deepcopy(module).double()
+    split = copy.deepcopy(plain)
+    split_modules(split)
+    x = torch.randn(shape, dtype=torch.float64)
+    for one in (plain, split):
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(one(given).tanh().sum(), given, create_graph=True)
+        (slope.square().sum() + one(given).sum()).backward()
+    for found, expected in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_frozen_parts_get_no_gradient(name):
     module, shape = SPLIT[name]
     module = copy.deepcopy(module)
