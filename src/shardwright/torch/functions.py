@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.tree import leaves
 
 __all__ = [
     "READS_DATA",
@@ -74,6 +75,9 @@ READS_DATA: frozenset[Any] = frozenset(
     | _existing(torch, ["equal", "allclose", "is_nonzero"])
 )
 
+# Functions that change several tensors: versions of fake tensors do not move.
+_MANY = ("_foreach_", "_fused_", "_amp_foreach_")
+
 # Functions that change a tensor in place without a change of its data.
 _CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
 
@@ -84,6 +88,9 @@ def unnoticed_changes(
     """Arguments that a function changes in place although their version counters do not move."""
     if func in _CHANGES_HISTORY:
         return args[:1]
+    name = name_of(func)
+    if name.endswith("_") and name.startswith(_MANY):
+        return tuple(leaves(args[0] if name.startswith("_foreach_") else (args, kwargs)))
     if func is torch.nn.functional.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
         given = dict(zip(("input", "running_mean", "running_var"), args, strict=False))
         given.update(kwargs)

@@ -67,11 +67,7 @@ class TracedChanges:
 
     def parameters(self, call: TracedCall, outcome: Outcome) -> tuple[str, ...]:
         """Names of the parameters that a call changed in place."""
-        changed = [
-            storage_key(fake)
-            for fake, version in zip(call.fakes, outcome.versions, strict=True)
-            if version is not None and fake._version != version
-        ]
+        changed = [storage_key(call.fakes[position]) for position in call.changed(outcome)]
         return self._values.lent_in(changed) if changed else ()
 
     def note(self, step: Step) -> None:
