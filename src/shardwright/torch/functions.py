@@ -15,6 +15,7 @@ from shardwright.torch.tree import leaves
 
 __all__ = [
     "READS_DATA",
+    "asks_for_shape",
     "gradient_of_backward",
     "is_metadata",
     "name_of",
@@ -60,6 +61,11 @@ _METADATA: frozenset[Any] = frozenset(
     | _existing(torch, _METADATA_FUNCTIONS)
     # Entering and leaving no_grad() is no operation on a tensor.
     | _existing(torch._C, ["_set_grad_enabled"])
+)
+
+_SHAPE: frozenset[Any] = frozenset(
+    {Tensor.shape.__get__, Tensor.nbytes.__get__, torch.numel}  # type: ignore[attr-defined]
+    | _existing(Tensor, ["size", "numel", "nelement", "__len__", "stride", "is_same_size"])
 )
 
 # Functions that turn the data of a tensor into Python objects.
@@ -118,6 +124,11 @@ def gradient_of_backward(
 def is_metadata(func: Callable[..., Any]) -> bool:
     """Whether a function only asks for shape, type or place."""
     return func in _METADATA
+
+
+def asks_for_shape(func: Callable[..., Any]) -> bool:
+    """Whether a function tells how large a tensor is."""
+    return func in _SHAPE
 
 
 def reader_of(func: Callable[..., Any]) -> str:

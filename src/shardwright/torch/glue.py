@@ -25,7 +25,7 @@ from shardwright.torch._private import (
     pop_function_mode,
     push_function_mode,
 )
-from shardwright.torch.functions import is_metadata
+from shardwright.torch.functions import asks_for_shape, is_metadata
 from shardwright.torch.tree import map_tree
 
 __all__ = [
@@ -104,14 +104,22 @@ class Realised(TorchFunctionMode):
 
 
 class GlueMode(TorchFunctionMode):
-    """Hands every torch function to a handler, except questions about shape, type and place."""
+    """Hands every torch function to a handler, except questions about shape, type and place.
 
-    def __init__(self, handler: Handler):
+    Args:
+        handler: what gets them.
+        shape_asked: is told of tensors whose shape Python asks for.
+    """
+
+    def __init__(self, handler: Handler, shape_asked: Callable[[Any], None] | None = None):
         super().__init__()
         self.handler = handler
+        self._shape_asked = shape_asked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_metadata(func) or _Active.handler is not self.handler:
+            if self._shape_asked is not None and _Active.handler is self.handler and asks_for_shape(func):
+                self._shape_asked(args[0])
             return func(*args, **(kwargs or {}))
         return self.handler.operation(func, args, kwargs or {})
 

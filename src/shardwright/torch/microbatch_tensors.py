@@ -133,20 +133,15 @@ class MicrobatchTensors:
         flow = instruction.flow
         if instruction.numbers:
             self._compare_numbers(instruction, result)
-        if flow.keeps:
+        if flow.keeps or instruction.shapes:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
             items += [vars(module)[key] for module, key, _ in instruction.attributes]
+            for position, value in instruction.shapes:
+                self._check_shape(instruction, items[position], value)
             for keep in flow.keeps:
                 assert keep.position is not None
                 item = items[keep.position]
-                expected = self._program.specs[keep.value]
-                if tuple(item.shape) != expected.shape:
-                    raise TraceMismatchError(
-                        f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor of shape "
-                        f"{tuple(item.shape)} in microbatch {self._index}, but {expected.shape} in the "
-                        "trace. A tensor that another stage needs must have a shape that follows from the "
-                        "shapes of the batch alone."
-                    )
+                self._check_shape(instruction, item, keep.value)
                 self._store(keep, item)
         if flow.changes:
             items = flatten((args, kwargs))[0]
@@ -174,6 +169,16 @@ class MicrobatchTensors:
                     f"{self._index}, but {expected!r} in the trace, which is what other ranks go by. Return "
                     "a tensor in place of a number that changes."
                 )
+
+    def _check_shape(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        expected = self._program.specs[value]
+        if tuple(item.shape) != expected.shape:
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor of shape "
+                f"{tuple(item.shape)} in microbatch {self._index}, but {expected.shape} in the trace. "
+                "A tensor that another stage needs, or whose shape the code between modules asks for, must "
+                "have a shape that follows from the shapes of the batch alone. Put what uses it into one module."
+            )
 
     def _store(self, keep: Keep, tensor: Tensor) -> None:
         if keep.hold:

@@ -82,6 +82,7 @@ class Instruction:
         recompute: drop its activations, and compute them again in the backward.
         numbers: (position in the result, value) of what other ranks know from the trace alone.
         attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
+        shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
     """
 
     func: Any
@@ -96,6 +97,7 @@ class Instruction:
     recompute: bool = False
     numbers: tuple[tuple[int, Any], ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    shapes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -208,6 +210,7 @@ def build_program(
     for step, instruction in zip(trace.steps, instructions, strict=True):
         node = None if step.node is None else graph.nodes[step.node]
         wanted = node is not None and node.kind == "unit" and node.label in recompute
+        instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
         instruction.recompute = wanted and not step.changes  # else its inputs are not what they were
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)

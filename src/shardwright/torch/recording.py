@@ -163,6 +163,7 @@ class Trace:
         initial: value -> name of the buffer of which it is the content at the start.
         memory: of each value: equal for those that share memory.
         attributes: changed attributes of modules that are used between units.
+        shapes_asked: values whose shape Python asks for between units.
     """
 
     graph: ModelGraph
@@ -179,6 +180,7 @@ class Trace:
     initial: Mapping[int, str] = field(default_factory=dict)
     memory: tuple[int, ...] = ()
     attributes: tuple[AttributeUse, ...] = ()
+    shapes_asked: frozenset[int] = frozenset()
 
     @property
     def digest(self) -> str:

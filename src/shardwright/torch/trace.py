@@ -110,7 +110,7 @@ class _Run:
         open_modules = OpenModules(tracer)
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         try:
-            with unchanged, open_modules, GlueMode(tracer):
+            with unchanged, open_modules, GlueMode(tracer, tracer.shape_asked):
                 hooks_before = num_hooks_registered()
                 with use.watching():
                     result = self.function(*args, **kwargs)

@@ -78,6 +78,7 @@ class Tracer:
         self._backward_at: int | None = None
         self._batch_bytes = 0
         self._recomputes = False
+        self._shapes_asked: set[int] = set()
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
 
@@ -86,6 +87,12 @@ class Tracer:
         for tensor in tensors:
             self._recorder.batch_memory.add(storage_key(self._values.as_fake(tensor)))
             self._batch_bytes += tensor.nbytes
+
+    def shape_asked(self, item: Any) -> None:
+        """Takes note of a tensor whose shape Python knows."""
+        value = self._values.find(item)
+        if value is not None:
+            self._shapes_asked.add(value)
 
     @property
     def position(self) -> float:
@@ -326,6 +333,7 @@ class Tracer:
             initial=self._buffers.initial,
             memory=tuple(storage_key(v.fake) for v in values),
             attributes=attributes,
+            shapes_asked=frozenset(self._shapes_asked),
         )
 
     def _refuse_parameters(self, results: list[Any]) -> None:
