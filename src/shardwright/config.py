@@ -53,7 +53,9 @@ _WITHOUT_EFFECT = frozenset(
 
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
-    "ignored log_interval pin_cores run_dir run_name seed steps tensorboard timeout_s trace".split()
+    (
+        "ignored log_interval pin_cores run_dir run_name seed shared_memory steps tensorboard timeout_s trace"
+    ).split()
 )
 
 # Features of later versions: the value that means "off", and what to use instead.
@@ -147,6 +149,9 @@ class Config(BaseModel):
     seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
     pin_cores: bool = Field(
         True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."
+    )
+    shared_memory: bool = Field(
+        True, description="On CPUs, pass messages between the ranks of a host through memory that they share."
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")

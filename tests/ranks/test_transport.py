@@ -1,20 +1,24 @@
 """Messages between pipeline ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.local_peers import connect_local_peers
 from shardwright.comm.transport import Transport
 from shardwright.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def talk(num_groups):
+def talk(num_groups, shared_memory):
     """Every rank posts all its receives, then sends to all others, up and down."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(size))) for _ in range(num_groups)]
     up, down = groups or (None, None)
-    transport = Transport(range(size), rank=rank, up=up, down=down)
+    local = connect_local_peers(timeout_s=10.0) if shared_memory else None
+    assert (local is not None) == shared_memory
+    transport = Transport(range(size), rank=rank, up=up, down=down, local=local)
     others = [other for other in range(size) if other != rank]
     receipts = {
         (other, number): transport.post_receive((number, 2), other, dtype=torch.float64, device=CPU)
@@ -37,12 +41,13 @@ def check(found):
         }
 
 
-def test_receives_may_be_posted_before_anything_is_sent():
-    check(run_ranks(talk, 3, 0))
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_receives_may_be_posted_before_anything_is_sent(shared_memory):
+    check(run_ranks(talk, 3, 0, shared_memory))
 
 
 def test_each_direction_may_have_a_group_of_its_own():
-    check(run_ranks(talk, 3, 2))
+    check(run_ranks(talk, 3, 2, False))
 
 
 def hold(num_bytes, num_messages):

@@ -2,7 +2,7 @@
 
 Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end
 gets the n-th tensor sent at the other. Receives are posted ahead of need, sends return at once, so
-transfers overlap compute.
+transfers overlap compute. On CPUs, messages between ranks of one host go through memory that they share.
 
 NCCL runs what two ranks send one another in the order in which it was asked for: a receive posted ahead
 would hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With a
@@ -10,12 +10,14 @@ process group for each direction, messages up and down the pipeline do not meet.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.local_peers import LocalPeers
 from shardwright.errors import PeerLostError
 
 __all__ = ["Receipt", "Transport"]
@@ -29,12 +31,11 @@ _MOST_PENDING = 4
 class Receipt:
     """A receive that was posted: `wait` gives the tensor."""
 
-    __slots__ = ("_source", "_tensor", "_work")
+    __slots__ = ("_finish", "_tensor")
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None, source: int):
+    def __init__(self, tensor: Tensor, finish: Callable[[], object] | None):
         self._tensor = tensor
-        self._work = work
-        self._source = source
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Blocks until the tensor has arrived.
@@ -42,12 +43,9 @@ class Receipt:
         Raises:
             PeerLostError: the sender died or did not answer in time.
         """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise _lost("receiving from", self._source, error) from error
-            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         return self._tensor
 
 
@@ -59,6 +57,7 @@ class Transport:
         rank: the pipeline rank of this process.
         up: process group for messages to higher pipeline ranks; None for the default one.
         down: process group for messages to lower ones.
+        local: ways to ranks of this host; None sends everything through the process groups.
     """
 
     def __init__(
@@ -68,10 +67,12 @@ class Transport:
         rank: int,
         up: dist.ProcessGroup | None = None,
         down: dist.ProcessGroup | None = None,
+        local: LocalPeers | None = None,
     ):
         self._ranks = tuple(ranks)
         self._rank = rank
         self._up, self._down = up, down
+        self._local = local
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
@@ -82,6 +83,9 @@ class Transport:
         Where several sends are under way, waits until the first of them has left.
         """
         if tensor.numel() == 0:
+            return
+        if self._local is not None and self._ranks[target] in self._local:
+            self._local.send(tensor.detach(), self._ranks[target])
             return
         payload = tensor.detach().contiguous()
         tag = self._sent[target] % _TAG_LIMIT
@@ -103,15 +107,20 @@ class Transport:
         """Announces that the next tensor from a pipeline rank can be taken."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         if buffer.numel() == 0:
-            return Receipt(buffer, None, self._ranks[source])
+            return Receipt(buffer, None)
+        world_rank = self._ranks[source]
+        if self._local is not None and world_rank in self._local:
+            receipt = self._local.post(buffer, world_rank)
+            return Receipt(buffer, partial(self._local.wait, receipt, world_rank))
         tag = self._expected[source] % _TAG_LIMIT
         self._expected[source] += 1
         try:
             group = self._up if source < self._rank else self._down
-            work = dist.irecv(_bytes_of(buffer), self._ranks[source], group=group, tag=tag)
+            work = dist.irecv(_bytes_of(buffer), world_rank, group=group, tag=tag)
         except RuntimeError as error:
-            raise _lost("receiving from", self._ranks[source], error) from error
-        return Receipt(buffer, work, self._ranks[source])
+            raise _lost("receiving from", world_rank, error) from error
+        assert work is not None
+        return Receipt(buffer, partial(_wait, work, "receiving from", world_rank))
 
     def flush(self) -> None:
         """Waits until every tensor has left."""
@@ -120,10 +129,14 @@ class Transport:
 
     def _finish_oldest(self) -> None:
         work, _held, target = self._pending.popleft()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _lost("sending to", self._ranks[target], error) from error
+        _wait(work, "sending to", self._ranks[target])
+
+
+def _wait(work: dist.Work, doing: str, rank: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(doing, rank, error) from error
 
 
 def _lost(doing: str, rank: int, error: RuntimeError) -> PeerLostError:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
+from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import default_store
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
@@ -40,6 +41,7 @@ class Context:
         device: where this rank computes.
         pipeline_group: ranks that share this replica; None for a single rank.
         data_group: ranks that hold the same stage; None for a single rank.
+        local_peers: ways to the other ranks of this host; None where messages take other ways.
         transport: messages inside the replica.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
@@ -57,6 +59,7 @@ class Context:
     device: torch.device
     pipeline_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
+    local_peers: LocalPeers | None = None
     transport: Transport | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None
@@ -185,7 +188,11 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         nccl = dist.get_backend() == "nccl"
         up = _own_group(mesh.groups("pp"), rank) if nccl else None
         down = _own_group(mesh.groups("pp"), rank) if nccl else None
-        made.transport = Transport(made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down)
+        if device.type == "cpu" and config.shared_memory:
+            made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
+        made.transport = Transport(
+            made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
+        )
     if mesh.data > 1:
         made.data_group = _own_group(mesh.groups("dp"), rank)
     return made

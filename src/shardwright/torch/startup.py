@@ -55,4 +55,6 @@ def shutdown() -> None:
         current = context()
         if current.reporter is not None:
             current.reporter.close()
+        if current.local_peers is not None:
+            current.local_peers.close()
     set_context(None)

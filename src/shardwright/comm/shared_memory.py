@@ -1,0 +1,121 @@
+"""Memory that two processes of a host share: one writes messages into it, the other reads them.
+
+::
+
+    capacity   ┌───────────┬───────────┬─────────────┐
+               │ message 5 │ message 6 │    free     │    message 4 was read: its room is free again
+               └───────────┴───────────┴─────────────┘
+                 oldest
+
+A segment has no name: its file descriptor is passed on, and the kernel frees it when nobody maps it any more,
+however the processes end.
+"""
+
+import mmap
+import os
+from collections import deque
+
+import torch
+from torch import Tensor
+
+__all__ = ["Ring", "Segment"]
+
+# As much as any vector instruction likes; every dtype may begin there.
+_ALIGNMENT = 64
+
+
+class Segment:
+    """Shared memory, mapped into this process.
+
+    Args:
+        fd: of the memory; it is closed here.
+        num_bytes: size.
+    """
+
+    def __init__(self, fd: int, num_bytes: int):
+        self.num_bytes = num_bytes
+        try:
+            self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+    def at(self, offset: int, like: Tensor) -> Tensor:
+        """The memory behind an offset, as a contiguous tensor of the shape and type of another."""
+        num_bytes = like.numel() * like.element_size()
+        return self._bytes[offset : offset + num_bytes].view(like.dtype).view(like.shape)
+
+
+class Ring:
+    """The writer's side: finds room for messages that are read in the order in which they are written.
+
+    It grows by a new segment as long as few messages are unread, so that it is as large as what was unread at
+    once, and no larger.
+
+    Args:
+        most_unread: messages that may be unread at once.
+    """
+
+    def __init__(self, most_unread: int):
+        self._most_unread = most_unread
+        self._unread: deque[tuple[int, int]] = deque()  # (offset, end) of those in the present segment
+        self._unread_before = 0  # messages in segments that were given up
+        self._capacity = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the present segment."""
+        return self._capacity
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader must read a message before another can be written."""
+        return self._unread_before + len(self._unread) >= self._most_unread
+
+    def place(self, num_bytes: int) -> int | None:
+        """The offset for a message, which is unread from now on; None where the segment has no room."""
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        offset = self._room_for(size)
+        if offset is not None:
+            self._unread.append((offset, offset + size))
+        return offset
+
+    def grow(self, num_bytes: int) -> int:
+        """Gives the present segment up for one that has room for this message beside those that are unread.
+
+        Returns:
+            A file descriptor of the new memory.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        capacity = size + sum(end - offset for offset, end in self._unread)
+        if capacity <= self._capacity:  # there is room, but in two pieces
+            capacity = self._capacity + size
+        fd = os.memfd_create("shardwright-messages", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, capacity)  # else the lack of memory would show as a fatal signal later
+        except OSError:
+            os.close(fd)
+            raise
+        self._capacity = capacity
+        self._unread_before += len(self._unread)
+        self._unread.clear()
+        return fd
+
+    def read(self) -> None:
+        """The reader has read the oldest message."""
+        if self._unread_before:
+            self._unread_before -= 1
+        else:
+            self._unread.popleft()
+
+    def _room_for(self, size: int) -> int | None:
+        if not self._unread:
+            return 0 if size <= self._capacity else None
+        oldest, (_, newest_end) = self._unread[0][0], self._unread[-1]
+        if newest_end > oldest:
+            if newest_end + size <= self._capacity:
+                return newest_end
+            return 0 if size <= oldest else None
+        return newest_end if newest_end + size <= oldest else None
