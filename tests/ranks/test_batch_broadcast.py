@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.testing import run_ranks
 from shardwright.torch.batch import BatchBroadcast
 
@@ -17,8 +18,13 @@ def batches():
     yield (torch.rand(5, 7).t(), torch.complex(torch.ones(2), torch.ones(2))), {}
 
 
+def broadcast_from_first():
+    replica = SmallCollectives([0, 1], rank=dist.get_rank())
+    return BatchBroadcast(replica, source=0, device=torch.device("cpu"))
+
+
 def receive_all():
-    broadcast = BatchBroadcast(dist.group.WORLD, source=0, device=torch.device("cpu"))
+    broadcast = broadcast_from_first()
     given = [((), {})] * len(list(batches())) if dist.get_rank() else list(batches())
     return [broadcast(batch) for batch in given]
 
@@ -41,7 +47,7 @@ def test_every_rank_gets_the_batch_of_the_first():
 
 
 def count_messages():
-    broadcast = BatchBroadcast(dist.group.WORLD, source=0, device=torch.device("cpu"))
+    broadcast = broadcast_from_first()
     sent = []
     original = dist.broadcast
     dist.broadcast = lambda tensor, *args, **kwargs: (

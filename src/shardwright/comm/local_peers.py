@@ -111,8 +111,15 @@ class LocalPeers:
 # Children of this process, such as the workers of a data loader, must not keep connections open: others would
 # not notice that this process has ended.
 _CLOSED_IN_CHILDREN: "weakref.WeakSet[LocalPeers]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for peers in _CLOSED_IN_CHILDREN:
+        peers.close()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [peers.close() for peers in _CLOSED_IN_CHILDREN])
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:

@@ -35,10 +35,10 @@ class Agreement:
     """Agrees with the other ranks of the replica; every method is collective over them."""
 
     def __init__(self, context: Context):
-        assert context.pipeline_group is not None
+        assert context.replica is not None
         self._context = context
         self._broadcast = BatchBroadcast(
-            context.pipeline_group, source=context.pipeline_ranks[0], device=context.device
+            context.replica, source=context.pipeline_ranks[0], device=context.device
         )
 
     def on_batch(self, arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.torch.tree import Structure, flatten
 
@@ -41,13 +42,13 @@ class BatchBroadcast:
     optimizer, a namespace of options) is each rank's own object at the same place.
 
     Args:
-        group: the ranks of the replica.
+        replica: collectives of the ranks of the replica.
         source: world rank of the first.
         device: where tensors go.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, source: int, device: torch.device):
-        self._group = group
+    def __init__(self, replica: SmallCollectives, *, source: int, device: torch.device):
+        self._replica = replica
         self._source = source
         self._device = device
         self._header = b""
@@ -120,8 +121,7 @@ class BatchBroadcast:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _broadcast(self, payload: Tensor) -> Tensor:
-        if payload.numel():
-            dist.broadcast(payload, self._source, group=self._group)
+        self._replica.broadcast(payload, self._source)
         return payload
 
 

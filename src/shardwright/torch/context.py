@@ -12,6 +12,7 @@ from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import default_store
+from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
@@ -43,6 +44,8 @@ class Context:
         data_group: ranks that hold the same stage; None for a single rank.
         local_peers: ways to the other ranks of this host; None where messages take other ways.
         transport: messages inside the replica.
+        replica: small collectives inside the replica.
+        world: small collectives of all ranks.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
         blame: finds out which rank failed first; None for a single rank.
@@ -61,6 +64,8 @@ class Context:
     data_group: dist.ProcessGroup | None = None
     local_peers: LocalPeers | None = None
     transport: Transport | None = None
+    replica: SmallCollectives | None = None
+    world: SmallCollectives | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None
     reporter: "Reporter | None" = None
@@ -183,15 +188,20 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         plan=plan,
         blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
     )
+    if world_size > 1:
+        if device.type == "cpu" and config.shared_memory:
+            made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
+        made.world = SmallCollectives(range(world_size), rank=rank, local=made.local_peers)
     if mesh.pipeline > 1:
         made.pipeline_group = _own_group(mesh.groups("pp"), rank)
         nccl = dist.get_backend() == "nccl"
         up = _own_group(mesh.groups("pp"), rank) if nccl else None
         down = _own_group(mesh.groups("pp"), rank) if nccl else None
-        if device.type == "cpu" and config.shared_memory:
-            made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
         made.transport = Transport(
             made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
+        )
+        made.replica = SmallCollectives(
+            made.pipeline_ranks, rank=rank, group=made.pipeline_group, local=made.local_peers
         )
     if mesh.data > 1:
         made.data_group = _own_group(mesh.groups("dp"), rank)

@@ -17,7 +17,6 @@ from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.context import Context
-from shardwright.torch.cores import OwnCores
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
@@ -67,7 +66,6 @@ class PipelineEngine:
     ):
         self._context = context
         self._model = model
-        self._cores = OwnCores(context)
         self._planner = planner
         self._materialiser = materialiser
         self._agreement = Agreement(context)
@@ -124,22 +122,19 @@ class PipelineEngine:
         state = _homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
         try:
-            with self._cores.in_force():
-                results = self.executor.run(
-                    schedule,
-                    context.pipeline_rank,
-                    programs,
-                    function,
-                    own,
-                    loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
-                    model=self._model.module,
-                    buffers=buffers,
-                )
-                if buffers is not None:
-                    assert context.pipeline_group is not None
-                    buffers.agree(
-                        context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group
-                    )
+            results = self.executor.run(
+                schedule,
+                context.pipeline_rank,
+                programs,
+                function,
+                own,
+                loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
+                model=self._model.module,
+                buffers=buffers,
+            )
+            if buffers is not None:
+                assert context.pipeline_group is not None
+                buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
             if train:
                 gradients.hand_back(context.pipeline_group)
             if reduces:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.torch.context import Context
@@ -29,6 +28,7 @@ def exchange_outputs(
     Returns:
         The results with all tensors in place, without autograd history; and the loss of each microbatch.
     """
+    assert context.replica is not None
     flat = [flatten(result) for result in results]
     losses: list[Tensor] = []
     for owner in range(context.mesh.pipeline):
@@ -43,7 +43,7 @@ def exchange_outputs(
             num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
         if payload.numel():
-            dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
+            context.replica.broadcast(payload, context.pipeline_ranks[owner])
         offset = 0
         for (microbatch, position, value), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))

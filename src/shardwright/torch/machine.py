@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardwright.cluster import Cluster, Device, Link
+from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
 
 __all__ = ["cores_of_host", "device_name", "present_cluster"]
@@ -67,19 +69,19 @@ def _memory_bytes(context: Context) -> int:
 
 
 def _time_link(context: Context, first: int, second: int) -> Link:
-    """Sends messages of two sizes to and fro; the same result on every rank."""
+    """Sends messages of two sizes to and fro, as the pipeline does; the same result on every rank."""
     seconds, busy = [], []
+    pair = (first, second)
+    transport = None
+    if context.rank in pair:
+        transport = Transport(pair, rank=pair.index(context.rank), local=context.local_peers)
     for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
         times, busy_times = [], []
         for _ in range(_MESSAGES + 1):
             start, worked = time.perf_counter(), time.process_time()
-            if context.rank == first:
-                dist.send(message, second)
-                dist.recv(message, second)
-            elif context.rank == second:
-                dist.recv(message, first)
-                dist.send(message, first)
+            if transport is not None:
+                _to_and_fro(transport, message, begins=context.rank == first)
             if context.device.type == "cuda":
                 torch.cuda.synchronize(context.device)
             times.append((time.perf_counter() - start) / 2)
@@ -94,3 +96,13 @@ def _time_link(context: Context, first: int, second: int) -> Link:
     return Link(
         latency_s=max(small - _SMALL_BYTES / bandwidth, 0.0), bandwidth_Bps=bandwidth, occupancy=occupancy
     )
+
+
+def _to_and_fro(transport: Transport, message: Tensor, *, begins: bool) -> None:
+    other = 1 if begins else 0
+    if begins:
+        transport.send(message, other)
+    transport.post_receive(message.shape, other, dtype=message.dtype, device=message.device).wait()
+    if not begins:
+        transport.send(message, other)
+    transport.flush()

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import context
+from shardwright.torch.cores import OwnCores
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine
 from shardwright.torch.failure import first_cause_named
@@ -88,6 +90,7 @@ class DistributedModel(nn.Module):
         self._materialiser.check()
         self._called_to_train = self._pointed_out = False
         self._state_to_load: Mapping[str, Any] | None = None
+        self._cores = OwnCores(current)
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
@@ -135,7 +138,9 @@ class DistributedModel(nn.Module):
         assert current.reporter is not None
         start = time.perf_counter()
         self._called_to_train = False
-        with first_cause_named(current):
+        # The first step measures and plans, with all cores.
+        own_cores = self._cores.in_force() if self.partitioned else nullcontext()
+        with first_cause_named(current), own_cores:
             run = self._engine.run(function, arguments, splitter)
             if run.losses is not None:
                 current.reporter.step_done(run, seconds=time.perf_counter() - start)

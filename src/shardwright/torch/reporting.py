@@ -112,11 +112,8 @@ class Reporter:
         """Idle share of this replica, and peak memory of all ranks."""
         context = self._context
         busy_s = sum(end - start - waited for _, start, end, waited in step.row)
-        gathered = torch.zeros(context.mesh.world_size, 3, dtype=torch.float64, device=context.device)
-        gathered[context.rank] = torch.tensor([busy_s, step.pipeline_s, _memory()])
-        if context.mesh.world_size > 1:
-            dist.all_reduce(gathered)  # each rank fills in its own row
-        rows = gathered.tolist()
+        row = torch.tensor([busy_s, step.pipeline_s, _memory()], dtype=torch.float64, device=context.device)
+        rows = [row.tolist()] if context.world is None else context.world.gather(row).tolist()
         replica = [rows[rank] for rank in context.pipeline_ranks]
         longest = max(pipeline_s for _, pipeline_s, _ in replica)
         share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None

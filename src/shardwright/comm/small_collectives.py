@@ -1,0 +1,74 @@
+"""What all ranks of a group are told in a step beside the pipeline's messages: batch, outputs, figures.
+
+They are small, and everybody waits for them. Where all ranks of the group share a host, the messages go
+directly through shared memory, without the threads of a process group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.local_peers import LocalPeers
+
+__all__ = ["SmallCollectives"]
+
+
+class SmallCollectives:
+    """Collectives of one group.
+
+    Args:
+        ranks: world ranks of the group.
+        rank: world rank of this process.
+        group: its process group; None for the default one, which has all ranks.
+        local: ways to the other ranks of this host.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        local: LocalPeers | None = None,
+    ):
+        self._ranks = tuple(ranks)
+        self._rank = rank
+        self._group = group
+        self._others = tuple(other for other in ranks if other != rank)
+        self._local = local if local is not None and all(other in local for other in self._others) else None
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Gives all ranks the tensor of one of them, given by its world rank; it must be contiguous.
+
+        Raises:
+            PeerLostError: a peer on this host has ended, or does not answer.
+        """
+        if not self._others or not tensor.numel():
+            return
+        if self._local is None:
+            dist.broadcast(tensor, source, group=self._group)
+        elif self._rank == source:
+            for other in self._others:
+                self._local.send(tensor.detach(), other)
+        else:
+            self._local.wait(self._local.post(tensor.detach(), source), source)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each.
+
+        Raises:
+            PeerLostError: as `broadcast`.
+        """
+        rows = torch.zeros(len(self._ranks), *row.shape, dtype=row.dtype, device=row.device)
+        rows[self._ranks.index(self._rank)] = row
+        if self._local is None:
+            if self._others:
+                dist.all_reduce(rows, group=self._group)  # each rank fills in its own row
+            return rows
+        for other in self._others:
+            self._local.send(row.detach(), other)
+        for other in self._others:
+            self._local.wait(self._local.post(rows[self._ranks.index(other)], other), other)
+        return rows
