@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from models import Task, conv_net, equal_blocks, gpt
 from peer_pipelining import KINDS
 from race import Result, race
-from shardwright.testing import run_ranks
 
 __all__ = ["FAMILIES", "Course", "courses"]
 
@@ -19,7 +18,6 @@ FAMILIES = {
 
 _MORE_OF_OURS = ("zb_h1",)
 _RIVALS_OF_FREE = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_TIMEOUT_S = 590.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +29,7 @@ class Course:
         task: what is trained.
         ranks: number of ranks.
         microbatches: parts into which a batch is split.
-        names: contestants; see `race`.
+        names: contestants; see `contestant.contestant`.
     """
 
     section: str
@@ -44,19 +42,16 @@ class Course:
         return f"{self.section}: {self.task.name}, {self.ranks} ranks, {self.microbatches} microbatches"
 
     def run(self, *, rounds: int, patience_s: float) -> list[Result]:
-        """Runs it on fresh processes."""
-        ranks = run_ranks(
-            race,
-            self.ranks,
+        """Runs it."""
+        return race(
             self.section,
             self.task,
             self.names,
+            ranks=self.ranks,
             microbatches=self.microbatches,
             rounds=rounds,
             patience_s=patience_s,
-            timeout_s=_TIMEOUT_S + patience_s,
         )
-        return ranks[0]
 
 
 def courses(sections: str, *, quick: bool) -> Iterator[Course]:

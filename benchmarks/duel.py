@@ -2,8 +2,8 @@
 
 ::
 
-    round 0    barrier  peer   barrier  ours         each time: from the first rank that starts
-    round 1    barrier  peer   barrier  ours                    to the last that ends
+    round 0    peer   ours         each time: from the first rank that starts
+    round 1    peer   ours                    to the last that ends
 
 Every time comes with what other processes took of the machine meanwhile. A run in which that is much is
 disturbed: it is run again while `Patience` lasts, and left out of the median if enough others are quiet.
@@ -17,10 +17,13 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["QUIET_CORES", "Patience", "Times", "alternate", "run_quietly"]
+__all__ = ["QUIET_CORES", "Patience", "Run", "Times", "alternate", "clocked"]
 
 QUIET_CORES = 0.1
 """A run is quiet if others keep less than this many cores busy meanwhile."""
+
+Run = tuple[float, float]
+"""Seconds, and cores that others kept busy meanwhile."""
 
 _FEWEST_QUIET = 3
 _STILL_S = 0.3
@@ -71,24 +74,21 @@ class Times:
 
 
 class Patience:
-    """Seconds that may go to waiting for a quiet machine and to runs that were disturbed.
-
-    The first rank's clock decides for all ranks.
-    """
+    """Seconds that may go to waiting for a quiet machine and to runs that were disturbed."""
 
     def __init__(self, limit_s: float):
         self._left_s = limit_s
 
     @property
     def ended(self) -> bool:
-        """Nothing is left; the same on every rank after `wait`."""
+        """Nothing is left."""
         return self._left_s <= 0
 
     def wait(self) -> None:
-        """Returns when others leave the machine alone, or when nothing is left; collective."""
+        """Returns when the machine is idle, or when nothing is left."""
         start = time.monotonic()
         still_s = 0.0
-        while dist.get_rank() == 0 and still_s < _STILL_S and time.monotonic() - start < self._left_s:
+        while still_s < _STILL_S and time.monotonic() - start < self._left_s:
             busy, began = _busy_s(), time.monotonic()
             time.sleep(0.1)
             passed_s = time.monotonic() - began
@@ -96,23 +96,21 @@ class Patience:
         self.spend(time.monotonic() - start)
 
     def spend(self, seconds: float) -> None:
-        """Takes some away; collective."""
-        left: list[float] = [self._left_s - seconds]
-        dist.broadcast_object_list(left, src=0)
-        self._left_s = left[0]
+        """Takes some away."""
+        self._left_s -= seconds
 
 
 def alternate(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[str, Callable[[], Run]],
     *,
     rounds: int,
     patience: Patience | None = None,
     warm_up: int = 1,
 ) -> dict[str, Times]:
-    """Runs every contestant in every round; collective over all ranks, the same result on each.
+    """Runs every contestant in every round.
 
     Args:
-        contestants: what each rank calls.
+        contestants: what runs each once.
         rounds: how many quiet runs are wanted of each.
         patience: for that; None takes every run.
         warm_up: runs of each before those.
@@ -125,7 +123,9 @@ def alternate(
     for _ in range(rounds):
         for name, run in contestants.items():
             while True:
-                seconds, foreign = run_quietly(run, patience)
+                if not patience.ended:
+                    patience.wait()
+                seconds, foreign = run()
                 times[name].seconds.append(seconds)
                 times[name].foreign.append(foreign)
                 if foreign < QUIET_CORES or patience.ended:
@@ -134,10 +134,8 @@ def alternate(
     return times
 
 
-def run_quietly(run: Callable[[], object], patience: Patience) -> tuple[float, float]:
-    """Runs something on all ranks: seconds, and cores that others kept busy; the same on every rank."""
-    if not patience.ended:
-        patience.wait()
+def clocked(run: Callable[[], object]) -> Run:
+    """Runs something on all ranks; collective, and the same on every rank."""
     dist.barrier()
     busy, own, start = _busy_s(), time.process_time(), time.perf_counter()
     run()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from duel import Times, alternate
+from duel import Times, alternate, clocked
 from models import Layered, Task, empty_units, even_stages
 from peer_pipelining import Peer
 from shardwright.schedule import Kind
@@ -88,7 +88,8 @@ def _measure(task: Task, rounds: int) -> Overhead:
             actions[action.kind].append((end - start - waited) * 1e6)
         between.extend((b[1] - a[2]) * 1e6 for a, b in pairwise(events))
 
-    times = alternate({"peer": peer.step, "ours": step}, rounds=rounds, warm_up=3)
+    contestants = {"peer": lambda: clocked(peer.step), "ours": lambda: clocked(step)}
+    times = alternate(contestants, rounds=rounds, warm_up=3)
     plain = _plain(task, model.get_submodule("layers")[: len(stages[0])], rounds)
     mine = [statistics.median(v) for v in (actions[Kind.FORWARD], actions[Kind.BACKWARD], *plain, between)]
     gathered: list[list[float]] = [[]] * _RANKS
@@ -112,8 +113,8 @@ def _plain(task: Task, layers: torch.nn.ModuleList, rounds: int) -> tuple[list[f
     forwards, backwards = [], []
     for _ in range(rounds * _MICROBATCHES):
         x = inputs.clone().requires_grad_(dist.get_rank() > 0)
-        forward_us, y = _clocked(lambda x=x: _loss(task, model(x), targets))
-        backward_us, _ = _clocked(lambda y=y: torch.autograd.backward(y, torch.ones_like(y)))
+        forward_us, y = _in_us(lambda x=x: _loss(task, model(x), targets))
+        backward_us, _ = _in_us(lambda y=y: torch.autograd.backward(y, torch.ones_like(y)))
         forwards.append(forward_us)
         backwards.append(backward_us)
     return forwards, backwards
@@ -123,7 +124,7 @@ def _loss(task: Task, y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return task.loss(y, targets) if dist.get_rank() == _RANKS - 1 else y
 
 
-def _clocked(run: Callable[[], torch.Tensor | None]) -> tuple[float, torch.Tensor | None]:
+def _in_us(run: Callable[[], torch.Tensor | None]) -> tuple[float, torch.Tensor | None]:
     start = time.perf_counter()
     found = run()
     return (time.perf_counter() - start) * 1e6, found

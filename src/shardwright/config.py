@@ -54,7 +54,8 @@ _WITHOUT_EFFECT = frozenset(
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "ignored log_interval pin_cores run_dir run_name seed shared_memory steps tensorboard timeout_s trace"
+        "ignored keep_freed_memory log_interval pin_cores run_dir run_name seed shared_memory steps "
+        "tensorboard timeout_s trace"
     ).split()
 )
 
@@ -152,6 +153,9 @@ class Config(BaseModel):
     )
     shared_memory: bool = Field(
         True, description="On CPUs, pass messages between the ranks of a host through memory that they share."
+    )
+    keep_freed_memory: bool = Field(
+        True, description="On CPUs, keep memory that was freed for the next step instead of giving it back."
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
