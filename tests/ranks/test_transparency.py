@@ -3,6 +3,7 @@
 Each call of `run_ranks` runs its cases one after the other in the same processes, with a fresh model each.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -295,5 +296,13 @@ def everything(layout: Mapping[str, int]) -> dict[str, Case]:
 @pytest.mark.parametrize("name", ZOO)
 def test_everything_with_everything(name, layout):
     num_ranks, degrees = LAYOUTS[layout]
-    for label, one in everything(degrees).items():
-        check(ZOO[name], {label: one}, num_ranks=num_ranks)
+    too_small = []
+    cases = everything(degrees)
+    for label, one in cases.items():
+        try:
+            check(ZOO[name], {label: one}, num_ranks=num_ranks)
+        except RanksFailedError as error:
+            if not re.search(r"PlanError: .* need at least \d+ stages", str(error)):
+                raise
+            too_small.append(label)
+    assert len(too_small) < len(cases)
