@@ -91,11 +91,12 @@ class Agreement:
     def on_random_numbers(self) -> None:
         """Gives all ranks of the replica the generators of its first."""
         context = self._context
+        assert context.replica is not None
         agreed: list[Tensor | None] = []
         for state in get_state(context.device):
             if state is not None:
                 shared = state.to(context.device)
-                dist.broadcast(shared, context.pipeline_ranks[0], group=context.pipeline_group)
+                context.replica.broadcast(shared, context.pipeline_ranks[0])
                 state = shared.cpu()
             agreed.append(state)
         assert agreed[0] is not None
@@ -103,6 +104,7 @@ class Agreement:
 
     def on_any(self, found: bool) -> bool:
         """Whether one of the ranks of the replica has found something; collective over the replica."""
-        flag = torch.tensor(float(found), device=self._context.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._context.pipeline_group)
-        return bool(flag.item())
+        replica = self._context.replica
+        assert replica is not None
+        flags = replica.gather(torch.tensor(float(found), device=self._context.device))
+        return bool(flags.any())
