@@ -6,29 +6,33 @@
     copies a tensor into its ring  ── Unix socket: "at 4096" ──▶  copies it out into the posted buffer
     may use the room again         ◀── Unix socket: "read"  ──
 
-No other thread takes part. The socket also shows at once when the other process ends.
+No other thread takes part. The socket also shows at once when the other process ends. Saying something never
+blocks: as few messages as may be unread make few notes, which the socket has room for.
 """
 
 import contextlib
+import errno
 import os
 import socket
 import struct
 import sys
 import weakref
+from array import array
 from collections import deque
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from shardwright.comm.shared_memory import Ring, Segment
-from shardwright.errors import PeerLostError
+from shardwright.errors import PeerLostError, TraceMismatchError
 
 __all__ = ["LocalLink", "LocalReceipt"]
 
 # Messages that are written and not yet read, at most.
 _MOST_UNREAD = 4
 
-# Kind, offset (of a message) or size (of a segment).
-_NOTE = struct.Struct("=BQ")
+# Kind, size in bytes (of a message or a segment), offset (of a message).
+_NOTE = struct.Struct("=BQQ")
 _ROOM_FOR_FD = socket.CMSG_SPACE(4)
 _MESSAGE, _READ, _SEGMENT = range(3)
 
@@ -58,7 +62,7 @@ class LocalLink:
         self._close = weakref.finalize(self, connection.close)
         self._ring = Ring(_MOST_UNREAD)
         self._segments: deque[Segment] = deque()  # the oldest that has unread messages comes first
-        self._written: deque[tuple[Segment, int]] = deque()
+        self._written: deque[tuple[Segment, int, int]] = deque()  # (segment, offset, bytes)
         self._posted: deque[LocalReceipt] = deque()
         self._own_segment: Segment | None = None
 
@@ -73,9 +77,17 @@ class LocalLink:
         return self._ring.num_bytes
 
     def close(self) -> None:
-        """Lets go of the other process."""
+        """Lets go of the other process, and of the memory."""
         self._close()
         self.ended = True
+        self.shrink()
+        for queue in (self._posted, self._written, self._segments):
+            queue.clear()
+
+    def shrink(self) -> None:
+        """Lets go of the memory for messages to come; the next one gets as much as it needs."""
+        self._ring.give_up()
+        self._own_segment = None
 
     # ---- sending ----
 
@@ -85,36 +97,40 @@ class LocalLink:
         Raises:
             PeerLostError: the other process has ended.
         """
-        if self._ring.is_full:
-            return False
         num_bytes = tensor.numel() * tensor.element_size()
-        offset = self._ring.place(num_bytes)
+        offset = self._place(num_bytes)
+        if offset is None:
+            self.listen()  # the other process may have read something meanwhile
+            if self._ring.is_full:
+                return False
+            offset = self._place(num_bytes)
         if offset is None:
             self._renew(num_bytes)
-            offset = self._ring.place(num_bytes)
-            assert offset is not None
+            offset = self._place(num_bytes)
+        assert offset is not None
         assert self._own_segment is not None
         self._own_segment.at(offset, tensor).copy_(tensor)
-        self._say(_MESSAGE, offset)
+        self._say(_MESSAGE, num_bytes, offset)
         return True
+
+    def _place(self, num_bytes: int) -> int | None:
+        return None if self._ring.is_full else self._ring.place(num_bytes)
 
     def _renew(self, num_bytes: int) -> None:
         fd = self._ring.grow(num_bytes)
         copy = os.dup(fd)
         try:
             self._own_segment = Segment(fd, self._ring.num_bytes)
-            self._say(_SEGMENT, self._ring.num_bytes, copy)
+            self._say(_SEGMENT, self._ring.num_bytes, fds=[copy])
         finally:
             os.close(copy)
 
-    def _say(self, kind: int, number: int, *fds: int) -> None:
+    def _say(self, kind: int, num_bytes: int = 0, offset: int = 0, *, fds: Sequence[int] = ()) -> None:
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:
-            if fds:
-                socket.send_fds(self._socket, [_NOTE.pack(kind, number)], list(fds))
-            else:
-                self._socket.send(_NOTE.pack(kind, number))
+            # Where the other process has ended, `listen` sees it: after all that it had said before.
+            self._socket.sendmsg([_NOTE.pack(kind, num_bytes, offset)], attached, socket.MSG_NOSIGNAL)
         except OSError as error:
-            self.ended = True
             raise PeerLostError(f"sending to rank {self.peer} failed: {error}", rank=self.peer) from error
 
     # ---- receiving ----
@@ -125,35 +141,50 @@ class LocalLink:
 
     def listen(self) -> None:
         """Takes note of all that the other process has said."""
+        at_once = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         while not self.ended:
             try:
-                note, attached, _, _ = self._socket.recvmsg(_NOTE.size, _ROOM_FOR_FD, socket.MSG_DONTWAIT)
+                note, attached, _, _ = self._socket.recvmsg(_NOTE.size, _ROOM_FOR_FD, at_once)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it ended without hearing all that we said; what it said before is still there
-            except OSError:
-                note, attached = b"", []
             if not note:
                 self.ended = True
                 return
-            kind, number = _NOTE.unpack(note)
+            kind, num_bytes, offset = _NOTE.unpack(note)
             if kind == _MESSAGE:
-                self._written.append((self._segments[-1], number))
+                self._written.append((self._segments[-1], offset, num_bytes))
             elif kind == _READ:
                 self._ring.read()
-            else:
+            elif attached:
                 ((_, _, fd),) = attached
-                self._segments.append(Segment(int.from_bytes(fd, sys.byteorder), number))
+                self._segments.append(Segment(int.from_bytes(fd, sys.byteorder), num_bytes))
+            else:
+                raise OSError(
+                    errno.EMFILE,
+                    f"no file descriptor is left for the memory of rank {self.peer}; allow more (ulimit -n)",
+                )
 
     def deliver(self) -> None:
-        """Copies what was written into the tensors that were posted for it."""
+        """Copies what was written into the tensors that were posted for it.
+
+        Raises:
+            TraceMismatchError: another tensor was posted than was sent.
+        """
         while self._posted and self._written:
             receipt = self._posted.popleft()
-            segment, offset = self._written.popleft()
+            segment, offset, num_bytes = self._written.popleft()
+            expected = receipt.tensor.numel() * receipt.tensor.element_size()
+            if num_bytes != expected:
+                raise TraceMismatchError(
+                    f"rank {self.peer} sent {num_bytes} bytes where this rank takes "
+                    f"{tuple(receipt.tensor.shape)} of {receipt.tensor.dtype}: {expected} bytes. "
+                    "Run the same step function with the same settings on all ranks."
+                )
             receipt.tensor.copy_(segment.at(offset, receipt.tensor))
             receipt.arrived = True
             while self._segments[0] is not segment:
                 self._segments.popleft()
             with contextlib.suppress(PeerLostError):  # it has ended, and needs no room any more
-                self._say(_READ, 0)
+                self._say(_READ)

@@ -33,9 +33,9 @@ class Segment:
     """
 
     def __init__(self, fd: int, num_bytes: int):
-        self.num_bytes = num_bytes
         try:
-            self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+            with torch.inference_mode(False):  # else it could not be written to outside of inference mode
+                self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         finally:
             os.close(fd)
 
@@ -48,8 +48,9 @@ class Segment:
 class Ring:
     """The writer's side: finds room for messages that are read in the order in which they are written.
 
-    It grows by a new segment as long as few messages are unread, so that it is as large as what was unread at
-    once, and no larger.
+    Where a message finds no room, the ring gets a larger segment: large enough for what is unread and the
+    message. It is never larger than six of the largest messages, with the four that may be unread at once: by
+    then there is always room in one piece.
 
     Args:
         most_unread: messages that may be unread at once.
@@ -73,7 +74,7 @@ class Ring:
 
     def place(self, num_bytes: int) -> int | None:
         """The offset for a message, which is unread from now on; None where the segment has no room."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(num_bytes)
         offset = self._room_for(size)
         if offset is not None:
             self._unread.append((offset, offset + size))
@@ -88,7 +89,7 @@ class Ring:
         Raises:
             OSError: the system has no memory for it.
         """
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(num_bytes)
         capacity = size + sum(end - offset for offset, end in self._unread)
         if capacity <= self._capacity:  # there is room, but in two pieces
             capacity = self._capacity + size
@@ -98,10 +99,15 @@ class Ring:
         except OSError:
             os.close(fd)
             raise
+        self.give_up()
         self._capacity = capacity
+        return fd
+
+    def give_up(self) -> None:
+        """Leaves the present segment to the messages that are unread; the next message needs a new one."""
+        self._capacity = 0
         self._unread_before += len(self._unread)
         self._unread.clear()
-        return fd
 
     def read(self) -> None:
         """The reader has read the oldest message."""
@@ -119,3 +125,8 @@ class Ring:
                 return newest_end
             return 0 if size <= oldest else None
         return newest_end if newest_end + size <= oldest else None
+
+
+def _aligned(num_bytes: int) -> int:
+    """Room for a message; an empty one takes some too, so that no two begin at the same place."""
+    return max(1, -(-num_bytes // _ALIGNMENT)) * _ALIGNMENT

@@ -1,0 +1,163 @@
+"""Both ends of a link, in one process."""
+
+import gc
+import os
+import signal
+import socket
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.errors import PeerLostError, TraceMismatchError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
+
+
+@contextmanager
+def ends():
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    links = LocalLink(first, 1), LocalLink(second, 0)
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def receive(link, like):
+    receipt = LocalReceipt(torch.zeros_like(like))
+    link.post(receipt)
+    link.listen()
+    link.deliver()
+    assert receipt.arrived
+    return receipt.tensor
+
+
+def num_fds():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_was_said_last_is_heard_though_the_answer_fails():
+    """Where a peer had ended before it could be told that its message was read, what it had sent after that
+    message was lost.
+    """
+    with ends() as (sender, receiver):
+        receipts = [LocalReceipt(torch.zeros(3)) for _ in range(2)]
+        for receipt in receipts:
+            receiver.post(receipt)
+        assert sender.write(torch.ones(3))
+        receiver.listen()
+        assert sender.write(torch.full((3,), 2.0))
+        sender.close()
+        receiver.deliver()
+        assert not receiver.ended
+        receiver.listen()
+        assert receiver.ended
+        receiver.deliver()
+        assert [receipt.tensor.tolist() for receipt in receipts] == [[1.0] * 3, [2.0] * 3]
+
+
+def test_memory_that_was_made_in_inference_mode_serves_later_too():
+    with ends() as (sender, receiver):
+        with torch.inference_mode():
+            assert sender.write(torch.ones(3))
+            receive(receiver, torch.ones(3))
+        message = torch.arange(3.0)
+        assert sender.write(message)
+        assert receive(receiver, message).equal(message)
+
+
+def test_the_ring_grows_only_where_messages_are_unread():
+    """It grew although the reader had read everything, because nobody had looked."""
+    with ends() as (sender, receiver):
+        message = torch.arange(1024.0)
+        for _ in range(10):
+            assert sender.write(message)
+            assert receive(receiver, message).equal(message)
+        assert sender.num_bytes == message.nbytes
+
+
+def test_a_link_is_full_until_the_other_end_reads():
+    with ends() as (sender, receiver):
+        message = torch.ones(5)
+        written = 0
+        while sender.write(message):
+            written += 1
+        assert written == 4
+        receive(receiver, message)
+        assert sender.write(message)
+
+
+def test_tensors_of_every_kind_arrive():
+    torch.manual_seed(0)
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    messages = [
+        torch.tensor(3.0, dtype=torch.float64),
+        torch.randn(4, 6).t()[1:, ::2],
+        torch.randn(5) > 0,
+        torch.randn(5).bfloat16(),
+        z.conj(),
+        z.conj().imag,
+        torch.ones(1).expand(7),
+        torch.zeros(0, 3),
+        torch.arange(5, dtype=torch.int16),
+        torch.randn(4).to(torch.float8_e5m2),
+    ]
+    with ends() as (sender, receiver):
+        for message in messages:
+            assert sender.write(message)
+            received = receive(receiver, torch.zeros(message.shape, dtype=message.dtype))
+            assert received.equal(message.resolve_conj()), message
+
+
+def test_another_size_than_was_sent_is_refused():
+    with ends() as (sender, receiver):
+        sender.write(torch.ones(3))
+        with pytest.raises(TraceMismatchError, match=r"rank 0 sent 12 bytes .* \(4,\) of torch.float32: 16"):
+            receive(receiver, torch.ones(4))
+
+
+def test_memory_and_descriptors_are_let_go():
+    before = num_fds()
+    with ends() as (sender, receiver):
+        for size in range(1, 2000, 100):
+            message = torch.ones(size)
+            assert sender.write(message)
+            receive(receiver, message)
+        assert num_fds() <= before + 4  # a socket and a segment at either end
+        sender.shrink()
+        assert sender.num_bytes == 0
+        assert sender.write(torch.ones(2))
+        assert receive(receiver, torch.ones(2)).tolist() == [1, 1]
+        assert sender.num_bytes == 64
+    assert num_fds() == before  # with the ends still there
+
+
+def test_a_lost_peer_is_an_error_though_signals_have_their_defaults():
+    """A broken pipe ends a process whose SIGPIPE has its default action."""
+    with ends() as (sender, receiver):
+        receiver.close()
+        previous = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        try:
+            with pytest.raises(PeerLostError, match="sending to rank 1 failed: .*Broken pipe"):
+                sender.write(torch.ones(3))
+        finally:
+            signal.signal(signal.SIGPIPE, previous)
+        sender.listen()
+        assert sender.ended
+
+
+def test_a_lack_of_descriptors_is_named():
+    resource = pytest.importorskip("resource")
+    with ends() as (sender, receiver):
+        assert sender.write(torch.ones(3))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="ulimit -n"):
+                receiver.listen()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)

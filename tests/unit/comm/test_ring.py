@@ -1,0 +1,89 @@
+"""The ring in shared memory never gives room away that is not free."""
+
+import os
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.comm.shared_memory import Ring
+
+MOST_UNREAD = 4
+LARGEST = 1000
+READ, GIVE_UP = "read", "give up"
+
+
+class Writer:
+    """Writes with a ring, and remembers what the reader has not read: (segment, offset, end)."""
+
+    def __init__(self):
+        self.ring = Ring(MOST_UNREAD)
+        self.unread = deque()
+        self.segment = 0
+        self.num_grown = 0
+
+    def write(self, num_bytes):
+        offset = self.ring.place(num_bytes)
+        if offset is None:
+            before = self.ring.num_bytes
+            fd = self.ring.grow(num_bytes)
+            assert os.fstat(fd).st_size == self.ring.num_bytes > before
+            os.close(fd)
+            self.segment += 1
+            self.num_grown += 1
+            offset = self.ring.place(num_bytes)
+        assert 0 <= offset <= offset + num_bytes <= self.ring.num_bytes
+        assert offset % 64 == 0
+        message = (self.segment, offset, offset + max(1, num_bytes))
+        for segment, start, end in self.unread:
+            assert segment != message[0] or end <= message[1] or message[2] <= start
+        self.unread.append(message)
+
+    def read(self):
+        self.ring.read()
+        self.unread.popleft()
+
+
+actions = st.lists(st.one_of(st.just(READ), st.just(GIVE_UP), st.integers(0, LARGEST)), max_size=60)
+
+
+@given(actions)
+def test_unread_messages_do_not_overlap(actions):
+    writer = Writer()
+    for action in actions:
+        assert writer.ring.is_full == (len(writer.unread) >= MOST_UNREAD)
+        if action == GIVE_UP:
+            writer.ring.give_up()
+            assert writer.ring.num_bytes == 0
+        elif action == READ:
+            if writer.unread:
+                writer.read()
+        else:
+            if writer.ring.is_full:
+                writer.read()
+            writer.write(action)
+
+
+@given(st.lists(st.tuples(st.integers(0, LARGEST), st.integers(0, MOST_UNREAD)), max_size=200))
+def test_growth_ends(messages):
+    """Whatever is written and read, a ring is smaller than six of the largest messages."""
+    writer = Writer()
+    for num_bytes, num_read in messages:
+        if writer.ring.is_full:
+            writer.read()
+        writer.write(num_bytes)
+        for _ in range(min(num_read, len(writer.unread))):
+            writer.read()
+        assert writer.ring.num_bytes < 6 * (LARGEST + 64)
+
+
+@given(st.integers(1, LARGEST), st.integers(1, MOST_UNREAD))
+def test_messages_of_one_size_take_as_much_as_are_unread_at_once(num_bytes, most):
+    writer = Writer()
+    for _ in range(5):
+        for _ in range(most):
+            writer.write(num_bytes)
+        for _ in range(most):
+            writer.read()
+    assert writer.ring.num_bytes == most * -(-num_bytes // 64) * 64
+    assert writer.num_grown == most
