@@ -129,7 +129,7 @@ class LocalLink:
         attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:
             # Where the other process has ended, `listen` sees it: after all that it had said before.
-            self._socket.sendmsg([_NOTE.pack(kind, num_bytes, offset)], attached, socket.MSG_NOSIGNAL)
+            self._socket.sendmsg([_NOTE.pack(kind, num_bytes, offset)], attached)
         except OSError as error:
             raise PeerLostError(f"sending to rank {self.peer} failed: {error}", rank=self.peer) from error
 
