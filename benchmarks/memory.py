@@ -4,8 +4,9 @@
 and not taken back: weights, gradients, optimizer state, activations, batches, messages, temporaries of
 operations, and the scratch memory that oneDNN takes for its kernels. The allocator reports every block to the
 profiler, which counts from before the batch is made and the model is built; nothing is left out, nothing is
-estimated. This is what the plan calls its peak, and has the target. What Python, gloo and oneDNN hold beside
-tensors belongs to no model and is not counted: the resident set of a rank is 5 to 20 MiB larger.
+estimated. The memory that a rank shares with others of its host, for the messages that it sends, is added.
+This is what the plan calls its peak, and has the target. What Python, gloo and oneDNN hold beside tensors
+belongs to no model and is not counted: the resident set of a rank is 5 to 20 MiB larger.
 
 *Saved bytes*: every tensor that autograd keeps for a backward is seen by a pair of hooks; what counts is the
 storage behind it, once, from the first save to the end of the last backward that needs it. Weights, inputs
@@ -26,6 +27,7 @@ from torch import Tensor
 from check import Check
 from models import Task, conv_net, gpt
 from shardwright.testing import run_ranks
+from shardwright.torch.context import context
 from shardwright_side import STAGES_PER_RANK, Ours
 
 __all__ = ["Footprint", "measure_memory", "memory_check", "memory_table"]
@@ -151,6 +153,8 @@ def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
         with torch.profiler.record_function(_MEASURED):
             ours.step()
             optimizer.step()
+    peers = context().local_peers
+    shared = 0 if peers is None else peers.num_bytes
     ledger = _Ledger(ours)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):
         ours.step()
@@ -164,7 +168,7 @@ def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
         predicted_saved=predicted.activations,
         saved=ledger.peak,
         predicted_peak=predicted.peak,
-        live=allocator.peak_bytes(),
+        live=allocator.peak_bytes() + shared,
     )
 
 

@@ -168,6 +168,11 @@ def test_small_collectives(num_ranks, shared_memory):
                 tensor = torch.full(shape, float(rank))
                 everyone.broadcast(tensor, source)
                 assert tensor.equal(torch.full(shape, float(source)))
+        large = torch.arange(10**6, dtype=torch.int32)  # more than a piece
+        received = large.clone() if rank == 0 else torch.zeros_like(large)
+        everyone.broadcast(received, 0)
+        assert received.equal(large)
+        assert local is None or local.num_bytes < 5 * 2**18 * num_ranks
         for number in range(9):  # more than may be unread
             told.append(everyone.gather(torch.tensor([rank, number])).tolist())
         assert everyone.gather(torch.ones(0)).shape == (num_ranks, 0)

@@ -34,8 +34,7 @@ class Segment:
 
     def __init__(self, fd: int, num_bytes: int):
         try:
-            with torch.inference_mode(False):  # else it could not be written to outside of inference mode
-                self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+            self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         finally:
             os.close(fd)
 

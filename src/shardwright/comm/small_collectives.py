@@ -15,6 +15,11 @@ from shardwright.comm.local_peers import LocalPeers
 __all__ = ["SmallCollectives"]
 
 
+# Large batches go in pieces: shared memory stays as large as it was once needed, and there is some for each
+# other rank.
+_PIECE_BYTES = 256 * 1024
+
+
 class SmallCollectives:
     """Collectives of one group.
 
@@ -49,11 +54,16 @@ class SmallCollectives:
             return
         if self._local is None:
             dist.broadcast(tensor, source, group=self._group)
-        elif self._rank == source:
-            for other in self._others:
-                self._local.send(tensor.detach(), other)
+            return
+        flat, step = tensor.detach().view(-1), _PIECE_BYTES // tensor.element_size()
+        pieces = [flat[start : start + step] for start in range(0, flat.numel(), step)]
+        if self._rank == source:
+            for piece in pieces:
+                for other in self._others:
+                    self._local.send(piece, other)
         else:
-            self._local.wait(self._local.post(tensor.detach(), source), source)
+            receipts = [self._local.post(piece, source) for piece in pieces]
+            self._local.wait(receipts[-1], source)  # they come in order
 
     def gather(self, row: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each.

@@ -30,6 +30,8 @@ def present_cluster(context: Context) -> Cluster:
     intra = _time_link(context, 0, 1) if context.local_size > 1 else None
     per_node = context.local_size
     inter = _time_link(context, 0, per_node) if context.mesh.world_size > per_node else None
+    if context.local_peers is not None:
+        context.local_peers.shrink()  # the model's messages may be smaller than those
     return Cluster(
         device=Device(name=device_name(context.device), memory_bytes=_memory_bytes(context)),
         ranks_per_node=per_node,
