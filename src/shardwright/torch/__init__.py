@@ -1,13 +1,14 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
 from shardwright.torch.activation_checkpointing import set_activation_checkpointing
+from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import is_initialized
 from shardwright.torch.data import distributed_sampler, seed_everything
 from shardwright.torch.grad_scaler import GradScaler
 from shardwright.torch.inspection import trace_model
 from shardwright.torch.manual_partition import partition, set_partition
 from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer, clip_grad_norm_
+from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.ranks import (
     barrier,
     dp_rank,

@@ -3,7 +3,7 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +35,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "put_saved_tensor_hooks",
+    "replace_total_norm",
     "run_backward",
     "storage_key",
     "take_saved_tensor_hooks",
@@ -69,6 +71,20 @@ def storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)  # sparse tensors have no memory of their own to share
     return int(tensor.untyped_storage()._cdata)
+
+
+def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
+    """Puts a function in the place of the one that `clip_grad_norm_` takes norms by.
+
+    Scripts import `clip_grad_norm_` by name before the library could replace it; what it calls is looked up.
+    """
+    original = clip_grad._get_total_norm
+    if getattr(original, "__module__", None) != clip_grad.__name__:
+        return  # replaced already
+    replacement = make(original)
+    clip_grad._get_total_norm = replacement
+    if getattr(torch.nn.utils, "get_total_norm", None) is original:
+        torch.nn.utils.get_total_norm = replacement
 
 
 def num_hooks_registered() -> int:

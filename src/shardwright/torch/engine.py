@@ -97,7 +97,8 @@ class PipelineEngine:
                 f"The failure was {self._failure}"
             )
         settings = path_settings(self._model.module)
-        agreed = self._agreement.on_batch(arguments, settings)
+        # In the first step the traces are compared, and tell more of models that are not the same.
+        agreed = self._agreement.on_batch(arguments, settings if self._residency is not None else {})
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
         if self._residency is None:
@@ -262,7 +263,7 @@ class PipelineEngine:
         for call, stage in placed.stage_of_call.items():
             unit = graph.units[graph.nodes[call].name]
             for name in unit.parameters if unit.mutates_buffers else ():
-                if graph.parameters[name].is_buffer and not self._residency.stages[name]:
+                if graph.parameters[name].is_buffer and self._residency.stages.get(name) == ():
                     found[name] = placed.stage_ranks[stage]
         return found
 

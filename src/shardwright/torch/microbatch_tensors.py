@@ -177,7 +177,8 @@ class MicrobatchTensors:
                 f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor of shape "
                 f"{tuple(item.shape)} in microbatch {self._index}, but {expected.shape} in the trace. "
                 "A tensor that another stage needs, or whose shape the code between modules asks for, must "
-                "have a shape that follows from the shapes of the batch alone. Put what uses it into one module."
+                "have a shape that follows from the shapes of the batch alone. Put what uses it into one "
+                "module."
             )
 
     def _store(self, keep: Keep, tensor: Tensor) -> None:

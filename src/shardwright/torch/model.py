@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import context
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.engine import PipelineEngine
@@ -188,14 +189,13 @@ class DistributedModel(nn.Module):
         """Identities of the parameters that this rank holds."""
         return {id(parameter) for parameter in self.local_parameters()}
 
-    def is_counted_here(self, parameter: Tensor) -> bool:
-        """Whether this is the rank of the replica that counts a parameter (several may hold it)."""
+    def counted_elsewhere(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank that another rank of the replica counts: several hold them."""
         if self._residency is None:
-            return True
-        for name, own in self.module.named_parameters():
-            if own is parameter:
-                return self._residency.ranks[name][0] == context().pipeline_rank
-        return True
+            return
+        for name, parameter in self.local_named_parameters():
+            if self._residency.ranks[name][0] != context().pipeline_rank:
+                yield parameter
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under the names of the user's module; collective over the replica."""
@@ -236,6 +236,7 @@ class DistributedModel(nn.Module):
     def placed(self, residency: Residency) -> None:
         """Takes note of where parameters live, and tells optimizers and hooks."""
         self._residency = residency
+        norm_over_stages()
         if self._state_to_load is not None:
             self.load_state_dict(self._state_to_load, strict=False)
             self._state_to_load = None

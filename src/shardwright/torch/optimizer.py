@@ -1,18 +1,15 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import active_handler
 
-__all__ = ["DistributedOptimizer", "clip_grad_norm_"]
+__all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(Optimizer):
@@ -113,49 +110,3 @@ def _refuse_inside_step(method: str) -> None:
             f"optimizer.{method}() is called inside a step function, which runs once for each microbatch: "
             "the gradients of a batch are there when it has returned. Call it in the training loop."
         )
-
-
-def clip_grad_norm_(
-    parameters: "nn.Module | Iterable[Tensor] | Tensor", max_norm: float, norm_type: float = 2.0
-) -> Tensor:
-    """Scales gradients so that their norm over all stages is at most `max_norm`.
-
-    Call it on every rank, with the model or with ``model.parameters()``. Parameters that several stages
-    hold count once.
-
-    Args:
-        parameters: the model, or parameters; those of other ranks are passed over.
-        max_norm: bound on the norm.
-        norm_type: which p-norm; ``inf`` for the largest entry.
-
-    Returns:
-        The norm before scaling, a 0-dim tensor, equal on all ranks.
-    """
-    current = context()
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    local = [p for p in chosen if p.grad is not None]
-    counted = local
-    if current.model is not None and current.model.partitioned:
-        counted = [p for p in local if current.model.is_counted_here(p)]
-    total = _power_sum([p.grad for p in counted if p.grad is not None], norm_type, current.device)
-    if current.pipeline_group is not None:
-        op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op, group=current.pipeline_group)
-    norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in local:
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor.to(parameter.grad.dtype))
-    return norm.float() if norm.dtype is not torch.float64 else norm
-
-
-def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of the p-th powers of all entries, or the largest entry; float64, so that the order does "
-    "not matter."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient, norm_type).double()
-        total = torch.maximum(total, norm) if norm_type == float("inf") else total + norm**norm_type
-    return total

@@ -46,7 +46,7 @@ class Residency:
     def covers(self, other: "Residency") -> bool:
         """Whether what some stage uses here is used by no further stages there."""
         known = ((set(stages), name) for name, stages in self.stages.items() if stages)
-        return all(stages.issuperset(other.stages[name]) for stages, name in known)
+        return all(stages.issuperset(other.stages.get(name, ())) for stages, name in known)
 
     def held_by(self, rank: int) -> list[str]:
         """Names that a pipeline rank holds."""

@@ -1,0 +1,102 @@
+"""Clipping by the norm of all gradients, whose stages are on several ranks.
+
+`torch.nn.utils.clip_grad_norm_` looks at the gradients of its own rank. Once a model is spread over stages,
+the norm that it takes is that of all of them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.torch._private import replace_total_norm
+from shardwright.torch.context import context, is_initialized
+
+__all__ = ["clip_grad_norm_", "norm_over_stages"]
+
+
+def clip_grad_norm_(
+    parameters: "nn.Module | Iterable[Tensor] | Tensor", max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scales gradients so that their norm over all stages is at most `max_norm`.
+
+    Call it on every rank, with the model or with ``model.parameters()``. Parameters that several stages
+    hold count once. `torch.nn.utils.clip_grad_norm_` does the same, once a model is spread over stages.
+
+    Args:
+        parameters: the model, or parameters; those of other ranks are passed over.
+        max_norm: bound on the norm.
+        norm_type: which p-norm; ``inf`` for the largest entry.
+
+    Returns:
+        The norm before scaling, a 0-dim float64 tensor, equal on all ranks.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+    norm = _norm(gradients, norm_type)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm
+
+
+def norm_over_stages() -> None:
+    """Has PyTorch's own functions take the norm over all stages, where the gradients are the model's."""
+    replace_total_norm(_instead_of)
+
+
+def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not _are_of_stages(gradients):
+            return original(gradients, norm_type, error_if_nonfinite, foreach)
+        norm = _norm(gradients, float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients of all stages is {norm.item()}, so they "
+                "cannot be clipped. Skip this step, or set error_if_nonfinite=False."
+            )
+        return norm
+
+    return total_norm
+
+
+def _are_of_stages(gradients: list[Tensor]) -> bool:
+    """Whether they are of the model that is spread over stages; a rank may have none of those asked for."""
+    if not is_initialized():
+        return False
+    current = context()
+    if current.pipeline_group is None or current.model is None or not current.model.partitioned:
+        return False
+    own = {id(parameter.grad) for parameter in current.model.local_parameters()}
+    return not gradients or any(id(gradient) in own for gradient in gradients)
+
+
+@torch.no_grad()
+def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
+    """The norm over all stages; collective over the replica."""
+    current = context()
+    counted = gradients
+    if current.model is not None and current.model.partitioned:
+        others = {id(parameter.grad) for parameter in current.model.counted_elsewhere()}
+        counted = [gradient for gradient in gradients if id(gradient) not in others]
+    total = _power_sum(counted, norm_type, current.device)
+    if current.pipeline_group is not None:
+        op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=current.pipeline_group)
+    return total if norm_type == float("inf") else total ** (1.0 / norm_type)
+
+
+def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of the p-th powers of all entries, or the largest entry; float64: the order does not matter."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        norm = torch.linalg.vector_norm(gradient, norm_type).double()
+        total = torch.maximum(total, norm) if norm_type == float("inf") else total + norm**norm_type
+    return total
