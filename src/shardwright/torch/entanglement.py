@@ -13,6 +13,7 @@ It is watched while the model runs once as a whole.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -31,7 +32,8 @@ class Entanglement:
     def __init__(self) -> None:
         self.whole: set[str] = set()
         self._open: list[tuple[str, int | None]] = []
-        self._names: dict[int, str] = {}
+        # Copies of the model come and go where fake tensors cannot get through: none takes another's name.
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._written: dict[tuple[str, str], set[str]] = {}
         self._holds_tensor: set[tuple[str, str]] = set()
 
@@ -54,12 +56,12 @@ class Entanglement:
 
     def enter(self, name: str, module: nn.Module) -> None:
         """A module is called."""
-        if id(module) not in self._names:
+        if module not in self._names:
             # The first call; or that of a copy, after an attempt that failed inside of it.
             del self._open[1:]
             prefix = f"{name}." if name else ""
             for inner, sub in module.named_modules():
-                self._names[id(sub)] = prefix + inner if inner else name
+                self._names[sub] = prefix + inner if inner else name
         frame = custom_function_call()
         if self._open and frame is not None and frame != self._open[-1][1]:
             self.whole.add(self._open[-1][0])
@@ -70,7 +72,7 @@ class Entanglement:
         self._open.pop()
 
     def _note(self, module: nn.Module, key: str, value: Any) -> None:
-        name = self._names.get(id(module))
+        name = self._names.get(module)
         if not self._open or name is None:
             return
         if isinstance(value, Tensor):

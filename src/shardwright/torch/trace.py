@@ -49,6 +49,8 @@ def trace_step(
     """
     run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
     trace, changed, attributes = run.trace()
+    if "" in unit_map.modules:
+        attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
         return trace
     counters: set[str] = set()

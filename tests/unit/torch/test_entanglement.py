@@ -1,5 +1,6 @@
 """Modules whose own code reaches into the modules inside them are kept whole."""
 
+import gc
 import logging
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.torch.discover import discover
+from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.units import choose_units
 
 WIDTH = 4
@@ -132,3 +134,15 @@ def test_the_model_itself_is_warned_about(caplog):
         costs = discover(model, lambda x: model(x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
     assert "keeps tensors in attributes of modules inside it" in caplog.text
     assert choose_units(model, costs, num_stages=8) == ["first", "cell.linear"]
+
+
+def test_a_name_goes_with_its_module():
+    """A copy that was gone left its modules' identities to the next, whose calls were then lost."""
+    entanglement = Entanglement()
+    model = nn.Sequential(nn.Linear(1, 1))
+    entanglement.enter("", model)
+    entanglement.leave()
+    assert set(entanglement._names.values()) == {"", "0"}
+    del model
+    gc.collect()
+    assert not entanglement._names
