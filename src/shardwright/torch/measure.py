@@ -23,7 +23,7 @@ from shardwright.torch.tree import leaves
 
 __all__ = ["Timing", "costs_of", "measure_class", "unit_cost"]
 
-_BUDGET_S = 0.25
+_BUDGET_S = 0.15
 _MIN_RUNS, _MAX_RUNS = 3, 15
 # Between two calls of a unit, its rank runs others: their weights take its place in the caches.
 _OTHERS_BYTES = 16 * 2**20
