@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,7 @@ class DistributedModel(nn.Module):
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
         self._called_to_train = self._pointed_out = False
+        self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
         self._cores = OwnCores(current)
         self._engine: Engine
@@ -144,6 +146,7 @@ class DistributedModel(nn.Module):
         with first_cause_named(current), own_cores:
             run = self._engine.run(function, arguments, splitter)
             if run.losses is not None:
+                self._trained_by.add(function)
                 current.reporter.step_done(run, seconds=time.perf_counter() - start)
             elif self._called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
@@ -151,7 +154,9 @@ class DistributedModel(nn.Module):
 
     def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
         """Warns once of a step that looks like training and trains nothing."""
-        if self._pointed_out or not any(p.requires_grad for p in self.module.parameters()):
+        if self._pointed_out or function in self._trained_by:
+            return
+        if not any(p.requires_grad for p in self.module.parameters()):
             return
         self._pointed_out = True
         name = getattr(function, "__name__", "the step function")
