@@ -7,7 +7,7 @@ For one rank, in bytes::
     optimizer     state, by default two numbers for each trained parameter (Adam)
     activations   for every microbatch in flight, what its stages keep for the backward
     batch         the batch; ranks but the first have one of their own too, which is not used
-    work          the largest temporary of a call, and messages under way; where it is more, what Adam takes
+    work          the largest temporary of a call, and messages; where it is more, what Adam takes
                   for its largest parameter when there are no activations
 """
 
@@ -33,6 +33,9 @@ __all__ = [
 
 # Numbers of state for each number of a parameter.
 _ADAM = 2.0
+
+# Messages from one rank to another that are written and not yet read (see `Messages`).
+_UNREAD = 2
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -111,12 +114,11 @@ def scheduled_work_bytes(schedule: Schedule, layout: Layout, costs: Sequence[Sta
     found = []
     for row, under_way in zip(schedule.actions, messages(layout), strict=True):
         forwards = sum(action.kind is Kind.FORWARD for action in row)
-        backwards = 0
         held = kept = peak = 0.0
         for action in row:
             cost, stage = costs[action.stage], action.stage
             left = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
-            around = under_way.num_bytes(forwards_left=forwards > 0, backwards_done=backwards)
+            around = under_way.num_bytes(forwards_left=forwards > 0)
             if action.kind is Kind.FORWARD:
                 forwards -= 1
                 held += cost.saved_bytes
@@ -127,11 +129,9 @@ def scheduled_work_bytes(schedule: Schedule, layout: Layout, costs: Sequence[Sta
             elif action.kind is Kind.BACKWARD_INPUT:
                 peak = max(peak, held + split[stage] + around)
                 held += left - cost.saved_bytes
-                backwards += 1
             else:
                 peak = max(peak, held + backward[stage] + around)
                 held -= cost.saved_bytes
-                backwards += 1
             kept = max(kept, held)
         found.append(int(max(peak, kept) - kept))
     return found
@@ -165,44 +165,45 @@ def _stage_work(layout: Layout, *, recompute: bool = True, split: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Bytes of the largest message of each kind on one rank, and how many of them may be under way.
+    """Bytes of the messages of one rank.
+
+    What leaves is copied at once into memory that sender and receiver share, one ring for each rank that it
+    sends to (`comm.local_link`). A ring grows to what was unread in it at once, and stays so large for the
+    whole run. Mostly that is one of the largest messages, and a few where a rank runs ahead: all along in
+    GPipe, and before its first backward on the first rank in the others. How many depends on who is faster;
+    two are counted. Between hosts, two are about the sends under way.
 
     Attributes:
-        value: comes in; a receive is posted some actions before its use (`lower`).
-        gradient: comes in; another stays until the backward that starts from it ends.
-        sent: gradient that leaves, held until it has left.
-        most_sent: as many of these at most: of the sends that `comm.transport` holds, half are values where
-            the rank sends some, and those count as activations.
+        value: the largest that comes in; a receive is posted some actions before its use (`lower`).
+        gradient: the largest that comes in; another stays until the backward that starts from it ends.
+        leaving: all rings.
     """
 
     value: int
     gradient: int
-    sent: int
-    most_sent: int
+    leaving: int
 
-    def num_bytes(self, *, forwards_left: bool = True, backwards_done: int = 4) -> int:
-        """Of all that may be under way."""
-        leaving = self.sent * min(self.most_sent, backwards_done)
-        return self.value * forwards_left + 2 * self.gradient + leaving
+    def num_bytes(self, *, forwards_left: bool = True) -> int:
+        """Of all that may be there at once."""
+        return self.value * forwards_left + 2 * self.gradient + self.leaving
 
 
 def messages(layout: Layout) -> list[Messages]:
     """The messages of each rank."""
     values = [0] * layout.num_ranks
     gradients = [0] * layout.num_ranks
-    leaving = [0] * layout.num_ranks
-    sends_values: set[int] = set()
+    largest: dict[tuple[int, int], int] = {}
     for edge in layout.edges():
         source, target = layout.ranks[edge.source], layout.ranks[edge.target]
         if source != target:
-            sends_values.add(source)
-            leaving[target] = max(leaving[target], edge.backward_bytes)
             values[target] = max(values[target], edge.num_bytes)
             gradients[source] = max(gradients[source], edge.backward_bytes)
-    return [
-        Messages(value, gradient, sent, 2 if rank in sends_values else 4)
-        for rank, (value, gradient, sent) in enumerate(zip(values, gradients, leaving, strict=True))
-    ]
+            largest[source, target] = max(largest.get((source, target), 0), edge.num_bytes)
+            largest[target, source] = max(largest.get((target, source), 0), edge.backward_bytes)
+    leaving = [0] * layout.num_ranks
+    for (sender, _), num_bytes in largest.items():
+        leaving[sender] += _UNREAD * num_bytes
+    return [Messages(*each) for each in zip(values, gradients, leaving, strict=True)]
 
 
 def update_bytes(layout: Layout, *, optimizer_factor: float) -> list[int]:

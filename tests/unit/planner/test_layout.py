@@ -12,7 +12,7 @@ from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
 from shardwright.planner.chain import build_chain
 from shardwright.planner.layout import Layout
-from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes, work_bytes
+from shardwright.planner.memory import in_flight, messages, rank_memory, scheduled_work_bytes, work_bytes
 from shardwright.planner.recompute import choose_recompute
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule
@@ -121,10 +121,21 @@ def test_memory_adds_up() -> None:
     layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile_of(work_bytes=64)).with_recompute([1])
     first, second = rank_memory(layout, activation_bytes=(500, 600), optimizer_factor=2.0)
     assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
-    # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way.
-    assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40, 4820)
-    # A value that comes in, and the four gradients that the transport may hold.
-    assert (second.work, second.peak) == (80 + 40 + 4 * 40, 4080)
+    # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way; and
+    # two values that leave.
+    assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40 + 2 * 40, 4900)
+    # A value that comes in, and two gradients that leave.
+    assert (second.work, second.peak) == (80 + 40 + 2 * 40, 4000)
+
+
+def test_a_rank_has_shared_memory_for_each_that_it_sends_to() -> None:
+    """For as many messages at a time, and of the largest alone: values and gradients share it."""
+    assert [found.leaving for found in messages(_lay_out_of(ranks=(0, 1, 2)))] == [80, 160, 80]
+    assert [found.leaving for found in messages(_lay_out_of(ranks=(0, 1, 0)))] == [80, 80]
+
+
+def _lay_out_of(*, ranks: tuple[int, ...]) -> Layout:
+    return lay_out(chain_graph(4), (0, 2, 4, 6), ranks, profile_of())
 
 
 def test_an_update_may_take_more_than_a_step() -> None:
