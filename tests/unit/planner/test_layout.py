@@ -121,8 +121,8 @@ def test_memory_adds_up() -> None:
     layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile_of(work_bytes=64)).with_recompute([1])
     first, second = rank_memory(layout, activation_bytes=(500, 600), optimizer_factor=2.0)
     assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
-    # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way; and
-    # two values that leave.
+    # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way;
+    # and two values that leave.
     assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40 + 2 * 40, 4900)
     # A value that comes in, and two gradients that leave.
     assert (second.work, second.peak) == (80 + 40 + 2 * 40, 4000)
