@@ -18,7 +18,6 @@ from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.torch.heap import keep_freed_memory
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -170,8 +169,6 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         init_process_group(environment, backend=backend, timeout_s=config.timeout_s, device=device)
-    if device.type == "cpu" and config.keep_freed_memory:
-        keep_freed_memory()
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:

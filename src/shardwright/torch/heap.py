@@ -19,11 +19,16 @@ _LARGEST_KEPT = 32 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Has the heap keep what is freed, up to the peak of this process; False where it cannot be told."""
+    """Has the heap keep what is freed from now on; False where it cannot be told.
+
+    What is free already, such as weights that belong to other ranks, is given back first.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        mallopt, trim = library.mallopt, library.malloc_trim
     except (AttributeError, OSError):
         return False  # another C library
+    trim(ctypes.c_size_t(0))
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
