@@ -166,8 +166,7 @@ class _BuffersKept:
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drops key-value caches, which a second forward would fill a second time; training does not "
-    "read them."""
+    """Drops key-value caches: a second forward would fill them twice, and training does not read them."""
     items, structure = flatten((args, kwargs))
     if not any(_is_cache(item) for item in items):
         return args, kwargs

@@ -76,9 +76,8 @@ class BatchBroadcast:
             else:
                 raise UsageError(
                     f"the first rank of the replica passes a {leaf.value} to the step function, which "
-                    f"cannot be sent, "
-                    "and this rank passes other arguments. Pass the same objects on every rank; "
-                    "tensors may differ."
+                    "cannot be sent, and this rank passes other arguments. Pass the same objects on "
+                    "every rank; tensors may differ."
                 )
         args, kwargs = common.rebuild(taken)
         return args, kwargs
@@ -270,17 +269,16 @@ class Splitter:
             if size != batch:
                 raise UsageError(
                     f"{name} has {size} rows along axis {self._axis(name)} (shape "
-                    f"{tuple(tensor.shape)}), but "
-                    f"{first_name} has {batch}, so the batch cannot be cut into microbatches. Name "
-                    f"what must not be "
-                    f'cut: @sw.step(non_split_inputs=["{name}"]), or another axis: '
+                    f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
+                    "into microbatches. Name what must not be cut: "
+                    f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
                     f'input_split_axes={{"{name}": 1}}.'
                 )
         if batch < num_microbatches:
             raise UsageError(
-                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs "
-                f"at least one. "
-                f"Use a batch of {num_microbatches} or more, or set microbatches to {batch} or less."
+                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs at "
+                f"least one. Use a batch of {num_microbatches} or more, or set microbatches to {batch} "
+                "or less."
             )
 
     def _split_one(self, name: str, tree: Any, num_microbatches: int) -> list[Any]:

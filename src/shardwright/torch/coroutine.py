@@ -1,5 +1,4 @@
-"""A step function that can be left in the middle and entered again, with its own thread-local state "
-"of PyTorch."""
+"""A step function that can be left in the middle and entered again, with PyTorch's thread-local state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

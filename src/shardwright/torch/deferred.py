@@ -47,9 +47,8 @@ class DeferredTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         raise DeferredReadError(
-            f"{func} was applied to a tensor whose data is on another rank, outside of the step "
-            f"function or in "
-            f"a place that cannot be deferred. {REMEDY}"
+            f"{func} was applied to a tensor whose data is on another rank, outside of the step function "
+            f"or in a place that cannot be deferred. {REMEDY}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

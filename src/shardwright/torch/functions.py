@@ -26,24 +26,22 @@ __all__ = [
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
-    "is_mps is_meta "
-    "is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_ipu is_maia is_mtia "
-    "itemsize nbytes "
-    "_version output_nr retains_grad name volatile _grad_fn"
+    "is_mps is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan is_ipu is_maia "
+    "is_mtia itemsize nbytes _version output_nr retains_grad name volatile _grad_fn"
 ).split()
 
 _METADATA_METHODS = (
-    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point "
-    "is_complex is_signed "
-    "is_contiguous get_device is_same_size __len__ __hash__ is_inference is_pinned is_shared is_conj is_neg "
-    "is_set_to is_coalesced has_names __repr__ __format__ __dir__ __reduce_ex__ __deepcopy__ dim_order "
-    "is_distributed sparse_dim dense_dim type_as_nothing register_hook register_post_accumulate_grad_hook"
+    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex "
+    "is_signed is_contiguous get_device is_same_size __len__ __hash__ is_inference is_pinned is_shared "
+    "is_conj is_neg is_set_to is_coalesced has_names __repr__ __format__ __dir__ __reduce_ex__ "
+    "__deepcopy__ dim_order is_distributed sparse_dim dense_dim type_as_nothing register_hook "
+    "register_post_accumulate_grad_hook"
 ).split()
 
 _METADATA_FUNCTIONS = (
     "is_floating_point is_complex is_signed numel is_tensor is_same_size result_type can_cast "
-    "promote_types is_conj "
-    "is_neg is_inference is_storage get_device is_distributed broadcast_shapes is_autocast_enabled"
+    "promote_types is_conj is_neg is_inference is_storage get_device is_distributed broadcast_shapes "
+    "is_autocast_enabled"
 ).split()
 
 
@@ -73,9 +71,8 @@ READS_DATA: frozenset[Any] = frozenset(
     _existing(
         Tensor,
         (
-            "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ "
-            "__array__ is_nonzero "
-            "equal allclose __iter_data__ __dlpack__ data_ptr storage untyped_storage"
+            "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ "
+            "is_nonzero equal allclose __iter_data__ __dlpack__ data_ptr storage untyped_storage"
         ).split(),
     )
     | _existing(torch, ["equal", "allclose", "is_nonzero"])

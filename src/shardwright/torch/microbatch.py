@@ -81,8 +81,7 @@ class Microbatch:
     # ---- driven by the executor ----
 
     def forward(self, stage: int) -> None:
-        """Runs the step function until work of another stage of this rank comes up, or backward, or "
-        "the end."""
+        """Runs the step function up to work of another stage of this rank, or backward, or the end."""
         if self._coroutine.finished or self.reached_backward:
             return
         if self.waiting_for is not None and self.waiting_for != stage:
@@ -172,8 +171,7 @@ class Microbatch:
         return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Hands the loss to the executor; comes back when every backward of this microbatch here "
-        "has ended."""
+        """Hands the loss to the executor; comes back when this microbatch has no backward left here."""
         if self._closing:
             raise GreenletExit
         if self._position != self.program.backward_at:
@@ -213,12 +211,10 @@ class Microbatch:
         elif position < len(self._instructions):
             expected = name_of_call(self._instructions[position].func)
         raise TraceMismatchError(
-            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. "
-            f"The model takes "
-            "another path than when it was traced, for a reason that the batch does not show: a "
-            "random choice, a "
-            "counter, a global. Make the path the same in every microbatch, or put the choice inside "
-            "one module."
+            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. The "
+            "model takes another path than when it was traced, for a reason that the batch does not "
+            "show: a random choice, a counter, a global. Make the path the same in every microbatch, or "
+            "put the choice inside one module."
         )
 
     def _begin(

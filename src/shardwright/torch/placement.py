@@ -1,5 +1,4 @@
-"""Puts a plan into effect on a rank: which stage each call belongs to, which parameters stay, who "
-"shares them."""
+"""Puts a plan into effect on a rank: the stage of each call, which parameters stay, who shares them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

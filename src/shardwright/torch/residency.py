@@ -78,8 +78,7 @@ def release_remote(model: nn.Module, keep: set[str], names: Mapping[int, str]) -
 
 
 def free_tensor(tensor: Tensor) -> None:
-    """Gives memory back although others (an optimizer, a variable of the script) still refer to the "
-    "tensor."""
+    """Gives memory back although an optimizer or a variable of the script still refers to the tensor."""
     storage = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(0)

@@ -51,9 +51,8 @@ class StepOutput:
         shapes = [tuple(output.shape) for output in self.outputs]
         if len(set(shapes)) > 1:
             raise UsageError(
-                f"the microbatches have different shapes {shapes}, so they cannot be combined element "
-                f"by element. "
-                "Use concat()."
+                f"the microbatches have different shapes {shapes}, so they cannot be combined element by "
+                "element. Use concat()."
             )
         return torch.stack(self.outputs, dim)
 

@@ -110,8 +110,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Children by name, and whether each is one of several siblings of one class with children of "
-    "their own."""
+    """Children by name, and whether each is one of several siblings of one class that have children."""
     counts: dict[type, int] = {}
     for child in module.children():
         if next(child.children(), None) is not None:
