@@ -166,11 +166,11 @@ def test_small_collectives(num_ranks, shared_memory):
         for source in range(num_ranks):
             for shape in [(), (3,), (0,), (2, 500)]:
                 tensor = torch.full(shape, float(rank))
-                everyone.broadcast(tensor, source)
+                everyone.broadcast([tensor], source)
                 assert tensor.equal(torch.full(shape, float(source)))
         large = torch.arange(10**6, dtype=torch.int32)  # more than a piece
         received = large.clone() if rank == 0 else torch.zeros_like(large)
-        everyone.broadcast(received, 0)
+        everyone.broadcast([received], 0)
         assert received.equal(large)
         assert local is None or local.num_bytes < 5 * 2**18 * num_ranks
         for number in range(9):  # more than may be unread

@@ -44,19 +44,19 @@ class SmallCollectives:
         self._others = tuple(other for other in ranks if other != rank)
         self._local = local if local is not None and all(other in local for other in self._others) else None
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives all ranks the tensor of one of them, given by its world rank; it must be contiguous.
+    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Gives all ranks the tensors of one of them, given by its world rank; they must be contiguous.
 
         Raises:
             PeerLostError: a peer on this host has ended, or does not answer.
         """
-        if not self._others or not tensor.numel():
+        parts = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
+        if not self._others or not parts:
             return
         if self._local is None:
-            dist.broadcast(tensor, source, group=self._group)
+            self._broadcast_as_one(parts, source)
             return
-        flat, step = tensor.detach().view(-1), _PIECE_BYTES // tensor.element_size()
-        pieces = [flat[start : start + step] for start in range(0, flat.numel(), step)]
+        pieces = [piece for part in parts for piece in _pieces_of(part)]
         if self._rank == source:
             for piece in pieces:
                 for other in self._others:
@@ -64,6 +64,19 @@ class SmallCollectives:
         else:
             receipts = [self._local.post(piece, source) for piece in pieces]
             self._local.wait(receipts[-1], source)  # they come in order
+
+    def _broadcast_as_one(self, parts: Sequence[Tensor], source: int) -> None:
+        if len(parts) == 1:
+            dist.broadcast(parts[0], source, group=self._group)
+            return
+        as_bytes = [part.view(torch.uint8) for part in parts]
+        packed = torch.cat(as_bytes)
+        dist.broadcast(packed, source, group=self._group)
+        if self._rank != source:
+            for mine, received in zip(
+                as_bytes, torch.split(packed, [part.numel() for part in as_bytes]), strict=True
+            ):
+                mine.copy_(received)
 
     def gather(self, row: Tensor) -> Tensor:
         """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each.
@@ -82,3 +95,8 @@ class SmallCollectives:
         for other in self._others:
             self._local.wait(self._local.post(rows[self._ranks.index(other)], other), other)
         return rows
+
+
+def _pieces_of(flat: Tensor) -> list[Tensor]:
+    step = _PIECE_BYTES // flat.element_size()
+    return [flat[start : start + step] for start in range(0, flat.numel(), step)]

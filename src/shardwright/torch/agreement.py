@@ -12,6 +12,7 @@ from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.autocast import autocast_state
 from shardwright.torch.batch import Arguments, BatchBroadcast
 from shardwright.torch.context import Context
+from shardwright.torch.module_tree import all_modules
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 
@@ -20,13 +21,14 @@ __all__ = ["Agreement", "path_settings"]
 
 def path_settings(module: nn.Module) -> dict[str, Any]:
     """What decides the path through a model beside batch and function, by the name that an error gives it."""
+    modules = all_modules(module)
     return {
         "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
         "autocast": autocast_state(),
         "default dtype": torch.get_default_dtype(),
-        "training mode of modules": tuple(sub.training for sub in module.modules()),
+        "training mode of modules": tuple(sub.training for sub in modules),
         "requires_grad or dtype of parameters": tuple(
-            (p.requires_grad, p.dtype) for p in module.parameters()
+            (p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None
         ),
     }
 
@@ -96,7 +98,7 @@ class Agreement:
         for state in get_state(context.device):
             if state is not None:
                 shared = state.to(context.device)
-                context.replica.broadcast(shared, context.pipeline_ranks[0])
+                context.replica.broadcast([shared], context.pipeline_ranks[0])
                 state = shared.cpu()
             agreed.append(state)
         assert agreed[0] is not None

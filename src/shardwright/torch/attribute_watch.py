@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.torch.module_tree import all_modules
+
 __all__ = ["AttributeWatch"]
 
 log = logging.getLogger(__name__)
@@ -85,10 +87,12 @@ def _differs(one: Any, other: Any) -> bool:
 def _attributes(model: nn.Module) -> dict[_Place, Any]:
     found: dict[_Place, Any] = {}
     seen: set[int] = set()
-    for number, module in enumerate(model.modules()):
+    for number, module in enumerate(all_modules(model)):
         for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE:
+                continue
             kind = type(value)
-            if name in _OF_EVERY_MODULE or kind in _NEVER_PLAIN:
+            if kind in _NEVER_PLAIN:
                 continue
             if kind in _PLAIN:
                 found[number, name, ""] = value if kind is not float else repr(value)

@@ -1,6 +1,5 @@
 """The batch: from the first rank of a replica to the others, then cut into microbatches."""
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ class _Leaf:
     requires_grad: bool = False
     value: Any = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of a tensor."""
-        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
-
 
 class BatchBroadcast:
     """Gives all ranks of a replica the arguments of its first rank.
@@ -52,7 +46,6 @@ class BatchBroadcast:
         self._source = source
         self._device = device
         self._header = b""
-        self._num_bytes = 0  # of the tensors, as described last
         self._described: tuple[list[_Leaf], Structure] | None = None
 
     def __call__(self, arguments: Arguments) -> Arguments:
@@ -82,79 +75,51 @@ class BatchBroadcast:
         args, kwargs = common.rebuild(taken)
         return args, kwargs
 
-    # One message while batches look alike; three where the description changes:
+    # One broadcast while batches look alike; three where the description changes:
     #
     #     [ 0 | tensors ]                           described as before
     #     [ n | ignored ]  [ n bytes ]  [ tensors ] described anew
 
     def _send(self, items: Sequence[Any], structure: Structure) -> None:
-        described = [_describe(item) for item in items]
-        header = pickle.dumps((described, structure.without_template()))
-        tensors = [item.detach().to(self._device) for item in items if is_batch_tensor(item)]
-        packed = _pack(tensors, self._device)
-        if header == self._header:
-            self._broadcast(torch.cat([_number(0, self._device), packed]))
-            return
-        self._broadcast(torch.cat([_number(len(header), self._device), self._zeros(self._num_bytes)]))
-        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device))
-        self._broadcast(packed)
-        self._header, self._num_bytes = header, packed.numel()
+        described = [_describe(item) for item in items], structure.without_template()
+        header = pickle.dumps(described)
+        tensors = [item.detach().to(self._device).contiguous() for item in items if is_batch_tensor(item)]
+        if header != self._header:
+            self._broadcast([self._number(len(header)), *self._room()])
+            self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])
+            self._header, self._described = header, described
+            self._broadcast(tensors)
+        else:
+            self._broadcast([self._number(0), *tensors])
 
     def _receive(self) -> list[Tensor]:
-        first = self._broadcast(self._zeros(_NUMBER_BYTES + self._num_bytes))
-        header_bytes = int(first[:_NUMBER_BYTES].view(torch.int64)[0].item())
+        number, tensors = self._number(0), self._room()
+        self._broadcast([number, *tensors])
+        header_bytes = int(number.item())
         if not header_bytes:
-            return _unpack(first[_NUMBER_BYTES:], self._leaves)
-        header = self._broadcast(self._zeros(header_bytes))
+            return tensors
+        header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast([header])
         self._described = pickle.loads(header.cpu().numpy().tobytes())
-        self._num_bytes = sum(_padded(leaf.num_bytes) for leaf in self._leaves)
-        return _unpack(self._broadcast(self._zeros(self._num_bytes)), self._leaves)
+        tensors = self._room()
+        self._broadcast(tensors)
+        return tensors
 
-    @property
-    def _leaves(self) -> list[_Leaf]:
-        """Descriptions of the tensors."""
-        assert self._described is not None
-        return [leaf for leaf in self._described[0] if leaf.kind == "tensor"]
+    def _room(self) -> list[Tensor]:
+        """Tensors as described last."""
+        if self._described is None:
+            return []
+        return [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+            for leaf in self._described[0]
+            if leaf.kind == "tensor"
+        ]
 
-    def _zeros(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+    def _number(self, number: int) -> Tensor:
+        return torch.tensor(number, dtype=torch.int64, device=self._device)
 
-    def _broadcast(self, payload: Tensor) -> Tensor:
-        self._replica.broadcast(payload, self._source)
-        return payload
-
-
-_NUMBER_BYTES = 16
-_ALIGNMENT = 16  # so that a slice of bytes can be viewed as any type
-
-
-def _number(number: int, device: torch.device) -> Tensor:
-    return torch.tensor([number, 0], dtype=torch.int64, device=device).view(torch.uint8)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The bytes of all tensors, one after the other."""
-    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
-    for tensor in tensors:
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-        parts.append(torch.nn.functional.pad(raw, (0, _padded(raw.numel()) - raw.numel())))
-    return torch.cat(parts)
-
-
-def _unpack(packed: Tensor, leaves: Sequence[_Leaf]) -> list[Tensor]:
-    """The tensors, each with memory of its own."""
-    tensors = []
-    offset = 0
-    for leaf in leaves:
-        assert leaf.dtype is not None
-        raw = packed[offset : offset + leaf.num_bytes].clone()
-        tensors.append(raw.view(leaf.dtype).view(leaf.shape))
-        offset += _padded(leaf.num_bytes)
-    return tensors
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        self._replica.broadcast(tensors, self._source)
 
 
 def _describe(item: Any) -> _Leaf:

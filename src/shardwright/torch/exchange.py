@@ -42,8 +42,7 @@ def exchange_outputs(
         else:
             num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-        if payload.numel():
-            context.replica.broadcast(payload, context.pipeline_ranks[owner])
+        context.replica.broadcast([payload], context.pipeline_ranks[owner])
         offset = 0
         for (microbatch, position, value), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))

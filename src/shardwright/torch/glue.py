@@ -48,9 +48,9 @@ class Handler(Protocol):
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called with interception suspended: what it calls runs as if the library were not there.
+        """Called for every unit; forward hooks run before and after, the handler calls it without them.
 
-        Forward hooks run before and after; the handler calls the module without them.
+        Interception is in force: what computes needs `plain_torch`.
         """
         ...
 
@@ -124,29 +124,34 @@ class GlueMode(TorchFunctionMode):
         return self.handler.operation(func, args, kwargs or {})
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
+class plain_torch:  # noqa: N801  (a context manager)
     """Suspends interception: for the inside of a unit, which runs as if the library were not there."""
-    handler = set_active_handler(None)
-    modes = []
-    while function_mode_depth():
-        mode = pop_function_mode()
-        modes.append(mode)
-        if isinstance(mode, GlueMode):
-            break
-    # Modes that the user entered above ours (a default device) stay in force inside the unit.
-    for mode in reversed(modes):
-        if not isinstance(mode, GlueMode):
+
+    __slots__ = ("_above", "_glue", "_handler")
+
+    def __enter__(self) -> None:
+        self._handler = set_active_handler(None)
+        self._glue: GlueMode | None = None
+        # Modes that the user entered above ours (a default device) stay in force inside the unit.
+        self._above: list[TorchFunctionMode] = []
+        while self._glue is None and function_mode_depth():
+            mode = pop_function_mode()
+            if isinstance(mode, GlueMode):
+                self._glue = mode
+            else:
+                self._above.append(mode)
+        self._above.reverse()
+        for mode in self._above:
             push_function_mode(mode)
-    kept = len(modes) - bool(modes and isinstance(modes[-1], GlueMode))
-    try:
-        yield
-    finally:
-        for _ in range(kept):
-            pop_function_mode()
-        for mode in reversed(modes):
-            push_function_mode(mode)
-        set_active_handler(handler)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._glue is not None:
+            for _ in self._above:
+                pop_function_mode()
+            push_function_mode(self._glue)
+            for mode in self._above:
+                push_function_mode(mode)
+        set_active_handler(self._handler)
 
 
 class _Hooks:
@@ -220,12 +225,9 @@ class _UnitCall:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         hooks = _Hooks.of(self)  # type: ignore[arg-type]
         if hooks is None:
-            with plain_torch():
-                return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
+            return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
         args, kwargs = hooks.before(args, kwargs)
-        with plain_torch():
-            result = handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
-        return hooks.after(args, kwargs, result)
+        return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.

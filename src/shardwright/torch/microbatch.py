@@ -15,7 +15,7 @@ from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import gradient_of_backward, name_of_call
-from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, set_active_handler
+from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
@@ -163,12 +163,13 @@ class Microbatch:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
             return _stand_in(instruction, args, kwargs)
-        args, kwargs, copied = self._begin(instruction, position, args, kwargs)
-        if instruction.recompute:
-            result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
-        else:
-            result = call_without_hooks(module, *args, **kwargs)
-        return self.tensors.keep(instruction, result, args, kwargs, copied)
+        with plain_torch():
+            args, kwargs, copied = self._begin(instruction, position, args, kwargs)
+            if instruction.recompute:
+                result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
+            else:
+                result = call_without_hooks(module, *args, **kwargs)
+            return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Hands the loss to the executor; comes back when this microbatch has no backward left here."""

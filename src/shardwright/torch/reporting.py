@@ -1,5 +1,6 @@
 """Tells the observer what happened: which plan, which steps, which timeline."""
 
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -148,13 +149,12 @@ def _memory() -> int:
     """Peak memory of this process: of the GPU where there is one, else the resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _learning_rate(context: Context) -> float | None:

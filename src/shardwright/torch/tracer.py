@@ -21,7 +21,7 @@ from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
-from shardwright.torch.glue import without_hooks
+from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.path import PathRecorder
@@ -148,7 +148,7 @@ class Tracer:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
-        with without_hooks(module):
+        with plain_torch(), without_hooks(module):
             return self._unit_call(module, args, kwargs)
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,26 @@
+"""Walks through a model, for what is done in every step: `torch.nn.Module.modules` makes a name for each."""
+
+from torch import nn
+
+__all__ = ["all_modules"]
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """The module and all inside it, each once, in the order of `torch.nn.Module.modules`.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
+    >>> all_modules(model) == list(model.modules())
+    True
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append(module)
+        if module._modules:
+            pending += [child for child in reversed(module._modules.values()) if child is not None]
+    return found
