@@ -123,6 +123,7 @@ class Node:
         saved_values: values among them: kept once, by however many nodes.
         work_bytes: most bytes on top of them at any moment of the forward or the backward; 0: not known.
         weight_bytes: bytes that a backward without the gradients of weights leaves for them; None: unknown.
+        split_work_bytes: `work_bytes` with such a backward; None: unknown.
         free: depends on no unit and no parameter.
         random: draws random numbers.
         line: where in the user's code, as ``file:line``.
@@ -140,6 +141,7 @@ class Node:
     saved_values: tuple[int, ...] = ()
     work_bytes: int = 0
     weight_bytes: int | None = None
+    split_work_bytes: int | None = None
     free: bool = False
     random: bool = False
     line: str = ""

@@ -25,6 +25,7 @@ class UnitCost:
         input_bytes: bytes of the input tensors, which is what recomputation keeps instead.
         work_bytes: largest temporary memory on top of what is saved.
         weight_bytes: bytes that ``I`` leaves for ``W``; None: not known, taken as all of `saved_bytes`.
+        split_work_bytes: `work_bytes` where the backward is split; None: not known, taken as `work_bytes`.
         flops: floating-point operations of the forward.
         provenance: where the seconds come from.
         spread: relative spread of the measured seconds (interquartile range / median).
@@ -37,6 +38,7 @@ class UnitCost:
     input_bytes: int = 0
     work_bytes: int = 0
     weight_bytes: int | None = None
+    split_work_bytes: int | None = None
     flops: int = 0
     provenance: Provenance = "estimated"
     spread: float = 0.0

@@ -107,6 +107,7 @@ class Chain:
         glue_bytes: bytes kept by the operations whose home the call is.
         work_bytes: temporary memory of the call, or of an operation at home with it.
         weight_bytes: bytes that ``I`` of a call leaves for ``W``; NaN: not known.
+        split_work_bytes: `work_bytes` where the backward is split.
         saved_values: values that more than one call may keep.
         batch_bytes: the tensors of a microbatch.
         flows: what crosses when the chain is cut.
@@ -129,6 +130,7 @@ class Chain:
     parameters: tuple[ParameterUse, ...]
     provenance: Provenance
     weight_bytes: Floats
+    split_work_bytes: Floats
     saved_values: tuple[SavedValue, ...] = ()
     batch_bytes: int = 0
     bonds: tuple[Bond, ...] = ()
@@ -193,6 +195,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     glue = _glue(graph, homes, profile, num_calls=len(calls))
     recompute_s = np.array([cost.forward_s for cost in costs])
     work_bytes = np.array([float(cost.work_bytes) for cost in costs])
+    split_work_bytes = np.array(
+        [float(cost.work_bytes if cost.split_work_bytes is None else cost.split_work_bytes) for cost in costs]
+    )
     chain = Chain(
         labels=tuple(node.label for node in nodes),
         starts=tuple(range(len(calls) + 1)),
@@ -208,6 +213,7 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         parameters=_parameter_uses(graph, homes),
         provenance="measured" if all(cost.provenance == "measured" for cost in costs) else "estimated",
         weight_bytes=np.array([nan if cost.weight_bytes is None else cost.weight_bytes for cost in costs]),
+        split_work_bytes=np.maximum(split_work_bytes, glue.gradient_bytes),
         saved_values=_saved_values(graph, homes),
         batch_bytes=graph.batch_bytes,
         bonds=(*bonds_of_units(graph), *bonds_of_groups(graph, homes)),

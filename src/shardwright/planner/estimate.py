@@ -51,6 +51,7 @@ def _cost(graph: ModelGraph, node: Node, device: Device) -> UnitCost:
         saved_bytes=node.saved_bytes,
         work_bytes=node.work_bytes,
         weight_bytes=node.weight_bytes,
+        split_work_bytes=node.split_work_bytes,
         input_bytes=input_bytes,
         flops=node.flops,
         provenance="estimated",

@@ -154,11 +154,12 @@ def _stage_work(layout: Layout, *, recompute: bool = True, split: bool = False) 
     left = (
         np.where(np.isnan(chain.weight_bytes), saved, chain.weight_bytes) if split else np.zeros(len(saved))
     )
+    work = chain.split_work_bytes if split else chain.work_bytes
     found = [0.0] * layout.num_stages
     for stage in range(layout.num_stages):
         behind = 0.0
         for call in reversed(layout.calls(stage)):
-            found[stage] = max(found[stage], float(chain.work_bytes[call] + again[call]) - behind)
+            found[stage] = max(found[stage], float(work[call] + again[call]) - behind)
             behind += float(saved[call] - left[call])
     return found
 

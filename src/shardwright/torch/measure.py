@@ -95,6 +95,7 @@ def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
         saved_bytes=node.saved_bytes,
         work_bytes=node.work_bytes,
         weight_bytes=node.weight_bytes,
+        split_work_bytes=node.split_work_bytes,
         input_bytes=sum(graph.values[value].spec.num_bytes for value in node.inputs),
         flops=node.flops,
         provenance="measured",

@@ -141,6 +141,7 @@ class Tracer:
             flops=outcome.cost.flops,
             work_bytes=memory.work_bytes,
             weight_bytes=memory.weight_bytes,
+            split_work_bytes=memory.split_work_bytes,
             random=outcome.cost.random,
             line=line,
         )
@@ -179,6 +180,7 @@ class Tracer:
             flops=outcome.cost.flops,
             work_bytes=memory.work_bytes,
             weight_bytes=memory.weight_bytes,
+            split_work_bytes=memory.split_work_bytes,
             random=outcome.cost.random,
             line=call.line,
         )

@@ -41,10 +41,12 @@ class WorkingMemory:
         work_bytes: most bytes above what is kept, in the forward or the backward.
         weight_bytes: bytes that a backward without the gradients of weights leaves for these, 0 where it
             cannot be split; None: not known.
+        split_work_bytes: `work_bytes` with such a backward, which frees less on its way; None: not known.
     """
 
     work_bytes: int = 0
     weight_bytes: int | None = None
+    split_work_bytes: int | None = None
 
 
 def working_memory(
@@ -73,7 +75,9 @@ def working_memory(
         work_bytes, _ = _count(func, fakes, structure, given, split=False)
         for before_call in attributes:
             before_call.restore()
-        weight_bytes = _count(func, fakes, structure, given, split=True)[1] if is_split else 0
+        split_work_bytes, weight_bytes = work_bytes, 0
+        if is_split:
+            split_work_bytes, weight_bytes = _count(func, fakes, structure, given, split=True)
     except Exception as error:
         log.debug("the work memory of %s is not known: %s", type(func).__name__, error)
         return WorkingMemory()
@@ -84,7 +88,7 @@ def working_memory(
         for parameter, gradient in zip(trained, before, strict=True):
             parameter.grad = gradient
         put_saved_tensor_hooks(hooks)
-    return WorkingMemory(work_bytes, weight_bytes)
+    return WorkingMemory(work_bytes, weight_bytes, split_work_bytes)
 
 
 def _count(

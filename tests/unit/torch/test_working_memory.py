@@ -36,6 +36,9 @@ def test_linear_layers_keep_inputs_and_gradients_for_their_weights():
         module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     found = count(module)
     assert found.weight_bytes == pytest.approx((1 + 4 + 4 + 1) * UNIT, abs=64)
+    # Where the gelu is differentiated, what the second layer had as its input is still there.
+    assert found.split_work_bytes == pytest.approx((1 + 4 + 4) * UNIT, abs=64)
+    assert found.work_bytes < found.split_work_bytes
     assert all("forward" not in vars(sub) for sub in module)
     assert all(parameter.grad is None for parameter in module.parameters())
 
