@@ -229,6 +229,18 @@ class ModelGraph:
                 readers[value].append(index)
         return readers
 
+    def contributing(self) -> set[int]:
+        """The nodes that a gradient passes on its way back from the loss; none where there is no loss."""
+        found: set[int] = set()
+        pending = [] if self.loss is None else [self.values[self.loss].producer]
+        while pending:
+            node = pending.pop()
+            if node not in found:
+                found.add(node)
+                read = (self.values[value] for value in self.nodes[node].inputs)
+                pending += [value.producer for value in read if value.spec.requires_grad]
+        return found
+
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, trained and frozen, ties counted once, buffers not counted."""

@@ -22,10 +22,11 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
 from shardwright.planner.bonds import Bond
-from shardwright.planner.chain import Chain, build_chain
+from shardwright.planner.chain import Chain
 from shardwright.planner.explain import alternatives, predict, reasons
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.infeasible import infeasible
+from shardwright.planner.model_chain import build_chain
 from shardwright.planner.option import Demands, Draft, Option, Workload
 from shardwright.planner.partition import manual_stages
 from shardwright.profile import Profile

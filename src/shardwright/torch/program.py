@@ -18,12 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.schedule import Edge
 from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
+from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -200,9 +200,9 @@ def build_program(
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
     crossings = _crossings(graph, dataflow, homes)
-    _check_after_backward(trace, homes, home_of)
-    _check_counters(trace, homes, stage_ranks)
-    _check_attributes(trace, homes, stage_ranks)
+    check_after_backward(trace, homes, home_of)
+    check_counters(trace, homes, stage_ranks)
+    check_attributes(trace, homes, stage_ranks)
     instructions = [
         _instruction(step, flow, homes, stage_ranks, rank)
         for step, flow in zip(trace.steps, dataflow.flows, strict=True)
@@ -246,7 +246,7 @@ def _crossings(
     graph: ModelGraph, dataflow: Dataflow, homes: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
-    contributes = _contributing(graph)
+    contributes = graph.contributing()
     for value, reader in dataflow.crossings:
         source, target = dataflow.home_of[value], homes[reader]
         spec = graph.values[value].spec
@@ -256,23 +256,6 @@ def _crossings(
         has_gradient = (before is not None and before.has_gradient) or (gradient and reader in contributes)
         pair[value] = Crossing(value, source, target, spec, has_gradient)
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
-
-
-def _contributing(graph: ModelGraph) -> set[int]:
-    """Nodes from which a path of values that require gradients leads to the loss."""
-    if graph.loss is None:
-        return set()
-    contributing: set[int] = set()
-    pending = [graph.values[graph.loss].producer]
-    while pending:
-        node = pending.pop()
-        if node in contributing:
-            continue
-        contributing.add(node)
-        for value in graph.nodes[node].inputs:
-            if graph.values[value].spec.requires_grad:
-                pending.append(graph.values[value].producer)
-    return contributing
 
 
 def _instruction(
@@ -300,67 +283,3 @@ def _read_after_backward(trace: Trace) -> frozenset[int]:
     if trace.backward_at is None:
         return frozenset()
     return frozenset(value for step in trace.steps[trace.backward_at :] for value in step.inputs)
-
-
-def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
-    if trace.backward_at is None:
-        return
-    late = {step.node for step in trace.steps[trace.backward_at :] if step.node is not None}
-    for step in trace.steps[trace.backward_at :]:
-        if step.node is None:
-            continue
-        for _, value in step.reads:
-            if trace.graph.values[value].producer in late and home_of[value] != homes[step.node]:
-                raise TraceError(
-                    f"{step.line}: a tensor made after backward() is needed on another stage. "
-                    "Call backward() after everything that the step function computes."
-                )
-
-
-def _check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
-    """Refuses a counter that Python reads, if other microbatches could come in between."""
-    for name in dict.fromkeys(name for step in trace.steps for name in step.counters):
-        used = [index for index, step in enumerate(trace.steps) if name in step.counters]
-        before = [homes[s.node] for s in trace.steps[: used[0]] if s.node is not None]
-        between = {homes[s.node] for s in trace.steps[used[0] : used[-1]] if s.node is not None}
-        for rank in set(stage_ranks):
-            # A microbatch begins with the first stage of the rank, and is left where another one comes up.
-            reached = max([stage_ranks.index(rank), *(home for home in before if stage_ranks[home] == rank)])
-            paused = trace.backward_at is not None and used[0] < trace.backward_at <= used[-1]
-            if paused or any(home != reached for home in between if stage_ranks[home] == rank):
-                raise TraceError(
-                    f"the buffer {name} is changed in the step function, Python reads its value, and stages "
-                    "change in between, where other microbatches come in. Read and change it in one place."
-                )
-
-
-def _check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
-    """Refuses an attribute in which a microbatch would not find what the one before leaves there."""
-    for use in trace.attributes:
-        read, write = use.first_read, use.last_write
-        if read is None:
-            continue
-        where = f"the attribute {use.name} is read at {read.line} before the microbatch writes it"
-        if use.carries_tensor:
-            raise TraceError(
-                f"{where}, at {write.line}: a tensor goes from one microbatch to the next, and other stages "
-                "do not have it. Keep it as a buffer (register_buffer), or write the attribute first."
-            )
-        for rank in set(stage_ranks):
-            pauses = _pauses(trace, homes, stage_ranks, rank)
-            if any(read.before <= pause < write.before for pause in pauses):
-                raise TraceError(
-                    f"{where}, at {write.line}, and stages change in between, where other microbatches come "
-                    "in. Read and change it in one place, or write it before it is read."
-                )
-
-
-def _pauses(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:
-    """Positions of the steps before which a rank leaves a microbatch for others."""
-    stage = list(stage_ranks).index(rank)
-    pauses = [] if trace.backward_at is None else [trace.backward_at]
-    for index, step in enumerate(trace.steps):
-        if step.node is not None and stage_ranks[homes[step.node]] == rank and homes[step.node] != stage:
-            stage = homes[step.node]
-            pauses.append(index)
-    return pauses

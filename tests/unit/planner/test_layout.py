@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.chain import build_chain
 from shardwright.planner.layout import Layout
 from shardwright.planner.memory import in_flight, messages, rank_memory, scheduled_work_bytes, work_bytes
+from shardwright.planner.model_chain import build_chain
 from shardwright.planner.recompute import choose_recompute
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import Link
 from shardwright.errors import PlanError
-from shardwright.planner.chain import build_chain
+from shardwright.planner.model_chain import build_chain
 from shardwright.planner.objective import build_objective
 from shardwright.planner.partition import improve, manual_stages, split
 from shardwright.planner.tables import Floats, build_tables

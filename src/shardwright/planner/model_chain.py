@@ -1,0 +1,195 @@
+"""Makes the chain of a traced model.
+
+Operations between calls have a home too: the latest call that they rest on, or, where they rest on parameters
+alone, the first call that needs them. So every value has one home, and crosses to the calls that read it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+
+from shardwright.errors import PlanError
+from shardwright.model_graph import ModelGraph, Node
+from shardwright.planner.bonds import bonds_of_groups, bonds_of_units
+from shardwright.planner.chain import Chain, Floats, Flow, ParameterUse, SavedValue
+from shardwright.profile import Profile, UnitCost
+
+__all__ = ["build_chain"]
+
+
+def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
+    """Makes the chain of a traced model.
+
+    Raises:
+        PlanError: the model calls no unit, or the profile lacks the cost of one.
+    """
+    calls = graph.calls
+    if not calls:
+        raise PlanError("the step function calls no unit of the model, so there is nothing to place.")
+    nodes = [graph.nodes[call] for call in calls]
+    costs = _costs(nodes, profile)
+    homes = _home_calls(graph)
+    glue = _glue(graph, homes, profile, num_calls=len(calls))
+    recompute_s = np.array([cost.forward_s for cost in costs])
+    work_bytes = np.array([float(cost.work_bytes) for cost in costs])
+    split_work_bytes = np.array(
+        [float(cost.work_bytes if cost.split_work_bytes is None else cost.split_work_bytes) for cost in costs]
+    )
+    chain = Chain(
+        labels=tuple(node.label for node in nodes),
+        starts=tuple(range(len(calls) + 1)),
+        forward_s=recompute_s + glue.forward_s,
+        backward_s=np.array([cost.backward_s for cost in costs]) + glue.backward_s,
+        weight_s=np.array([min(cost.weight_s, cost.backward_s) for cost in costs]),
+        recompute_s=recompute_s,
+        saved_bytes=np.array([float(cost.saved_bytes) for cost in costs]),
+        kept_bytes=np.array([float(min(cost.input_bytes, cost.saved_bytes)) for cost in costs]),
+        glue_bytes=glue.saved_bytes,
+        work_bytes=np.maximum(work_bytes, glue.gradient_bytes),
+        flows=_flows(graph, homes),
+        parameters=_parameter_uses(graph, homes),
+        provenance="measured" if all(cost.provenance == "measured" for cost in costs) else "estimated",
+        weight_bytes=np.array([nan if cost.weight_bytes is None else cost.weight_bytes for cost in costs]),
+        split_work_bytes=np.maximum(split_work_bytes, glue.gradient_bytes),
+        saved_values=_saved_values(graph, homes),
+        batch_bytes=graph.batch_bytes,
+        bonds=(*bonds_of_units(graph), *bonds_of_groups(graph, homes)),
+    )
+    return chain.bound(stages_per_rank=1)
+
+
+def _costs(nodes: Sequence[Node], profile: Profile) -> list[UnitCost]:
+    missing = sorted({node.cost_class for node in nodes} - set(profile.costs))
+    if missing:
+        label = next(node.label for node in nodes if node.cost_class == missing[0])
+        raise PlanError(
+            f"the profile has {len(profile.costs)} cost classes but lacks {len(missing)} of the model's, "
+            f"for example that of unit {label}. Profile the model anew."
+        )
+    return [profile.costs[node.cost_class] for node in nodes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Glue:
+    """What operations add to the calls that are their homes."""
+
+    forward_s: Floats
+    backward_s: Floats
+    saved_bytes: Floats
+    gradient_bytes: Floats
+
+
+def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, num_calls: int) -> _Glue:
+    glue = _Glue(*(np.zeros(num_calls) for _ in range(4)))
+    for node, home in zip(graph.nodes, homes, strict=True):
+        if home is None:
+            continue
+        # While a node's backward runs, the gradients of its results and of its inputs are there.
+        around = (graph.values[value].spec for value in (*node.inputs, *node.outputs))
+        gradients = sum(spec.num_bytes for spec in around if spec.requires_grad)
+        glue.gradient_bytes[home] = max(glue.gradient_bytes[home], gradients, node.work_bytes)
+        if node.kind == "op":
+            glue.saved_bytes[home] += node.saved_bytes
+            cost = profile.costs.get(node.cost_class)
+            if cost is not None:
+                glue.forward_s[home] += cost.forward_s
+                glue.backward_s[home] += cost.backward_s
+    return glue
+
+
+def _home_calls(graph: ModelGraph) -> list[int | None]:
+    """For each node, the position of its home in the chain; None for free nodes and for what nobody reads."""
+    position = {node: at for at, node in enumerate(graph.calls)}
+    homes: list[int | None] = []
+    for index, node in enumerate(graph.nodes):
+        if node.kind == "unit":
+            homes.append(position[index])
+        else:
+            known = (homes[graph.values[value].producer] for value in node.inputs)
+            homes.append(max((home for home in known if home is not None), default=None))
+    consumers = graph.consumers()
+    for index in reversed(range(len(graph.nodes))):
+        node = graph.nodes[index]
+        if homes[index] is None and not node.free:
+            readers = (homes[reader] for value in node.outputs for reader in consumers[value])
+            homes[index] = min((home for home in readers if home is not None), default=None)
+    return homes
+
+
+def _flows(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Flow, ...]:
+    contributing = graph.contributing()
+    consumers = graph.consumers()
+    flows = []
+    for index, value in enumerate(graph.values):
+        source = homes[value.producer]
+        if source is None or value.free:
+            continue
+        targets: set[int] = set()
+        gradient_targets: set[int] = set()
+        for reader in consumers[index]:
+            target = homes[reader]
+            if target is not None and target > source:
+                targets.add(target)
+                if value.spec.requires_grad and reader in contributing:
+                    gradient_targets.add(target)
+        if targets:
+            flows.append(
+                Flow(
+                    source=source,
+                    targets=tuple(sorted(targets)),
+                    num_bytes=value.spec.num_bytes,
+                    gradient_bytes=value.spec.num_bytes if gradient_targets else 0,
+                    gradient_targets=tuple(sorted(gradient_targets)),
+                )
+            )
+    return tuple(flows)
+
+
+def _saved_values(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[SavedValue, ...]:
+    savers: dict[int, list[int]] = {}
+    glue_savers: dict[int, list[int]] = {}
+    for node, home in zip(graph.nodes, homes, strict=True):
+        for kept in node.saved_values:
+            if home is not None:
+                (savers if node.kind == "unit" else glue_savers).setdefault(kept, []).append(home)
+    contributing, consumers = graph.contributing(), graph.consumers()
+    home_of = {node: home for node, home in enumerate(homes) if home is not None}
+    found = []
+    for index, value in enumerate(graph.values):
+        source = homes[value.producer]
+        readers = [reader for reader in consumers[index] if reader in home_of]
+        if source is None or value.free or not readers:
+            continue
+        returning = [home_of[r] for r in readers if value.spec.requires_grad and r in contributing]
+        found.append(
+            SavedValue(
+                source=source,
+                num_bytes=value.spec.num_bytes,
+                savers=tuple(savers.get(index, ())),
+                glue_savers=tuple(glue_savers.get(index, ())),
+                readers=tuple(home_of[r] for r in readers if graph.nodes[r].kind == "unit"),
+                sent=max(returning, default=-1),
+            )
+        )
+    return tuple(found)
+
+
+def _parameter_uses(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[ParameterUse, ...]:
+    uses: dict[str, set[int]] = {}
+    for node, home in zip(graph.nodes, homes, strict=True):
+        own = graph.units[node.name].parameters if node.kind == "unit" else ()
+        for name in (*own, *node.parameters):
+            if home is not None:
+                uses.setdefault(name, set()).add(home)
+    return tuple(
+        ParameterUse(
+            name=name,
+            num_bytes=parameter.spec.num_bytes,
+            trained=parameter.spec.requires_grad and not parameter.is_buffer,
+            calls=tuple(sorted(uses[name])),
+        )
+        for name, parameter in graph.parameters.items()
+        if name in uses
+    )

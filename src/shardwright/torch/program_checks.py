@@ -1,0 +1,76 @@
+"""What a pipeline cannot do although a single process can; each check raises `TraceError`.
+
+All take the trace, the home stage of each node (`homes`) and the pipeline rank of each stage.
+"""
+
+from collections.abc import Sequence
+
+from shardwright.errors import TraceError
+from shardwright.torch.recording import Trace
+
+__all__ = ["check_after_backward", "check_attributes", "check_counters"]
+
+
+def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
+    """Refuses a tensor that is made after the backward on one stage and needed on another."""
+    if trace.backward_at is None:
+        return
+    late = {step.node for step in trace.steps[trace.backward_at :] if step.node is not None}
+    for step in trace.steps[trace.backward_at :]:
+        if step.node is None:
+            continue
+        for _, value in step.reads:
+            if trace.graph.values[value].producer in late and home_of[value] != homes[step.node]:
+                raise TraceError(
+                    f"{step.line}: a tensor made after backward() is needed on another stage. "
+                    "Call backward() after everything that the step function computes."
+                )
+
+
+def check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+    """Refuses a counter that Python reads, if other microbatches could come in between."""
+    for name in dict.fromkeys(name for step in trace.steps for name in step.counters):
+        used = [index for index, step in enumerate(trace.steps) if name in step.counters]
+        before = [homes[s.node] for s in trace.steps[: used[0]] if s.node is not None]
+        between = {homes[s.node] for s in trace.steps[used[0] : used[-1]] if s.node is not None}
+        for rank in set(stage_ranks):
+            # A microbatch begins with the first stage of the rank, and is left where another one comes up.
+            reached = max([stage_ranks.index(rank), *(home for home in before if stage_ranks[home] == rank)])
+            paused = trace.backward_at is not None and used[0] < trace.backward_at <= used[-1]
+            if paused or any(home != reached for home in between if stage_ranks[home] == rank):
+                raise TraceError(
+                    f"the buffer {name} is changed in the step function, Python reads its value, and stages "
+                    "change in between, where other microbatches come in. Read and change it in one place."
+                )
+
+
+def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+    """Refuses an attribute in which a microbatch would not find what the one before leaves there."""
+    for use in trace.attributes:
+        read, write = use.first_read, use.last_write
+        if read is None:
+            continue
+        where = f"the attribute {use.name} is read at {read.line} before the microbatch writes it"
+        if use.carries_tensor:
+            raise TraceError(
+                f"{where}, at {write.line}: a tensor goes from one microbatch to the next, and other stages "
+                "do not have it. Keep it as a buffer (register_buffer), or write the attribute first."
+            )
+        for rank in set(stage_ranks):
+            pauses = _pauses(trace, homes, stage_ranks, rank)
+            if any(read.before <= pause < write.before for pause in pauses):
+                raise TraceError(
+                    f"{where}, at {write.line}, and stages change in between, where other microbatches come "
+                    "in. Read and change it in one place, or write it before it is read."
+                )
+
+
+def _pauses(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:
+    """Positions of the steps before which a rank leaves a microbatch for others."""
+    stage = list(stage_ranks).index(rank)
+    pauses = [] if trace.backward_at is None else [trace.backward_at]
+    for index, step in enumerate(trace.steps):
+        if step.node is not None and stage_ranks[homes[step.node]] == rank and homes[step.node] != stage:
+            stage = homes[step.node]
+            pauses.append(index)
+    return pauses
