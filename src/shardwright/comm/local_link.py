@@ -53,6 +53,10 @@ class LocalLink:
     Args:
         connection: a connected Unix socket that keeps packets apart.
         peer: world rank of the other process.
+
+    Attributes:
+        peer: world rank of the other process.
+        ended: it has ended, and all that it said before was heard.
     """
 
     def __init__(self, connection: socket.socket, peer: int):
@@ -76,6 +80,11 @@ class LocalLink:
         """Shared memory for the messages that this process sends."""
         return self._ring.num_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the other process must read something, as far as was heard, before more can be written."""
+        return self._ring.is_full
+
     def close(self) -> None:
         """Lets go of the other process, and of the memory."""
         self._close()
@@ -96,12 +105,13 @@ class LocalLink:
 
         Raises:
             PeerLostError: the other process has ended.
+            OSError: the system has no memory for the message.
         """
         num_bytes = tensor.numel() * tensor.element_size()
         offset = self._place(num_bytes)
         if offset is None:
             self.listen()  # the other process may have read something meanwhile
-            if self._ring.is_full:
+            if self.is_full:
                 return False
             offset = self._place(num_bytes)
         if offset is None:
@@ -114,7 +124,7 @@ class LocalLink:
         return True
 
     def _place(self, num_bytes: int) -> int | None:
-        return None if self._ring.is_full else self._ring.place(num_bytes)
+        return None if self.is_full else self._ring.place(num_bytes)
 
     def _renew(self, num_bytes: int) -> None:
         fd = self._ring.grow(num_bytes)

@@ -61,11 +61,12 @@ class LocalPeers:
 
         Raises:
             PeerLostError: the rank has ended, or does not read.
-        OSError: the system has no memory for the message.
+            OSError: the system has no memory for the message.
         """
         link = self._links[target]
         if not link.write(tensor):
-            self._until(lambda: link.write(tensor), link, "sending to")
+            self._until(lambda: not link.is_full, link, "sending to")
+            link.write(tensor)
 
     def post(self, tensor: Tensor, source: int) -> LocalReceipt:
         """Names the tensor into which the next message of a rank goes."""
@@ -92,6 +93,7 @@ class LocalPeers:
             link.close()
 
     def _until(self, done: Callable[[], bool], link: LocalLink, doing: str) -> None:
+        """Waits; `done` must not listen: what is heard has to be delivered before this process sleeps."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             for each in self._links.values():
