@@ -15,7 +15,11 @@ def batches():
         yield (torch.rand(size, 2, dtype=torch.float64), size), {"mask": torch.rand(size, 1) > 0.5}
     yield (torch.tensor(1.5), "text"), {"half": torch.ones(3, dtype=torch.bfloat16), "none": None}
     yield (torch.tensor(2.5), "text"), {"half": torch.zeros(3, dtype=torch.bfloat16), "none": None}
-    yield (torch.rand(5, 7).t(), torch.complex(torch.ones(2), torch.ones(2))), {}
+    z = torch.complex(torch.ones(2), torch.ones(2))
+    yield (torch.rand(5, 7).t(), z), {}
+    yield (z.conj(), z.conj()[0].imag), {"one entry": torch.rand(3, 3)[:1, 0]}
+    for alone in (torch.arange(3, dtype=torch.int16), torch.ones(2) > 0, z[:1].conj()):
+        yield (alone,), {}
 
 
 def broadcast_from_first():

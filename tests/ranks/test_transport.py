@@ -67,3 +67,38 @@ def hold(num_bytes, num_messages):
 
 def test_messages_that_have_left_are_let_go():
     assert run_ranks(hold, 2, 2**20, 20) == [4, [*range(20)]]
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_tensors_of_every_kind_arrive(shared_memory):
+    """Over gloo, conjugates failed, and numbers that are negated when they are read had the wrong sign."""
+
+    def talk_of_kinds():
+        rank = dist.get_rank()
+        local = connect_local_peers(timeout_s=10.0) if shared_memory else None
+        transport = Transport([0, 1], rank=rank, local=local)
+        z = torch.tensor([1 + 2j, 3 - 1j])
+        kinds = [
+            z,
+            z.conj(),
+            z.conj()[0].imag,
+            z.conj()[:1].imag,
+            torch.ones(2, 3)[:1, :1].t(),
+            torch.ones(3, 3)[:1, 0],
+            torch.tensor(True),
+            torch.tensor([True, False]),
+            torch.ones(2, 3).t(),
+            torch.ones(1).expand(4),
+            torch.arange(3, dtype=torch.int16),
+            torch.arange(4.0).to(torch.float8_e4m3fn),
+            torch.zeros(0, 2),
+        ]
+        for kind in kinds:
+            if rank == 0:
+                transport.send(kind, 1)
+            else:
+                found = transport.post_receive(kind.shape, 0, dtype=kind.dtype, device=CPU).wait()
+                assert found.tolist() == kind.tolist()
+        transport.flush()
+
+    run_ranks(talk_of_kinds, 2)

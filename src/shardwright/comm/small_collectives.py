@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.tensor_bytes import bytes_of
 
 __all__ = ["SmallCollectives"]
 
@@ -45,12 +46,17 @@ class SmallCollectives:
         self._local = local if local is not None and all(other in local for other in self._others) else None
 
     def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Gives all ranks the tensors of one of them, given by its world rank; they must be contiguous.
+        """Gives all ranks the tensors of one of them, given by its world rank.
+
+        Args:
+            tensors: on the source, of any kind; on the others, contiguous ones of the same shapes and types,
+                which are filled.
+            source: world rank.
 
         Raises:
             PeerLostError: a peer on this host has ended, or does not answer.
         """
-        parts = [tensor.detach().view(-1) for tensor in tensors if tensor.numel()]
+        parts = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         if not self._others or not parts:
             return
         if self._local is None:
@@ -65,16 +71,15 @@ class SmallCollectives:
             receipts = [self._local.post(piece, source) for piece in pieces]
             self._local.wait(receipts[-1], source)  # they come in order
 
-    def _broadcast_as_one(self, parts: Sequence[Tensor], source: int) -> None:
+    def _broadcast_as_one(self, parts: list[Tensor], source: int) -> None:
         if len(parts) == 1:
             dist.broadcast(parts[0], source, group=self._group)
             return
-        as_bytes = [part.view(torch.uint8) for part in parts]
-        packed = torch.cat(as_bytes)
+        packed = torch.cat(parts)
         dist.broadcast(packed, source, group=self._group)
         if self._rank != source:
             for mine, received in zip(
-                as_bytes, torch.split(packed, [part.numel() for part in as_bytes]), strict=True
+                parts, torch.split(packed, [part.numel() for part in parts]), strict=True
             ):
                 mine.copy_(received)
 
@@ -97,6 +102,5 @@ class SmallCollectives:
         return rows
 
 
-def _pieces_of(flat: Tensor) -> list[Tensor]:
-    step = _PIECE_BYTES // flat.element_size()
-    return [flat[start : start + step] for start in range(0, flat.numel(), step)]
+def _pieces_of(part: Tensor) -> list[Tensor]:
+    return [part[start : start + _PIECE_BYTES] for start in range(0, part.numel(), _PIECE_BYTES)]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.errors import PeerLostError
 
 __all__ = ["Receipt", "Transport"]
@@ -87,7 +88,7 @@ class Transport:
         if self._local is not None and self._ranks[target] in self._local:
             self._local.send(tensor.detach(), self._ranks[target])
             return
-        payload = tensor.detach().contiguous()
+        payload = bytes_of(tensor)
         tag = self._sent[target] % _TAG_LIMIT
         self._sent[target] += 1
         # Gloo tells whether a send has completed only to those that wait for it. The oldest has mostly left.
@@ -95,7 +96,7 @@ class Transport:
             self._finish_oldest()
         try:
             group = self._up if target > self._rank else self._down
-            work = dist.isend(_bytes_of(payload), self._ranks[target], group=group, tag=tag)
+            work = dist.isend(payload, self._ranks[target], group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("sending to", self._ranks[target], error) from error
         assert work is not None
@@ -116,7 +117,7 @@ class Transport:
         self._expected[source] += 1
         try:
             group = self._up if source < self._rank else self._down
-            work = dist.irecv(_bytes_of(buffer), world_rank, group=group, tag=tag)
+            work = dist.irecv(bytes_of(buffer), world_rank, group=group, tag=tag)
         except RuntimeError as error:
             raise _lost("receiving from", world_rank, error) from error
         assert work is not None
@@ -141,15 +142,3 @@ def _wait(work: dist.Work, doing: str, rank: int) -> None:
 
 def _lost(doing: str, rank: int, error: RuntimeError) -> PeerLostError:
     return PeerLostError(f"{doing} rank {rank} failed: {error}", rank=rank)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor as bytes where the transport does not know its type."""
-    if tensor.dtype in _KNOWN:
-        return tensor
-    return tensor.view(-1).view(torch.uint8) if tensor.dim() == 0 else tensor.flatten().view(torch.uint8)
-
-
-_KNOWN = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
-)

@@ -83,7 +83,7 @@ class BatchBroadcast:
     def _send(self, items: Sequence[Any], structure: Structure) -> None:
         described = [_describe(item) for item in items], structure.without_template()
         header = pickle.dumps(described)
-        tensors = [item.detach().to(self._device).contiguous() for item in items if is_batch_tensor(item)]
+        tensors = [item.detach().to(self._device) for item in items if is_batch_tensor(item)]
         if header != self._header:
             self._broadcast([self._number(len(header)), *self._room()])
             self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.torch.context import Context
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.program import Program
@@ -37,8 +38,7 @@ def exchange_outputs(
             continue
         specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
         if owner == context.pipeline_rank:
-            mine = [flat[m][0][position].detach().contiguous() for m, position, _ in places]
-            payload = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in mine])
+            payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
         else:
             num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
