@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.comm import local_peers
 from shardwright.comm.local_peers import connect_local_peers
 from shardwright.comm.transport import Transport
 from shardwright.testing import run_ranks
@@ -102,3 +103,30 @@ def test_tensors_of_every_kind_arrive(shared_memory):
         transport.flush()
 
     run_ranks(talk_of_kinds, 2)
+
+
+def test_ranks_on_two_hosts_do_not_wait_in_a_circle():
+    """Ranks 0 and 2 share a host. While rank 0 waited for rank 1, through gloo, it did not take what rank 2
+    sent through shared memory; so rank 2 did not get on to what rank 1 waited for.
+    """
+
+    def wait_for_the_other_host():
+        rank = dist.get_rank()
+        local_peers._host = lambda: "second" if rank == 1 else "first"
+        transport = Transport(range(3), rank=rank, local=connect_local_peers(timeout_s=5.0))
+
+        def post(source):
+            return transport.post_receive((2,), source, dtype=torch.float32, device=CPU)
+
+        if rank == 0:
+            receipts = [*(post(2) for _ in range(6)), post(1)]
+            return sum(receipt.wait().sum().item() for receipt in reversed(receipts))
+        if rank == 1:
+            transport.send(2 * post(2).wait(), 0)
+        else:
+            for target in (0, 0, 0, 0, 0, 0, 1):
+                transport.send(torch.ones(2), target)
+        transport.flush()
+        return None
+
+    assert run_ranks(wait_for_the_other_host, 3, timeout_s=30) == [16.0, None, None]

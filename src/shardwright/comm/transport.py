@@ -2,7 +2,9 @@
 
 Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end
 gets the n-th tensor sent at the other. Receives are posted ahead of need, sends return at once, so
-transfers overlap compute. On CPUs, messages between ranks of one host go through memory that they share.
+transfers overlap compute. On CPUs, the messages of a pipeline on one host go through memory that its ranks
+share. A pipeline over several hosts sends all of them through the process groups: a rank that waits for one
+there does not take what comes through shared memory meanwhile, which others may have to get rid of first.
 
 NCCL runs what two ranks send one another in the order in which it was asked for: a receive posted ahead
 would hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With a
@@ -58,7 +60,10 @@ class Transport:
         rank: the pipeline rank of this process.
         up: process group for messages to higher pipeline ranks; None for the default one.
         down: process group for messages to lower ones.
-        local: ways to ranks of this host; None sends everything through the process groups.
+        local: ways to the other ranks of this host, which serve if the whole pipeline is here.
+
+    Attributes:
+        local: ways to the other ranks of the pipeline through shared memory; None where messages take others.
     """
 
     def __init__(
@@ -73,7 +78,8 @@ class Transport:
         self._ranks = tuple(ranks)
         self._rank = rank
         self._up, self._down = up, down
-        self._local = local
+        here = local is not None and all(other in local for other in ranks if other != self._ranks[rank])
+        self.local = local if here else None
         self._sent = [0] * len(ranks)
         self._expected = [0] * len(ranks)
         self._pending: deque[tuple[dist.Work, Tensor, int]] = deque()
@@ -85,8 +91,8 @@ class Transport:
         """
         if tensor.numel() == 0:
             return
-        if self._local is not None and self._ranks[target] in self._local:
-            self._local.send(tensor.detach(), self._ranks[target])
+        if self.local is not None:
+            self.local.send(tensor.detach(), self._ranks[target])
             return
         payload = bytes_of(tensor)
         tag = self._sent[target] % _TAG_LIMIT
@@ -110,9 +116,9 @@ class Transport:
         if buffer.numel() == 0:
             return Receipt(buffer, None)
         world_rank = self._ranks[source]
-        if self._local is not None and world_rank in self._local:
-            receipt = self._local.post(buffer, world_rank)
-            return Receipt(buffer, partial(self._local.wait, receipt, world_rank))
+        if self.local is not None:
+            receipt = self.local.post(buffer, world_rank)
+            return Receipt(buffer, partial(self.local.wait, receipt, world_rank))
         tag = self._expected[source] % _TAG_LIMIT
         self._expected[source] += 1
         try:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster import Cluster, Device, Link
+from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
 
@@ -27,9 +28,11 @@ def present_cluster(context: Context) -> Cluster:
     hosts.
     """
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
-    intra = _time_link(context, 0, 1) if context.local_size > 1 else None
+    shared = context.from_first_rank(lambda: context.transport is not None and bool(context.transport.local))
+    local = context.local_peers if shared else None
+    intra = _time_link(context, 0, 1, local) if context.local_size > 1 else None
     per_node = context.local_size
-    inter = _time_link(context, 0, per_node) if context.mesh.world_size > per_node else None
+    inter = _time_link(context, 0, per_node, local) if context.mesh.world_size > per_node else None
     if context.local_peers is not None:
         context.local_peers.shrink()  # the model's messages may be smaller than those
     return Cluster(
@@ -70,13 +73,13 @@ def _memory_bytes(context: Context) -> int:
     return 0
 
 
-def _time_link(context: Context, first: int, second: int) -> Link:
-    """Sends messages of two sizes to and fro, as the pipeline does; the same result on every rank."""
+def _time_link(context: Context, first: int, second: int, local: LocalPeers | None) -> Link:
+    """Sends messages of two sizes to and fro, the way of the pipeline's; the same result on every rank."""
     seconds, busy = [], []
     pair = (first, second)
     transport = None
     if context.rank in pair:
-        transport = Transport(pair, rank=pair.index(context.rank), local=context.local_peers)
+        transport = Transport(pair, rank=pair.index(context.rank), local=local)
     for num_bytes in (_SMALL_BYTES, _LARGE_BYTES):
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
         times, busy_times = [], []
