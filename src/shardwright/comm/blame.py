@@ -8,6 +8,7 @@ because it was killed::
                                                     rank 1: error    ──► "rank 1 failed: ValueError: ..."
 """
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
     def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,21 @@ class Blame:
     def __init__(self, store: Store, *, rank: int):
         self._store = store
         self._rank = rank
+        self._has_note = True  # perhaps, of an earlier run
+
+    def begin(self) -> None:
+        """Begins a step: takes back a note of an earlier one, which the script has got over."""
+        if self._has_note:
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(_key(self._rank))
+            self._has_note = False
 
     def confess(self, error: BaseException, *, lost_peer: int | None = None) -> None:
         """Says that this rank fails, and why; does nothing if the store cannot be reached."""
         note = {"lost_peer": lost_peer, "text": f"{type(error).__name__}: {error}"[:2000]}
-        try:
+        self._has_note = True
+        with contextlib.suppress(RuntimeError):
             self._store.set(_key(self._rank), json.dumps(note))
-        except RuntimeError:
-            return
 
     def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
         """The rank where it began, as far as the notes tell.

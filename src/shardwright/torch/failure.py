@@ -21,6 +21,7 @@ def first_cause_named(context: Context) -> Iterator[None]:
     if blame is None:
         yield
         return
+    blame.begin()
     try:
         yield
     except PeerLostError as error:

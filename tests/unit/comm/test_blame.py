@@ -1,0 +1,53 @@
+"""Who failed first, by the notes of failing ranks."""
+
+from torch.distributed import HashStore
+
+from shardwright.comm.blame import Blame
+
+
+def blames(count):
+    store = HashStore()
+    return [Blame(store, rank=rank) for rank in range(count)]
+
+
+def test_the_first_cause_is_found_along_the_notes():
+    ranks = blames(4)
+    ranks[1].confess(ValueError("boom"))
+    ranks[2].confess(RuntimeError("gone"), lost_peer=1)
+    found = ranks[3].first_cause(2)
+    assert (found.rank, found.text) == (1, "ValueError: boom")
+
+
+def test_a_rank_without_a_note_died_without_a_word():
+    ranks = blames(3)
+    ranks[1].confess(RuntimeError("gone"), lost_peer=2)
+    found = ranks[0].first_cause(1, patience_s=0.0)
+    assert (found.rank, found.text) == (2, "it died without a word: killed, or out of memory")
+
+
+def test_an_error_that_a_script_has_got_over_is_no_cause_of_a_later_one():
+    """A rank that was killed later was said to have failed with the error of an earlier step."""
+    ranks = blames(2)
+    ranks[1].confess(ValueError("a batch that is too small"))
+    ranks[1].begin()
+    assert "without a word" in ranks[0].first_cause(1, patience_s=0.0).text
+
+
+def test_nor_is_an_error_of_an_earlier_run():
+    store = HashStore()
+    Blame(store, rank=1).confess(ValueError("boom"))
+    later = [Blame(store, rank=rank) for rank in range(2)]
+    later[1].begin()
+    assert "without a word" in later[0].first_cause(1, patience_s=0.0).text
+
+
+def test_a_store_that_is_gone_does_no_harm():
+    class Gone:
+        def delete_key(self, *_):
+            raise RuntimeError("Connection reset by peer")
+
+        set = get = check = delete_key
+
+    blame = Blame(Gone(), rank=0)
+    blame.begin()
+    blame.confess(ValueError("boom"))
