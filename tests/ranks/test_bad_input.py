@@ -61,6 +61,43 @@ def test_more_microbatches_than_samples():
     assert "8" in text
 
 
+def test_a_sparse_tensor_in_the_batch():
+    """What came was "unsupported memory format option Contiguous"."""
+
+    def train_with_matrix():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        model = sw.DistributedModel(four_layers())
+
+        @sw.step(non_split_inputs=["matrix"])
+        def train(model, x, matrix):
+            loss = torch.sparse.mm(matrix, model(x)).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(8, 4), torch.eye(4).to_sparse())
+
+    with pytest.raises(RanksFailedError, match=r"of shape \(4, 4\) .* torch.sparse_coo.* build it there"):
+        run_ranks(train_with_matrix, 2)
+
+
+def test_a_sparse_gradient_that_is_summed_over_replicas():
+    """What came was "reshape is not implemented for sparse tensors"."""
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = nn.Embedding(10, 4, sparse=True)
+
+        def forward(self, x):
+            return self.words(x.long())
+
+    text = refused(2, {"data_parallel_degree": 2, "microbatches": 2}, make_model=Words)
+    assert "UsageError: the gradient of a parameter of shape (10, 4) is sparse" in text
+    assert "sparse=False" in text
+
+
 def test_reading_a_remote_value_names_the_line_and_the_remedy():
     def loss_of(model, x):
         loss = model(x).square().mean()

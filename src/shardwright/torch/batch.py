@@ -124,6 +124,12 @@ class BatchBroadcast:
 
 def _describe(item: Any) -> _Leaf:
     if is_batch_tensor(item):
+        if item.layout is not torch.strided or item.is_nested:
+            raise UsageError(
+                f"a tensor of shape {tuple(item.shape)} in the batch has the layout {item.layout}, and only "
+                "dense ones are sent to the other ranks. Pass the parts that it is made of (indices, values) "
+                "to the step function, and build it there."
+            )
         return _Leaf("tensor", tuple(item.shape), item.dtype, item.requires_grad)
     if item is None or type(item) in (
         bool,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch.split_backward import notify_gradients
 
 __all__ = ["GradientReducer", "Reduced"]
@@ -210,6 +211,12 @@ class GradientReducer:
             parameter = member.parameter
             flags.append(0.0 if parameter.grad is None else 1.0)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.layout is not torch.strided:
+                raise UsageError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and only "
+                    "dense ones can be summed over replicas and stages. Build its embedding with "
+                    "sparse=False."
+                )
             parts.append(gradient.reshape(-1))
         first = parts[0]
         parts.append(torch.tensor(flags, dtype=first.dtype, device=first.device))
