@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import features
 from zoo_modules import WIDTH, Block, Stack
@@ -88,3 +89,32 @@ def test_a_shape_that_other_stages_would_take_from_the_trace_is_refused():
         run(CountsOnAnotherStage)
     assert "module KeepsLarge gave a tensor of shape" in str(caught.value)
     assert "test_shapes_of_units.py:" in str(caught.value)
+
+
+class RoundsAsItLikes(Block):
+    """Its halves have other exponents than in the trace, and as many bytes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x.to(self.up.weight.dtype))
+        return y.bfloat16() if isinstance(x, FakeTensor) else y.half()
+
+
+class Rounded(Stack):
+    """Every stage but the last sends such halves."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(RoundsAsItLikes() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_type_that_other_stages_would_take_from_the_trace_is_refused():
+    """They took the bytes for numbers of another type."""
+    with pytest.raises(
+        RanksFailedError, match=r"module RoundsAsItLikes gave torch.float16 .* but bfloat16 in"
+    ):
+        run(Rounded)

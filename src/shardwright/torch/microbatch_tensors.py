@@ -127,8 +127,8 @@ class MicrobatchTensors:
             copied: what it changed on copies, from `find`.
 
         Raises:
-            TraceMismatchError: a tensor that another stage needs has another shape than in the trace, or a
-                number that it returns is another one.
+            TraceMismatchError: a tensor that another stage needs has another shape or type than in the trace,
+                or a number that it returns is another one.
         """
         flow = instruction.flow
         if instruction.numbers:
@@ -142,6 +142,8 @@ class MicrobatchTensors:
                 assert keep.position is not None
                 item = items[keep.position]
                 self._check_shape(instruction, item, keep.value)
+                if keep.send:
+                    self._check_dtype(instruction, item, keep.value)
                 self._store(keep, item)
         if flow.changes:
             items = flatten((args, kwargs))[0]
@@ -179,6 +181,15 @@ class MicrobatchTensors:
                 "A tensor that another stage needs, or whose shape the code between modules asks for, must "
                 "have a shape that follows from the shapes of the batch alone. Put what uses it into one "
                 "module."
+            )
+
+    def _check_dtype(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        expected = self._program.specs[value].dtype
+        if item.dtype is not getattr(torch, expected):
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave {item.dtype} in microbatch "
+                f"{self._index}, but {expected} in the trace, which is what the stage that needs it takes. "
+                "Let the type follow from the types of the batch and the parameters alone."
             )
 
     def _store(self, keep: Keep, tensor: Tensor) -> None:
