@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwright.comm.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, TraceMismatchError
+from shardwright.units import format_bytes
 
 __all__ = ["LocalLink", "LocalReceipt"]
 
@@ -127,7 +128,14 @@ class LocalLink:
         return None if self.is_full else self._ring.place(num_bytes)
 
     def _renew(self, num_bytes: int) -> None:
-        fd = self._ring.grow(num_bytes)
+        try:
+            fd = self._ring.grow(num_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"no shared memory for a message of {format_bytes(num_bytes)} to rank {self.peer}: "
+                f"{error.strerror}. Use more microbatches, which are smaller, or set shared_memory: false",
+            ) from error
         copy = os.dup(fd)
         try:
             self._own_segment = Segment(fd, self._ring.num_bytes)
