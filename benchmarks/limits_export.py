@@ -50,7 +50,7 @@ def _llama() -> nn.Module:
     return _Scores(LlamaForCausalLM(LlamaConfig(**_SIZES)))
 
 
-def _t5() -> nn.Module:
+def _t5(attention: str) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -64,6 +64,7 @@ def _t5() -> nn.Module:
         dropout_rate=0.0,
         use_cache=False,
         decoder_start_token_id=0,
+        attn_implementation=attention,
     )
     return _Scores(T5ForConditionalGeneration(config), encoder_decoder=True)
 
@@ -115,6 +116,13 @@ CASES = {
         lambda: _ours(_gpt_neox),
     ),
     "Hugging Face Llama": (lambda: _peer(_llama, "model.model.layers.2"), lambda: _ours(_llama)),
-    "Hugging Face T5": (lambda: _peer(_t5, "model.decoder.block.0"), lambda: _ours(_t5)),
+    "Hugging Face T5, default attention": (
+        lambda: _peer(lambda: _t5("sdpa"), "model.decoder.block.0"),
+        lambda: _ours(lambda: _t5("sdpa")),
+    ),
+    "Hugging Face T5, eager attention": (
+        lambda: _peer(lambda: _t5("eager"), "model.decoder.block.0"),
+        lambda: _ours(lambda: _t5("eager")),
+    ),
 }
 """For each case, the peer's attempt and ours; they return the largest difference from one process."""

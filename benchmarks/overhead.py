@@ -24,7 +24,7 @@ _ROUNDS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Microseconds, medians over ranks, microbatches and rounds.
+    """Microseconds, medians over microbatches and rounds, and means of these over ranks.
 
     Attributes:
         units: units on each rank.
@@ -32,7 +32,7 @@ class Overhead:
         backward_us: a ``B`` action, waiting left out.
         plain_forward_us: the same units and the loss called in a plain loop.
         plain_backward_us: their backward.
-        between_us: from the end of one action to the start of the next, where it did not wait: transfers.
+        between_us: from the end of one action to the start of the next: sends, and receives that are posted.
         times: whole steps of both sides.
     """
 

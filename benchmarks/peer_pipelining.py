@@ -10,7 +10,7 @@ from torch.distributed import pipelining as torch_pipelining
 
 from models import Layered, Task
 
-__all__ = ["KINDS", "Peer", "stages_per_rank"]
+__all__ = ["KINDS", "Peer"]
 
 KINDS = {
     "GPipe": 1,
@@ -24,11 +24,6 @@ KINDS = {
 """The schedules that it ships, with the stages on each rank."""
 
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-
-
-def stages_per_rank(kind: str) -> int:
-    """How many stages a schedule runs on each rank."""
-    return KINDS[kind]
 
 
 class Peer:

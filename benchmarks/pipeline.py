@@ -9,7 +9,7 @@ B  the schedule that the library chooses, against the best of the peer's seven
 C  models with uneven layers: stages by the library, against an even split
 D  against one process with one thread
 E  what the runtime takes on top of the work
-F  what the peer cannot run
+F  cases at the limits of the peer, tried on both sides
 G  predicted steps against measured ones: of every plan of A to D
 H  predicted memory against measured memory
 """
@@ -40,6 +40,7 @@ from speed_report import prediction_check, prediction_rows, speed_checks, speed_
 
 SECTIONS = "ABCDEFGH"
 _RACES = "ABCD"
+_RANKS = (2, 4)
 
 
 def main() -> int:
@@ -48,7 +49,8 @@ def main() -> int:
     sections = options.only or SECTIONS
     report = _Report(checks_only=options.check)
     report.say("\n".join(f"{key}: {value}" for key, value in report.circumstances.items()))
-    races = _RACES if sections == "G" else sections
+    # G judges the plans of whatever is raced; of everything where nothing is.
+    races = _RACES if "G" in sections and not set(sections) & set(_RACES) else sections
     rounds = 2 if options.quick else options.repeats
     results: list[Result] = []
     for course in courses(races, quick=options.quick):
@@ -66,9 +68,9 @@ def main() -> int:
         found = report.keep("overhead", _quietly(lambda: measure_overhead(quick=options.quick)))
         report.table("E. The runtime on units that hardly do any work", overhead_table(found))
     if "F" in sections:
-        report.progress("F: what the peer cannot run")
+        report.progress("F: limits")
         verdicts = report.keep("limits", _quietly(lambda: try_limits(quick=options.quick)))
-        report.table("F. What the peer cannot run", limits_table(verdicts))
+        report.table("F. At the limits of the peer", limits_table(verdicts))
         report.checks += limits_check(verdicts)
     if "G" in sections:
         report.table("G. Predicted steps against measured ones", prediction_rows(results))
@@ -143,13 +145,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=0.0, help="seconds a race may take longer to get quiet runs"
     )
-    parser.add_argument("--ranks", type=_numbers, default=(2, 4), help="of the races (default 2,4)")
+    parser.add_argument("--ranks", type=_ranks, default=_RANKS, help="of the races (default 2,4)")
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     return parser.parse_args()
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+def _ranks(text: str) -> tuple[int, ...]:
+    found = tuple(map(int, text.split(",")))
+    if set(found) - set(_RANKS):  # no race would be run, and every target met
+        raise argparse.ArgumentTypeError(f"{text!r}: there are races of 2 and of 4 ranks")
+    return found
 
 
 def _letters(text: str) -> str:

@@ -75,7 +75,9 @@ def _ratio(field: list[Result], theirs: Sequence[str] | None, own: Sequence[str]
     times = {(r.side, r.kind): r.times.median_s for r in field}
     peer = min(s for (side, kind), s in times.items() if side == "peer" and (not theirs or kind in theirs))
     ours = min(s for (side, kind), s in times.items() if side == "ours" and kind in own)
-    return ours / peer, f"{field[0].ranks} ranks, {field[0].microbatches} microbatches"
+    where = f"{field[0].ranks} ranks, {field[0].microbatches} microbatches"
+    disturbed = any(r.times.disturbed for r in field if r.times.median_s in (ours, peer))
+    return ours / peer, f"{where}, disturbed" if disturbed else where
 
 
 def _worst(section: str, what: str, ratios: list[tuple[float, str]], *, target: float) -> list[Check]:
@@ -86,14 +88,14 @@ def _worst(section: str, what: str, ratios: list[tuple[float, str]], *, target: 
 
 
 def _speed_ups(field: list[Result]) -> list[Check]:
-    """Speed-up over one process as a share of the ideal."""
+    """Speed-up over one process as a share of the ideal of 1F1B, which schedules without bubbles may beat."""
     times = {f"{r.side} {r.kind}": r.times.median_s for r in field}
     one = min(times["plain batch"], times["plain microbatches"])
-    ideal, where = ideal_speed_up(field[0])
+    ideal, where = _ideal_speed_up(field[0])
     return [
         Check(
             section="D",
-            what=f"{field[0].ranks} ranks, {kind}: speed-up over one process / ideal",
+            what=f"{field[0].ranks} ranks, {kind}: speed-up over one process / 1F1B's ideal",
             value=one / times[f"ours {kind}"] / ideal,
             target=0.9,
             at_least=True,
@@ -103,8 +105,8 @@ def _speed_ups(field: list[Result]) -> list[Check]:
     ]
 
 
-def ideal_speed_up(result: Result) -> tuple[float, str]:
-    """p ranks and m microbatches give p m / (m + p - 1), where every rank has a core."""
+def _ideal_speed_up(result: Result) -> tuple[float, str]:
+    """1F1B on p ranks with m microbatches gives p m / (m + p - 1), where every rank has a core."""
     p, m, cores = result.ranks, result.microbatches, cores_of_host()
     ideal = p * m / (m + p - 1)
     return (ideal, "") if cores >= p else (min(ideal, float(cores)), f", {cores} cores")
