@@ -1,20 +1,20 @@
 """Which races are run: sections A to D."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models import Task, conv_net, equal_blocks, gpt
 from peer_pipelining import KINDS
-from race import Result, race
+from race import Final, Match, Result, race
 
-__all__ = ["FAMILIES", "Course", "courses"]
+__all__ = ["Course", "courses"]
 
-FAMILIES = {
-    "1F1B": (("1F1B",), ("1f1b",)),
-    "interleaved": (("Interleaved1F1B",), ("interleaved_1f1b",)),
-    "zero bubble": (("InterleavedZeroBubble", "ZBVZeroBubble"), ("zb_v",)),
+_FAMILIES = {
+    "1F1B": (("1F1B",), "1f1b"),
+    "interleaved": (("Interleaved1F1B",), "interleaved_1f1b"),
+    "zero bubble": (("InterleavedZeroBubble", "ZBVZeroBubble"), "zb_v"),
 }
-"""Of each family of schedules, the peer's names and ours. A family of several is as fast as its fastest."""
+"""Of each family of schedules, the peer's names and ours. Of several, the fastest is met."""
 
 _MORE_OF_OURS = ("zb_h1",)
 _RIVALS_OF_FREE = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -30,6 +30,7 @@ class Course:
         ranks: number of ranks.
         microbatches: parts into which a batch is split.
         names: contestants; see `contestant.contestant`.
+        matches: who of ours meets whom in the finals.
     """
 
     section: str
@@ -37,16 +38,18 @@ class Course:
     ranks: int
     microbatches: int
     names: tuple[str, ...]
+    matches: tuple[Match, ...]
 
     def __str__(self) -> str:
         return f"{self.section}: {self.task.name}, {self.ranks} ranks, {self.microbatches} microbatches"
 
-    def run(self, *, rounds: int, patience_s: float) -> list[Result]:
+    def run(self, *, rounds: int, patience_s: float) -> tuple[list[Result], list[Final]]:
         """Runs it."""
         return race(
             self.section,
             self.task,
             self.names,
+            self.matches,
             ranks=self.ranks,
             microbatches=self.microbatches,
             rounds=rounds,
@@ -67,11 +70,12 @@ def courses(sections: str, *, quick: bool) -> Iterator[Course]:
 
 def _equal_stages(sections: str) -> Iterator[Course]:
     """A and B share their races, so that all contestants meet under the same conditions."""
-    peer, ours = [], []
+    peer, ours, matches = [], [], []
     if "A" in sections:
-        for theirs, own in FAMILIES.values():
+        for family, (theirs, own) in _FAMILIES.items():
             peer += theirs
-            ours += own
+            ours.append(own)
+            matches.append(_match("A", f"{family}: ours / peer, same stages", own, theirs))
         ours += _MORE_OF_OURS
     if "B" in sections:
         peer, ours = [*KINDS], [*ours, "free"]
@@ -81,13 +85,20 @@ def _equal_stages(sections: str) -> Iterator[Course]:
         for microbatches in (4, 8):
             # DualPipeV asks for as many microbatches as there are stages.
             fitting = [kind for kind in peer if kind != "DualPipeV" or microbatches >= 2 * ranks]
+            chosen = [_match("B", "chosen by the library / best of the peer's", "free", fitting)]
             yield Course(
                 section="".join(letter for letter in "AB" if letter in sections),
                 task=gpt(layers=layers),
                 ranks=ranks,
                 microbatches=microbatches,
                 names=(*(f"peer {kind}" for kind in fitting), *(f"ours {kind}" for kind in ours)),
+                matches=(*matches, *(chosen if "B" in sections else ())),
             )
+
+
+def _match(section: str, what: str, ours: str, theirs: Sequence[str]) -> Match:
+    rivals = tuple(f"peer {kind}" for kind in theirs)
+    return Match(section=section, what=what, ours=f"ours {ours}", rivals=rivals)
 
 
 def _uneven_models(sections: str) -> Iterator[Course]:
@@ -102,6 +113,7 @@ def _uneven_models(sections: str) -> Iterator[Course]:
                 ranks=ranks,
                 microbatches=8,
                 names=(*(f"peer {kind}" for kind in _RIVALS_OF_FREE), "ours free"),
+                matches=(_match("C", f"{task.name}: planned / peer's even split", "free", _RIVALS_OF_FREE),),
             )
 
 
@@ -115,6 +127,15 @@ def _against_one_process(sections: str) -> Iterator[Course]:
             ranks=ranks,
             microbatches=8,
             names=("plain batch", "plain microbatches", "plain crowd", "ours 1f1b", "ours free"),
+            matches=tuple(
+                Match(
+                    section="D",
+                    what=f"{ranks} ranks, {kind}: speed-up over one process / 1F1B's ideal",
+                    ours=f"ours {kind}",
+                    rivals=("plain batch", "plain microbatches"),
+                )
+                for kind in ("1f1b", "free")
+            ),
         )
 
 

@@ -3,7 +3,7 @@
 ::
 
     round 0    peer   ours         each time: from the first rank that starts
-    round 1    peer   ours                    to the last that ends
+    round 1    ours   peer                    to the last that ends
 
 Every time comes with what other processes took of the machine meanwhile. A run in which that is much is
 disturbed: it is run again while `Patience` lasts, and left out of the median if enough others are quiet.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-__all__ = ["QUIET_CORES", "Patience", "Run", "Times", "alternate", "clocked"]
+__all__ = ["QUIET_CORES", "Patience", "Run", "Times", "alternate", "clocked", "ratios"]
 
 QUIET_CORES = 0.1
 """A run is quiet if others keep less than this many cores busy meanwhile."""
@@ -37,10 +37,18 @@ class Times:
     Attributes:
         seconds: of each run.
         foreign: for each run, cores that processes other than the ranks kept busy.
+        by_round: the run of each round that was not repeated.
     """
 
     seconds: list[float] = field(default_factory=list)
     foreign: list[float] = field(default_factory=list)
+    by_round: list[Run] = field(default_factory=list)
+
+    def add(self, other: "Times") -> None:
+        """Takes the runs of another race of the same contestant, too."""
+        self.seconds += other.seconds
+        self.foreign += other.foreign
+        self.by_round += other.by_round
 
     @property
     def num_quiet(self) -> int:
@@ -107,7 +115,7 @@ def alternate(
     patience: Patience | None = None,
     warm_up: int = 1,
 ) -> dict[str, Times]:
-    """Runs every contestant in every round.
+    """Runs every contestant in every round, in the opposite order in every other one.
 
     Args:
         contestants: what runs each once.
@@ -120,8 +128,8 @@ def alternate(
     for _ in range(warm_up):
         for run in contestants.values():
             run()
-    for _ in range(rounds):
-        for name, run in contestants.items():
+    for number in range(rounds):
+        for name, run in list(contestants.items())[:: -1 if number % 2 else 1]:
             while True:
                 if not patience.ended:
                     patience.wait()
@@ -129,9 +137,20 @@ def alternate(
                 times[name].seconds.append(seconds)
                 times[name].foreign.append(foreign)
                 if foreign < QUIET_CORES or patience.ended:
+                    times[name].by_round.append((seconds, foreign))
                     break
                 patience.spend(seconds)
     return times
+
+
+def ratios(ours: Times, rival: Times) -> list[float]:
+    """Ours / rival, round by round: of the rounds in which both were quiet where there are a few, else all.
+
+    What slows the machine for seconds hits both of a round, so these vary less than their parts.
+    """
+    rounds = list(zip(ours.by_round, rival.by_round, strict=True))
+    quiet = [(a, b) for a, b in rounds if a[1] < QUIET_CORES and b[1] < QUIET_CORES]
+    return [a / b for (a, _), (b, _) in (quiet if len(quiet) >= _FEWEST_QUIET else rounds)]
 
 
 def clocked(run: Callable[[], object]) -> Run:

@@ -34,9 +34,9 @@ from limits import limits_check, limits_table, try_limits
 from machine import circumstances
 from memory import measure_memory, memory_check, memory_table
 from overhead import measure_overhead, overhead_table
-from race import Result
+from race import Final, Result
 from shardwright.plan import align
-from speed_report import prediction_check, prediction_rows, speed_checks, speed_tables
+from speed_report import finals_table, prediction_check, prediction_rows, speed_checks, speed_tables
 
 SECTIONS = "ABCDEFGH"
 _RACES = "ABCD"
@@ -53,16 +53,21 @@ def main() -> int:
     races = _RACES if "G" in sections and not set(sections) & set(_RACES) else sections
     rounds = 2 if options.quick else options.repeats
     results: list[Result] = []
+    finals: list[Final] = []
     for course in courses(races, quick=options.quick):
         if course.ranks not in options.ranks:
             continue
         report.progress(str(course))
-        results += _quietly(lambda c=course: c.run(rounds=rounds, patience_s=options.patience))
-        report.raw["races"] = results
+        found = _quietly(lambda c=course: c.run(rounds=rounds, patience_s=options.patience))
+        results += found[0]
+        finals += found[1]
+        report.raw |= {"races": results, "finals": finals}
         report.write(options.json)  # what is measured is kept, whatever happens to the next race
     for title, table in speed_tables(results):
         report.table(title, table)
-    report.checks += speed_checks([r for r in results if r.section[0] in sections])
+    finals = [final for final in finals if final.match.section in sections]
+    report.table("Finals: ours and its fastest rival in turns", finals_table(finals))
+    report.checks += speed_checks(finals)
     if "E" in sections:
         report.progress("E: overhead")
         found = report.keep("overhead", _quietly(lambda: measure_overhead(quick=options.quick)))
@@ -141,7 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny models, two rounds, some cases")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
     parser.add_argument("--only", type=_letters, help="sections, for example A,C")
-    parser.add_argument("--repeats", type=int, default=7, help="runs of every contestant (default 7)")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of every final (default 9)")
     parser.add_argument(
         "--patience", type=float, default=0.0, help="seconds a race may take longer to get quiet runs"
     )

@@ -1,18 +1,27 @@
-"""One race: contestants of both sides on one model, with one loss."""
+"""One race: contestants of both sides on one model, with one loss.
+
+In the heats all run in turns. In the finals each of ours meets its fastest rival alone, so that the two run
+right after one another, and ratios are taken round by round::
+
+    heats     peer A   peer B   peer C   ours 1   ours 2     peer A   peer B ...
+    finals    ours 1   peer B   peer B   ours 1   ours 1   peer B ...
+"""
 
 import math
+import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from duel import QUIET_CORES, Patience, Times, alternate
+from duel import QUIET_CORES, Patience, Times, alternate, ratios
 from models import Task
 from team import Team
 from team_ranks import Entry
 
-__all__ = ["Result", "race"]
+__all__ = ["Final", "Match", "Result", "race"]
 
 _SAME_LOSS = 1e-4
+_HEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +53,82 @@ class Result:
     profiled_with: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What a final is to show.
+
+    Attributes:
+        section: letter of the section.
+        what: the figure.
+        ours: the contestant.
+        rivals: those of whom the fastest is met.
+    """
+
+    section: str
+    what: str
+    ours: str
+    rivals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Final:
+    """How one of ours did against its fastest rival.
+
+    Attributes:
+        match: what it is to show.
+        task: name of what was trained.
+        ranks: number of ranks.
+        microbatches: parts into which a batch was split.
+        rival: whom it met.
+        ours_s: its median.
+        rival_s: the rival's.
+        ratios: ours / rival, of the rounds that count.
+    """
+
+    match: Match
+    task: str
+    ranks: int
+    microbatches: int
+    rival: str
+    ours_s: float
+    rival_s: float
+    ratios: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the ratios."""
+        if len(self.ratios) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return high - low
+
+
 def race(
     section: str,
     task: Task,
     names: Sequence[str],
+    matches: Sequence[Match],
     *,
     ranks: int,
     microbatches: int,
     rounds: int,
     patience_s: float,
-) -> list[Result]:
+) -> tuple[list[Result], list[Final]]:
     """Every contestant has processes of its own, as it has when a user trains with it, and they run in turns.
 
     Args:
         section: letter of the section.
         task: what is trained.
         names: contestants; see `contestant.contestant`.
+        matches: the finals.
         ranks: processes of each.
         microbatches: parts into which a batch is split.
-        rounds: how many quiet runs of each are wanted.
+        rounds: of each final; the heats have no more than three.
         patience_s: seconds that may be spent on that.
 
     Raises:
@@ -79,12 +145,33 @@ def race(
         }
         runs = {name: team.run for name, team in teams.items()}
         # Ours has run a step by now, the peer none, and its first one finds out shapes.
-        times = alternate(runs, rounds=rounds, patience=patience, warm_up=2)
+        times = alternate(runs, rounds=min(rounds, _HEATS), patience=patience, warm_up=2)
+        finals = []
+        for match in matches:
+            rival = min(match.rivals, key=lambda name: times[name].median_s)
+            pair = alternate(
+                {name: runs[name] for name in (match.ours, rival)}, rounds=rounds, patience=patience
+            )
+            finals.append(
+                Final(
+                    match=match,
+                    task=task.name,
+                    ranks=ranks,
+                    microbatches=microbatches,
+                    rival=rival,
+                    ours_s=pair[match.ours].median_s,
+                    rival_s=pair[rival].median_s,
+                    ratios=ratios(pair[match.ours], pair[rival]),
+                )
+            )
+            for name, more in pair.items():
+                times[name].add(more)
         _check_losses({name: team.loss() for name, team in teams.items()})
-    return [
+    results = [
         _result(section, task, name, entered[name], times[name], ranks=ranks, microbatches=microbatches)
         for name in names
     ]
+    return results, finals
 
 
 def _enter(team: Team, patience: Patience, *, measures: bool) -> Entry:

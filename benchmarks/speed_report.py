@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from check import Check
-from courses import FAMILIES
-from race import Result
+from race import Final, Result
 from shardwright.torch.machine import cores_of_host
 
-__all__ = ["prediction_check", "prediction_rows", "speed_checks", "speed_tables"]
+__all__ = ["finals_table", "prediction_check", "prediction_rows", "speed_checks", "speed_tables"]
 
 Table = tuple[str, list[list[str]]]
+
+_TARGETS = {"A": 1.0, "B": 1.0, "C": 0.9, "D": 0.9}
 
 _TITLES = {
     "A": "A, B. The same layers on every stage, and the schedule that the library chooses",
@@ -52,62 +53,70 @@ def _rows(field: list[Result]) -> list[list[str]]:
     return rows
 
 
-def speed_checks(results: Sequence[Result]) -> list[Check]:
-    """The targets of sections A to D, each with its worst figure."""
-    checks = []
-    fields = [list(field) for _, field in groupby(sorted(results, key=_order), key=_course)]
-    for family, (theirs, own) in FAMILIES.items():
-        ratios = [_ratio(field, theirs, own) for field in fields if "A" in field[0].section]
-        checks += _worst("A", f"{family}: ours / peer, same stages", ratios, target=1.0)
-    ratios = [_ratio(field, None, ("free",)) for field in fields if "B" in field[0].section]
-    checks += _worst("B", "chosen by the library / best of the peer's", ratios, target=1.0)
-    for task in dict.fromkeys(r.task for r in results if r.section == "C"):
-        ratios = [_ratio(field, None, ("free",)) for field in fields if field[0].task == task]
-        checks += _worst("C", f"{task}: planned / peer's even split", ratios, target=0.9)
-    for field in fields:
-        if field[0].section == "D":
-            checks += _speed_ups(field)
-    return checks
-
-
-def _ratio(field: list[Result], theirs: Sequence[str] | None, own: Sequence[str]) -> tuple[float, str]:
-    """Median of ours by the best median of the peer's, and where."""
-    times = {(r.side, r.kind): r.times.median_s for r in field}
-    peer = min(s for (side, kind), s in times.items() if side == "peer" and (not theirs or kind in theirs))
-    ours = min(s for (side, kind), s in times.items() if side == "ours" and kind in own)
-    where = f"{field[0].ranks} ranks, {field[0].microbatches} microbatches"
-    disturbed = any(r.times.disturbed for r in field if r.times.median_s in (ours, peer))
-    return ours / peer, f"{where}, disturbed" if disturbed else where
-
-
-def _worst(section: str, what: str, ratios: list[tuple[float, str]], *, target: float) -> list[Check]:
-    if not ratios:
-        return []
-    value, where = max(ratios)
-    return [Check(section=section, what=what, value=value, target=target, where=where)]
-
-
-def _speed_ups(field: list[Result]) -> list[Check]:
-    """Speed-up over one process as a share of the ideal of 1F1B, which schedules without bubbles may beat."""
-    times = {f"{r.side} {r.kind}": r.times.median_s for r in field}
-    one = min(times["plain batch"], times["plain microbatches"])
-    ideal, where = _ideal_speed_up(field[0])
-    return [
-        Check(
-            section="D",
-            what=f"{field[0].ranks} ranks, {kind}: speed-up over one process / 1F1B's ideal",
-            value=one / times[f"ours {kind}"] / ideal,
-            target=0.9,
-            at_least=True,
-            where=f"{one / times[f'ours {kind}']:.2f} of {ideal:.2f}{where}",
+def finals_table(finals: Sequence[Final]) -> list[list[str]]:
+    """Every final."""
+    table = [
+        [
+            "section",
+            "model",
+            "ranks",
+            "m",
+            "ours",
+            "rival",
+            "time of ours",
+            "of the rival",
+            "ours / rival",
+            "IQR",
+            "rounds",
+        ]
+    ]
+    for final in finals:
+        table.append(
+            [
+                final.match.section,
+                final.task,
+                str(final.ranks),
+                str(final.microbatches),
+                final.match.ours.removeprefix("ours "),
+                final.rival,
+                f"{final.ours_s * 1e3:.1f} ms",
+                f"{final.rival_s * 1e3:.1f} ms",
+                f"{final.ratio:.3f}",
+                f"{final.spread:.3f}",
+                str(len(final.ratios)),
+            ]
         )
-        for kind in ("1f1b", "free")
+    return table
+
+
+def speed_checks(finals: Sequence[Final]) -> list[Check]:
+    """The targets of sections A to D, each with its worst figure."""
+    return [
+        min((_check(final) for final in finals if final.match.what == what), key=lambda check: check.margin)
+        for what in dict.fromkeys(final.match.what for final in finals)
     ]
 
 
-def _ideal_speed_up(result: Result) -> tuple[float, str]:
+def _check(final: Final) -> Check:
+    section = final.match.section
+    value, where = final.ratio, f"{final.ranks} ranks, {final.microbatches} microbatches"
+    if section == "D":
+        # Schedules with smaller bubbles may beat the ideal of 1F1B.
+        ideal, cores = _ideal_speed_up(final)
+        value, where = 1 / final.ratio / ideal, f"{1 / final.ratio:.2f} of {ideal:.2f}{cores}"
+    return Check(
+        section=section,
+        what=final.match.what,
+        value=value,
+        target=_TARGETS[section],
+        at_least=section == "D",
+        where=where,
+    )
+
+
+def _ideal_speed_up(final: Final) -> tuple[float, str]:
     """1F1B on p ranks with m microbatches gives p m / (m + p - 1), where every rank has a core."""
-    p, m, cores = result.ranks, result.microbatches, cores_of_host()
+    p, m, cores = final.ranks, final.microbatches, cores_of_host()
     ideal = p * m / (m + p - 1)
     return (ideal, "") if cores >= p else (min(ideal, float(cores)), f", {cores} cores")
 
