@@ -152,7 +152,8 @@ class Config(BaseModel):
         True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."
     )
     shared_memory: bool = Field(
-        True, description="On CPUs, pass the messages of a pipeline on one host through memory that ranks share."
+        True,
+        description="On CPUs, pass the messages of a pipeline on one host through memory that ranks share.",
     )
     keep_freed_memory: bool = Field(
         True, description="On CPUs, keep memory that was freed for the next step instead of giving it back."
