@@ -18,6 +18,7 @@ __all__ = ["Blame", "Note"]
 
 _PATIENCE_S = 1.0
 _PAUSE_S = 0.05
+_NO_WORD = "it left no word: it was killed, ran out of memory, hangs, or its script had come to its end"
 
 
 class Store(Protocol):
@@ -85,7 +86,11 @@ class Blame:
         while True:
             note = self._read(current, patience_s)
             if note is None or note.lost_peer is None or note.lost_peer in seen:
-                return note or Note(current, None, "it died without a word: killed, or out of memory")
+                return note or Note(
+                    current,
+                    None,
+                    _NO_WORD,
+                )
             seen.add(current)
             current = note.lost_peer
 
