@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
@@ -15,7 +16,7 @@ from shardwright.comm.process_group import default_store
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
-from shardwright.errors import ShardwrightError, UsageError
+from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 
@@ -52,6 +53,7 @@ class Context:
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
+        optimizer_hook: what all optimizers do before a step, wrapped or not.
     """
 
     config: Config
@@ -72,6 +74,7 @@ class Context:
     blame: Blame | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
+    optimizer_hook: RemovableHandle | None = None
 
     @property
     def pipeline_rank(self) -> int:
@@ -141,6 +144,9 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
     ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
     ``SHARDWRIGHT_PLAN`` names a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
+
+    Raises:
+        ConfigError: a file or a variable cannot be read.
     """
     import json
     from pathlib import Path
@@ -149,12 +155,29 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
     layers: list[Mapping[str, Any]] = []
     if path := environ.get("SHARDWRIGHT_CONFIG"):
-        layers.append(yaml.safe_load(Path(path).read_text()) or {})
+        try:
+            found = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"SHARDWRIGHT_CONFIG names {path}, which cannot be read: {error}.") from error
+        layers.append(_object("SHARDWRIGHT_CONFIG", found))
     if text := environ.get("SHARDWRIGHT_SET"):
-        layers.append(json.loads(text))
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = text
+        layers.append(_object("SHARDWRIGHT_SET", found))
     named = {"plan": "SHARDWRIGHT_PLAN", "run_dir": "SHARDWRIGHT_RUN_DIR"}
     layers.append({key: environ[name] for key, name in named.items() if environ.get(name)})
     return layers
+
+
+def _object(variable: str, found: Any) -> Mapping[str, Any]:
+    if isinstance(found, Mapping):
+        return found
+    raise ConfigError(
+        f"the settings of {variable} are {str(found)[:80]!r}, but they must be an object such as "
+        '{"microbatches": 4}.'
+    )
 
 
 def make_context(config: Config, plan: Plan | None) -> Context:
