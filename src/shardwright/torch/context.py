@@ -1,6 +1,7 @@
 """The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -195,11 +196,16 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:
-        config = Config.merge(
-            config,
-            {"pipeline_parallel_degree": plan.mesh.pipeline, "data_parallel_degree": plan.mesh.data},
-            {"microbatches": plan.schedule.microbatches, "placement_strategy": plan.mesh.placement_strategy},
-        )
+        plan.check_world(world_size)
+        decided = {
+            "pipeline_parallel_degree": plan.mesh.pipeline,
+            "data_parallel_degree": plan.mesh.data,
+            "microbatches": plan.schedule.microbatches,
+            "placement_strategy": plan.mesh.placement_strategy,
+        }
+        if rank == 0:
+            _point_out_overruled(config, decided)
+        config = Config.merge(config, decided)
     mesh = config.resolve_world(world_size)
     made = Context(
         config=config,
@@ -229,6 +235,16 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     if mesh.data > 1:
         made.data_group = _own_group(mesh.groups("dp"), rank)
     return made
+
+
+def _point_out_overruled(config: Config, decided: Mapping[str, Any]) -> None:
+    overruled = [
+        f"{name} {value} (the setting is {config.pins[name]})"
+        for name, value in decided.items()
+        if config.pins.get(name, value) != value
+    ]
+    if overruled:
+        warnings.warn(f"the plan file decides: {', '.join(overruled)}.", stacklevel=4)
 
 
 def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:

@@ -39,7 +39,7 @@ from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -171,6 +171,7 @@ class PipelineEngine:
         plan = context.plan
         context.reporter.plan_made(plan)
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
+        refuse_unknown_units(module, names)
         self._set_units(names)
         assert self._unit_map is not None
         self._materialiser.buffers_outside(self._unit_map)
