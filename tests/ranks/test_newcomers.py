@@ -74,6 +74,19 @@ def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(rank, w
     assert "not under `if sw.rank() == 0:`" in text
 
 
+def test_between_hosts_it_is_noticed_after_the_timeout_that_is_set():
+    """Groups of a pipeline had PyTorch's timeout, half an hour."""
+
+    def job():
+        QUIET.update(shared_memory=False, timeout_s=2)
+        script = Script()
+        if script.sw.rank() == 0:
+            script.model.state_dict()
+        script.train(script.model, script.x)
+
+    assert "Timed out waiting 2000ms" in fails(job)
+
+
 def test_two_collective_calls_that_cross_are_named():
     def job():
         script = Script()

@@ -132,6 +132,10 @@ def _cause(worker_exit: WorkerExit) -> str:
         return "it saved its state and asks to be started again (exit code 75)"
     if worker_exit.exit_code >= 0:
         return f"exit code {worker_exit.exit_code}"
+    if worker_exit.signal_number is not None and _had_failed_before(worker_exit):
+        return (
+            f"an error of its own (it was about to end when {_signal_name(worker_exit.signal_number)} came)"
+        )
     name = _signal_name(-worker_exit.exit_code)
     if -worker_exit.exit_code == signal.SIGKILL and worker_exit.signal_number is None:
         # The kernel leaves no other trace in the process.

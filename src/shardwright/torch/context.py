@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store
+from shardwright.comm.process_group import default_store, new_group
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
@@ -222,10 +222,10 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
         made.world = SmallCollectives(range(world_size), rank=rank, local=made.local_peers)
     if mesh.pipeline > 1:
-        made.pipeline_group = _own_group(mesh.groups("pp"), rank)
+        made.pipeline_group = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s)
         nccl = dist.get_backend() == "nccl"
-        up = _own_group(mesh.groups("pp"), rank) if nccl else None
-        down = _own_group(mesh.groups("pp"), rank) if nccl else None
+        up = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
+        down = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
         made.transport = Transport(
             made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
         )
@@ -233,7 +233,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.pipeline_ranks, rank=rank, group=made.pipeline_group, local=made.local_peers
         )
     if mesh.data > 1:
-        made.data_group = _own_group(mesh.groups("dp"), rank)
+        made.data_group = _own_group(mesh.groups("dp"), rank, timeout_s=config.timeout_s)
     return made
 
 
@@ -247,11 +247,11 @@ def _point_out_overruled(config: Config, decided: Mapping[str, Any]) -> None:
         warnings.warn(f"the plan file decides: {', '.join(overruled)}.", stacklevel=4)
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, *, timeout_s: float) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order, and returns the one with this rank."""
     made: list[dist.ProcessGroup] = []
     for ranks in groups:
-        group = dist.new_group(list(ranks))
+        group = new_group(ranks, timeout_s=timeout_s)
         if rank in ranks:
             made.append(group)
     return made[0]

@@ -206,6 +206,9 @@ def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
     exits = [ended(0, 1, 10.0, error=PEER), ended(1, -15, 10.1, signal_number=15, error=error)]
     assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [1, 0]
     assert exit_code(exits) == 2
+    assert failure_report(exits).startswith(
+        "rank 1 failed first, after 5.10 s: an error of its own (it was about"
+    )
     interrupted = ended(
         1, 1, 10.1, signal_number=2, error=traceback_of("train.py", error="KeyboardInterrupt")
     )
