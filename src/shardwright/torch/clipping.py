@@ -19,6 +19,9 @@ from shardwright.torch.source_line import user_line
 
 __all__ = ["clip_grad_norm_", "norm_over_stages"]
 
+# No other message of a step is that long, so that ranks that are elsewhere in the script notice it.
+_COPIES = 5
+
 
 def clip_grad_norm_(
     parameters: "nn.Module | Iterable[Tensor] | Tensor", max_norm: float, norm_type: float = 2.0
@@ -103,7 +106,7 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(counted, norm_type, current.device)
     if current.replica is not None:
         with first_cause_named(current):
-            of_stages = current.replica.gather(total)
+            of_stages = current.replica.gather(total.repeat(_COPIES))[:, 0]
         total = of_stages.max() if norm_type == float("inf") else of_stages.sum()
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
 
