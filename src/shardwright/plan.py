@@ -299,12 +299,7 @@ class Plan(_Record):
         Raises:
             StalePlanError: the message shows the difference.
         """
-        if world_size != self.mesh.world_size:
-            raise StalePlanError(
-                f"the plan is for pipeline({self.mesh.pipeline}) * data({self.mesh.data}) = "
-                f"{self.mesh.world_size} ranks, but {world_size} are running. "
-                f"Start {self.mesh.world_size}, or make the plan anew."
-            )
+        self.check_world(world_size)
         if graph.labels != self.model.units:
             difference = _placement_difference(graph.labels, self.model.units)
             raise StalePlanError(
@@ -316,6 +311,19 @@ class Plan(_Record):
                 f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and "
                 f"{graph.num_parameters}: other parameters, or other shapes, types or ties of them. "
                 "Make the plan anew."
+            )
+
+    def check_world(self, world_size: int) -> None:
+        """Refuses another number of ranks.
+
+        Raises:
+            StalePlanError: this plan was not made for it.
+        """
+        if world_size != self.mesh.world_size:
+            raise StalePlanError(
+                f"the plan is for pipeline({self.mesh.pipeline}) * data({self.mesh.data}) = "
+                f"{self.mesh.world_size} ranks, but {world_size} are running. "
+                f"Start {self.mesh.world_size}, or make the plan anew."
             )
 
     def table(self) -> str:

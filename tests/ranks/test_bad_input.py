@@ -230,6 +230,18 @@ def test_a_plan_file_reproduces_the_run_and_a_stale_one_is_refused(tmp_path):
     assert "StalePlanError" in str(caught.value)
     assert "80 parameters, but this one has" in str(caught.value)
 
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(follow, 2, path, make_model=lambda: nn.Sequential(*four_layers()[:1], nn.Flatten()))
+    assert "StalePlanError" in str(caught.value)
+    assert "2 of its 4 units are no modules of this one, for example 2" in str(caught.value)
+
+    with pytest.raises(RanksFailedError, match=r"the plan is for .* = 2 ranks, but 3 are running"):
+        run_ranks(follow, 3, path)
+
+    overruled = r"the plan file decides: microbatches 2 \(the setting is 4\)"
+    with pytest.raises(RanksFailedError, match=overruled):  # a warning, which tests take for an error
+        run_ranks(train_once, 2, {"plan": str(path), "microbatches": 4})
+
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
     with pytest.raises(PlanError, match="not valid JSON"):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 import shardwright
 
 
@@ -31,3 +33,9 @@ def test_import_loads_no_framework():
 def test_the_public_names():
     assert shardwright.__all__ == ["__version__"]
     assert all(hasattr(shardwright, name) for name in shardwright.__all__)
+
+
+def test_a_name_of_the_front_end_is_sent_there():
+    with pytest.raises(AttributeError, match=r"import shardwright\.torch as sw"):
+        shardwright.init()
+    assert not hasattr(shardwright, "__path_of_nothing__")

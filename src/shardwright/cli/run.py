@@ -24,8 +24,10 @@ __all__ = ["run"]
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")]
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")]
+# The last two as torchrun has them.
+_NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node", "--nproc_per_node")
 NumRanks = Annotated[
-    int | None, typer.Option("--num-ranks", "-n", min=1, help="Ranks on this host; default: its GPUs, or 1.")
+    int | None, typer.Option(*_NUM_RANKS, min=1, help="Ranks on this host; default: its GPUs, or 1.")
 ]
 NumNodes = Annotated[int, typer.Option("--nnodes", min=1, help="Hosts.")]
 NodeRank = Annotated[int | None, typer.Option("--node-rank", min=0, help="Number of this host, from 0.")]
@@ -124,7 +126,7 @@ def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | N
     The script may have such an option of its own, so this is no error.
     """
     words = [word.partition("=")[0] for word in arguments]
-    found = next((word for word in words if word in ("-n", "--num-ranks")), None)
+    found = next((word for word in words if word in _NUM_RANKS), None)
     if found is not None and num_ranks is None:
         print(
             f"note: {found} stands after {script}, so {script} gets it. For shardwright, put it before: "

@@ -24,6 +24,8 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
     For example: shardwright show runs/2026-11-20_12-58-37
     """
+    if folder.is_file():
+        raise UsageError(f"{folder} is a file. Give the run folder: shardwright show {folder.parent}")
     if not folder.is_dir():
         raise UsageError(f"there is no run folder {folder}. List them: shardwright runs {folder.parent}")
     found = RunFolder(folder.absolute())

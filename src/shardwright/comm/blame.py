@@ -4,7 +4,7 @@ A rank that fails says so at the store before it ends; one that loses a peer say
 peer follows these notes to the first cause: a rank with an error of its own, or one that says nothing
 because it was killed::
 
-    rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 died without a word"
+    rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 ended without a word"
                                                     rank 1: error    ──► "rank 1 failed: ValueError: ..."
 """
 
@@ -18,6 +18,7 @@ __all__ = ["Blame", "Note"]
 
 _PATIENCE_S = 1.0
 _PAUSE_S = 0.05
+_NO_WORD = "it ended without a word: killed, out of memory, hanging, or at the end of its script"
 
 
 class Store(Protocol):
@@ -85,7 +86,11 @@ class Blame:
         while True:
             note = self._read(current, patience_s)
             if note is None or note.lost_peer is None or note.lost_peer in seen:
-                return note or Note(current, None, "it died without a word: killed, or out of memory")
+                return note or Note(
+                    current,
+                    None,
+                    _NO_WORD,
+                )
             seen.add(current)
             current = note.lost_peer
 

@@ -198,7 +198,9 @@ class LocalLink:
                 raise TraceMismatchError(
                     f"rank {self.peer} sent {num_bytes} bytes where this rank takes "
                     f"{tuple(receipt.tensor.shape)} of {receipt.tensor.dtype}: {expected} bytes. "
-                    "Run the same step function with the same settings on all ranks."
+                    "The ranks are at different places of the script: call the step functions, "
+                    "model.state_dict(), clip_grad_norm_ and sw.barrier on all ranks, in the same order, and "
+                    "not under `if sw.rank() == 0:`."
                 )
             receipt.tensor.copy_(segment.at(offset, receipt.tensor))
             receipt.arrived = True

@@ -5,6 +5,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError, UsageError
 
-__all__ = ["default_store", "destroy_process_group", "init_process_group"]
+__all__ = ["default_store", "destroy_process_group", "init_process_group", "new_group"]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
@@ -79,6 +80,17 @@ def init_process_group(
     atexit.unregister(_end)
     atexit.register(_end)
     return own_store
+
+
+def new_group(ranks: Sequence[int], *, timeout_s: float) -> dist.ProcessGroup:
+    """A further group; collective over all ranks. PyTorch would give it half an hour instead.
+
+    Args:
+        ranks: its world ranks.
+        timeout_s: after so much time a silent rank counts as lost.
+    """
+    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    return group
 
 
 def default_store() -> Store:

@@ -2,6 +2,8 @@
 
 import re
 
+from shardwright.launch.folding import fold
+
 __all__ = ["begins_last_words", "last_words"]
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -28,8 +30,8 @@ def last_words(stderr: str) -> str:
         stderr: the end of it.
 
     Returns:
-        The last traceback, with those that it is chained to; or the fault handler's report; or the last
-        lines.
+        The last traceback, with those that it is chained to, without what happens inside Shardwright; or
+        the fault handler's report; or the last lines.
 
     >>> print(last_words("working\\nTraceback (most recent call last):\\n  File 'a'\\nValueError: boom\\n"))
     Traceback (most recent call last):
@@ -42,7 +44,7 @@ def last_words(stderr: str) -> str:
         start = _start_of_chain(text)
     if start < 0:
         return "\n".join(text.rstrip().splitlines()[-_NUM_LINES_WITHOUT_TRACEBACK:])
-    lines = text[start:].rstrip().splitlines()
+    lines = fold(text[start:].rstrip(), to_the_end=False).splitlines()
     if len(lines) > _MAX_LINES:
         kept = _MAX_LINES // 2
         lines = [*lines[:kept], f"  [{len(lines) - 2 * kept} lines left out]", *lines[-kept:]]

@@ -1,5 +1,6 @@
 """What became of a run: who failed first, why, and the exit code that says so."""
 
+import re
 import signal
 from collections.abc import Sequence
 
@@ -7,6 +8,7 @@ from shardwright import errors
 from shardwright.comm.peer_loss import names_a_lost_peer
 from shardwright.exit_codes import FAILED, exit_code_of
 from shardwright.launch.exits import SAVED_AND_REQUEUE, WorkerExit
+from shardwright.launch.folding import fold
 from shardwright.launch.last_words import begins_last_words
 from shardwright.units import format_seconds
 
@@ -15,6 +17,9 @@ __all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
 WORKER_CRASHED = 5
 _MANY = 4
 """So many ranks that ended alike share a line."""
+_LONGEST = 160
+"""Characters of the error of another rank; its log has all."""
+_FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
 _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 
 
@@ -27,9 +32,15 @@ def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
 def _distance_from_cause(worker_exit: WorkerExit) -> int:
     if worker_exit.exit_code == SAVED_AND_REQUEUE:
         return 0
-    if worker_exit.signal_number is not None:
+    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
         return 2
     return 1 if names_a_lost_peer(worker_exit.error) else 0
+
+
+def _had_failed_before(worker_exit: WorkerExit) -> bool:
+    """Whether it was ending on an error of its own when the signal came: that takes Python some time."""
+    words = worker_exit.error
+    return words.startswith("Traceback") and not words.splitlines()[-1].startswith("KeyboardInterrupt")
 
 
 def exit_code(exits: Sequence[WorkerExit]) -> int:
@@ -46,7 +57,8 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     first = failed[0]
     if first.exit_code in _PASSED_ON:
         return first.exit_code
-    kind = _error_of_ours(first.error) if first.exit_code == FAILED else None
+    told = first.exit_code == FAILED or first.signal_number is not None
+    kind = _error_of_ours(first.error) if told else None
     code = FAILED if kind is None else exit_code_of(kind)
     return WORKER_CRASHED if code == FAILED else code
 
@@ -74,13 +86,14 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines = [f"rank {first.rank} failed first, after {format_seconds(first.seconds)}: {_cause(first)}"]
     if first.error and not begins_last_words(first.error):
         lines.append("  its stderr ends with:")
-    lines += [f"  {line}" for line in first.error.splitlines()]
+    is_for_users = _error_of_ours(first.error) is not None
+    lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
     if names_a_lost_peer(first.error):
-        lines.append("  It lost a peer: look for the cause in the reports of the other hosts.")
+        lines.append(f"  {_about_lost_peer(first, exits)}")
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}
     for other in others:
-        alike.setdefault(_consequence(other), []).append(other)
+        alike.setdefault(_consequence(other, first), []).append(other)
     for consequence, group in alike.items():
         if len(group) < _MANY:
             lines += [f"rank {o.rank}, {_later(o, first)}: {consequence}; log: {o.log}" for o in group]
@@ -94,6 +107,21 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     return "\n".join(lines)
 
 
+def _about_lost_peer(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
+    """Where to look: a peer of this host has its own line."""
+    done = [str(e.rank) for e in exits if e.exit_code == 0 and e.at_s <= first.at_s]
+    if done:
+        return (
+            f"It lost a peer that had come to its end: rank {', '.join(done)} ended with exit code 0 before. "
+            "All ranks must run the same steps and make the same calls."
+        )
+    named = _FROM_PEER.findall(first.error)
+    here = {e.rank for e in exits} - {first.rank}
+    if named and int(named[-1]) in here:
+        return f"It lost rank {named[-1]}, of which the line below tells; look into its log."
+    return "It lost a peer: look for the cause in the reports of the other hosts."
+
+
 def _later(other: WorkerExit, first: WorkerExit) -> str:
     after_s = other.at_s - first.at_s
     return f"{format_seconds(abs(after_s))} {'later' if after_s >= 0 else 'before'}"
@@ -104,6 +132,10 @@ def _cause(worker_exit: WorkerExit) -> str:
         return "it saved its state and asks to be started again (exit code 75)"
     if worker_exit.exit_code >= 0:
         return f"exit code {worker_exit.exit_code}"
+    if worker_exit.signal_number is not None and _had_failed_before(worker_exit):
+        return (
+            f"an error of its own (it was about to end when {_signal_name(worker_exit.signal_number)} came)"
+        )
     name = _signal_name(-worker_exit.exit_code)
     if -worker_exit.exit_code == signal.SIGKILL and worker_exit.signal_number is None:
         # The kernel leaves no other trace in the process.
@@ -111,12 +143,16 @@ def _cause(worker_exit: WorkerExit) -> str:
     return f"killed by {name}"
 
 
-def _consequence(worker_exit: WorkerExit) -> str:
+def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
     if worker_exit.was_killed and worker_exit.signal_number is not None:
         return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
-    if worker_exit.signal_number is not None:
+    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
         return f"stopped by {_signal_name(worker_exit.signal_number)}"
-    last_line = (worker_exit.error.splitlines() or [""])[-1][:160]
+    last_line = (worker_exit.error.splitlines() or [""])[-1]
+    if last_line and first.error.splitlines()[-1:] == [last_line]:
+        return f"{_cause(worker_exit)}, with the same error"
+    if len(last_line) > _LONGEST:
+        last_line = f"{last_line[:_LONGEST]} ..."
     return " - ".join(filter(None, (_cause(worker_exit), last_line)))
 
 

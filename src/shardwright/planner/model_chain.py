@@ -27,7 +27,10 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     """
     calls = graph.calls
     if not calls:
-        raise PlanError("the step function calls no unit of the model, so there is nothing to place.")
+        raise PlanError(
+            "the step function calls no module inside the model, so there is nothing to place on stages. "
+            "Call the model in the step function; a model of one layer cannot be cut: start one rank for it."
+        )
     nodes = [graph.nodes[call] for call in calls]
     costs = _costs(nodes, profile)
     homes = _home_calls(graph)

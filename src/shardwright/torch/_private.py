@@ -3,7 +3,9 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ __all__ = [
     "TorchFunctionMode",
     "backward_in_progress",
     "disabled_torch_function",
+    "fake_failures_unlogged",
     "function_mode_depth",
     "function_transforms_active",
     "gradient_is_wanted",
@@ -46,6 +49,17 @@ FAKE_FAILURES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+@contextmanager
+def fake_failures_unlogged() -> Iterator[None]:
+    """Keeps fake tensors from logging what also is raised, with all frames inside PyTorch."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def make_wrapper(cls: type, like: torch.Tensor) -> Any:

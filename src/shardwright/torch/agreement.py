@@ -1,6 +1,6 @@
 """What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +16,7 @@ from shardwright.torch.module_tree import all_modules
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 
-__all__ = ["Agreement", "path_settings"]
+__all__ = ["Agreement", "early_settings", "path_settings"]
 
 
 def path_settings(module: nn.Module) -> dict[str, Any]:
@@ -33,6 +33,15 @@ def path_settings(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def early_settings(module: nn.Module) -> dict[str, Any]:
+    """What of `path_settings` is the same also in models that are not: for the first step."""
+    settings = path_settings(module)
+    return {
+        name: sorted({repr(item) for item in value}) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+    }
+
+
 class Agreement:
     """Agrees with the other ranks of the replica; every method is collective over them."""
 
@@ -43,18 +52,28 @@ class Agreement:
             context.replica, source=context.pipeline_ranks[0], device=context.device
         )
 
-    def on_batch(self, arguments: Arguments, settings: Mapping[str, Any]) -> Arguments:
+    def on_batch(
+        self, arguments: Arguments, settings: Mapping[str, Any], *, function: Callable[..., Any]
+    ) -> Arguments:
         """The batch of the first rank of the replica, whose settings must be those of this rank, too.
 
         Args:
             arguments: what this rank's script passed to the step function.
             settings: see `path_settings`.
+            function: the step function.
 
         Raises:
-            UsageError: they are others.
+            UsageError: they are others, or the first rank calls another step function.
         """
         mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
-        (first, theirs), _ = self._broadcast(((arguments, mine), {}))
+        name_here = getattr(function, "__qualname__", type(function).__qualname__)
+        (first, theirs, name_there), _ = self._broadcast(((arguments, mine, name_here), {}))
+        if name_there != name_here:
+            raise UsageError(
+                f"rank {self._context.rank} calls the step function {name_here} where rank "
+                f"{self._context.pipeline_ranks[0]} calls {name_there}. Call the same ones on all ranks, in "
+                "the same order, and not under `if sw.rank() == 0:`."
+            )
         different = [name for name in mine if mine[name] != theirs[name]]
         if different:
             raise UsageError(

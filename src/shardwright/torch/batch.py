@@ -245,11 +245,15 @@ class Splitter:
                     f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
                     f'input_split_axes={{"{name}": 1}}.'
                 )
+        if batch == 0:
+            raise UsageError(
+                f"the batch is empty: {first_name} has 0 rows along axis {self._axis(first_name)}."
+            )
         if batch < num_microbatches:
             raise UsageError(
                 f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs at "
                 f"least one. Use a batch of {num_microbatches} or more, or set microbatches to {batch} "
-                "or less."
+                "or less. A DataLoader leaves a small last batch out with drop_last=True."
             )
 
     def _split_one(self, name: str, tree: Any, num_microbatches: int) -> list[Any]:

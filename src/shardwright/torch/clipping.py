@@ -8,13 +8,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import replace_total_norm
 from shardwright.torch.context import context, is_initialized
+from shardwright.torch.failure import first_cause_named
+from shardwright.torch.glue import active_handler
+from shardwright.torch.source_line import user_line
 
 __all__ = ["clip_grad_norm_", "norm_over_stages"]
+
+# No other message of a step is that long, so that ranks that are elsewhere in the script notice it.
+_COPIES = 5
 
 
 def clip_grad_norm_(
@@ -36,6 +42,7 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    _refuse_inside_step()
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = _norm(gradients, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -56,6 +63,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
+        _refuse_inside_step()
         norm = _norm(gradients, float(norm_type))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -65,6 +73,15 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm
 
     return total_norm
+
+
+def _refuse_inside_step() -> None:
+    if active_handler() is not None:
+        raise UsageError(
+            f"{user_line()}: gradients are clipped inside a step function, which runs once for each "
+            "microbatch: those of a batch are there when it has returned. Clip between it and "
+            "optimizer.step()."
+        )
 
 
 def _are_of_stages(gradients: list[Tensor]) -> bool:
@@ -87,9 +104,10 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
         others = {id(parameter.grad) for parameter in current.model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in others]
     total = _power_sum(counted, norm_type, current.device)
-    if current.pipeline_group is not None:
-        op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-        dist.all_reduce(total, op=op, group=current.pipeline_group)
+    if current.replica is not None:
+        with first_cause_named(current):
+            of_stages = current.replica.gather(total.repeat(_COPIES))[:, 0]
+        total = of_stages.max() if norm_type == float("inf") else of_stages.sum()
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
 
 

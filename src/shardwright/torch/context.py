@@ -1,21 +1,23 @@
 """The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store
+from shardwright.comm.process_group import default_store, new_group
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
-from shardwright.errors import ShardwrightError, UsageError
+from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 
@@ -52,6 +54,7 @@ class Context:
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
+        optimizer_hook: what all optimizers do before a step, wrapped or not.
     """
 
     config: Config
@@ -72,6 +75,7 @@ class Context:
     blame: Blame | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
+    optimizer_hook: RemovableHandle | None = None
 
     @property
     def pipeline_rank(self) -> int:
@@ -141,6 +145,9 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
     ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
     ``SHARDWRIGHT_PLAN`` names a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
+
+    Raises:
+        ConfigError: a file or a variable cannot be read.
     """
     import json
     from pathlib import Path
@@ -149,12 +156,29 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
     layers: list[Mapping[str, Any]] = []
     if path := environ.get("SHARDWRIGHT_CONFIG"):
-        layers.append(yaml.safe_load(Path(path).read_text()) or {})
+        try:
+            found = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"SHARDWRIGHT_CONFIG names {path}, which cannot be read: {error}.") from error
+        layers.append(_object("SHARDWRIGHT_CONFIG", found))
     if text := environ.get("SHARDWRIGHT_SET"):
-        layers.append(json.loads(text))
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = text
+        layers.append(_object("SHARDWRIGHT_SET", found))
     named = {"plan": "SHARDWRIGHT_PLAN", "run_dir": "SHARDWRIGHT_RUN_DIR"}
     layers.append({key: environ[name] for key, name in named.items() if environ.get(name)})
     return layers
+
+
+def _object(variable: str, found: Any) -> Mapping[str, Any]:
+    if isinstance(found, Mapping):
+        return found
+    raise ConfigError(
+        f"the settings of {variable} are {str(found)[:80]!r}, but they must be an object such as "
+        '{"microbatches": 4}.'
+    )
 
 
 def make_context(config: Config, plan: Plan | None) -> Context:
@@ -172,11 +196,16 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:
-        config = Config.merge(
-            config,
-            {"pipeline_parallel_degree": plan.mesh.pipeline, "data_parallel_degree": plan.mesh.data},
-            {"microbatches": plan.schedule.microbatches, "placement_strategy": plan.mesh.placement_strategy},
-        )
+        plan.check_world(world_size)
+        decided = {
+            "pipeline_parallel_degree": plan.mesh.pipeline,
+            "data_parallel_degree": plan.mesh.data,
+            "microbatches": plan.schedule.microbatches,
+            "placement_strategy": plan.mesh.placement_strategy,
+        }
+        if rank == 0:
+            _point_out_overruled(config, decided)
+        config = Config.merge(config, decided)
     mesh = config.resolve_world(world_size)
     made = Context(
         config=config,
@@ -193,10 +222,10 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
         made.world = SmallCollectives(range(world_size), rank=rank, local=made.local_peers)
     if mesh.pipeline > 1:
-        made.pipeline_group = _own_group(mesh.groups("pp"), rank)
+        made.pipeline_group = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s)
         nccl = dist.get_backend() == "nccl"
-        up = _own_group(mesh.groups("pp"), rank) if nccl else None
-        down = _own_group(mesh.groups("pp"), rank) if nccl else None
+        up = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
+        down = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
         made.transport = Transport(
             made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
         )
@@ -204,15 +233,25 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.pipeline_ranks, rank=rank, group=made.pipeline_group, local=made.local_peers
         )
     if mesh.data > 1:
-        made.data_group = _own_group(mesh.groups("dp"), rank)
+        made.data_group = _own_group(mesh.groups("dp"), rank, timeout_s=config.timeout_s)
     return made
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int) -> dist.ProcessGroup:
+def _point_out_overruled(config: Config, decided: Mapping[str, Any]) -> None:
+    overruled = [
+        f"{name} {value} (the setting is {config.pins[name]})"
+        for name, value in decided.items()
+        if config.pins.get(name, value) != value
+    ]
+    if overruled:
+        warnings.warn(f"the plan file decides: {', '.join(overruled)}.", stacklevel=4)
+
+
+def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, *, timeout_s: float) -> dist.ProcessGroup:
     """Makes all groups, on all ranks in the same order, and returns the one with this rank."""
     made: list[dist.ProcessGroup] = []
     for ranks in groups:
-        group = dist.new_group(list(ranks))
+        group = new_group(ranks, timeout_s=timeout_s)
         if rank in ranks:
             made.append(group)
     return made[0]

@@ -11,7 +11,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
-from shardwright.torch.agreement import Agreement, path_settings
+from shardwright.torch.agreement import Agreement, early_settings, path_settings
 from shardwright.torch.attribute_watch import AttributeWatch
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
@@ -39,7 +39,7 @@ from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -98,7 +98,8 @@ class PipelineEngine:
             )
         settings = path_settings(self._model.module)
         # In the first step the traces are compared, and tell more of models that are not the same.
-        agreed = self._agreement.on_batch(arguments, settings if self._residency is not None else {})
+        compared = settings if self._residency is not None else early_settings(self._model.module)
+        agreed = self._agreement.on_batch(arguments, compared, function=function)
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
         if self._residency is None:
@@ -170,6 +171,7 @@ class PipelineEngine:
         plan = context.plan
         context.reporter.plan_made(plan)
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
+        refuse_unknown_units(module, names)
         self._set_units(names)
         assert self._unit_map is not None
         self._materialiser.buffers_outside(self._unit_map)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import (
     TorchFunctionMode,
     function_mode_depth,
@@ -26,6 +27,7 @@ from shardwright.torch._private import (
     push_function_mode,
 )
 from shardwright.torch.functions import asks_for_shape, is_metadata
+from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import map_tree
 
 __all__ = [
@@ -222,12 +224,26 @@ class _UnitCall:
         if handler is None or self not in _UNITS:
             if _Active.realise is not None:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            try:
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            except RuntimeError as error:
+                self._refuse_remote(error)
+                raise
         hooks = _Hooks.of(self)  # type: ignore[arg-type]
         if hooks is None:
             return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
         args, kwargs = hooks.before(args, kwargs)
         return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))  # type: ignore[arg-type]
+
+    def _refuse_remote(self, error: RuntimeError) -> None:
+        """Says what PyTorch cannot know: that weights without data are on another rank."""
+        assert isinstance(self, nn.Module)
+        if "meta" in str(error) and self in _UNITS and any(p.is_meta for p in self.parameters()):
+            raise UsageError(
+                f"{user_line()}: the weights of this {type(self).__name__} are on another rank, because the "
+                "model is spread over stages. Call the model inside a function decorated with @sw.step; "
+                "model.state_dict(), called on all ranks, gives all of its weights."
+            ) from None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.

@@ -4,6 +4,7 @@ It is heeded where `auto_partition` is false; everything else goes to `default_p
 wish wins.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ def partition(rank: int) -> Iterator[None]:
         >>> sw.shutdown()
     """
     _check(rank)
+    _point_out_auto_partition(stacklevel=4)
     if not _Open.ranks:
         _Open.original = nn.Module.__init__
         nn.Module.__init__ = _recording_init  # type: ignore[method-assign]
@@ -68,6 +70,7 @@ def set_partition(module: nn.Module, rank: int) -> None:
     _check(rank)
     if not isinstance(module, nn.Module):
         raise UsageError(f"set_partition takes an nn.Module, not a {type(module).__name__}.")
+    _point_out_auto_partition(stacklevel=3)
     current = context()
     if current.model is not None and current.model.partitioned and current.mesh.pipeline > 1:
         raise UsageError("the model is placed already. Call set_partition before the first step.")
@@ -94,6 +97,15 @@ def rank_of(module: nn.Module) -> int | None:
 def _remember(module: nn.Module, rank: int) -> None:
     # On the module itself, so that copies of it are placed as well.
     vars(module)[_PIN] = rank
+
+
+def _point_out_auto_partition(*, stacklevel: int) -> None:
+    if context().config.auto_partition:
+        warnings.warn(
+            "placement by hand changes nothing: auto_partition is true, so the planner places the modules. "
+            "Set auto_partition to False and default_partition to the rank of all others, for example 0.",
+            stacklevel=stacklevel,
+        )
 
 
 def _check(rank: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
@@ -21,12 +20,16 @@ from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.first_values import Initialise
+from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.heap import keep_freed_memory
 from shardwright.torch.materialise import Materialiser
+from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency
 from shardwright.torch.single_engine import SingleEngine
+from shardwright.torch.source_line import user_line
+from shardwright.torch.state_gathering import gather_state
 
 __all__ = ["DistributedModel"]
 
@@ -83,6 +86,9 @@ class DistributedModel(nn.Module):
             raise UsageError(
                 "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
             )
+        refuse_wrappers(module)
+        for optimizer in current.optimizers:
+            optimizer.check(module.parameters())
         self.module = module
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._overlap = overlapping_allreduce
@@ -95,7 +101,7 @@ class DistributedModel(nn.Module):
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
         self._cores = OwnCores(current)
-        self._keeps_memory = False
+        self._keeps_memory = self._gathers = False
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
@@ -116,8 +122,8 @@ class DistributedModel(nn.Module):
         """Calls the module; with more than one stage, only inside a step function."""
         if active_handler() is None and context().mesh.pipeline > 1:
             raise UsageError(
-                "the model is spread over stages, so it can be called only inside a function "
-                "decorated with @sw.step."
+                f"{user_line()}: the model is spread over stages, so it can be called only inside a function "
+                "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
         self._called_to_train |= torch.is_grad_enabled() and self.module.training
         return self.module(*args, **kwargs)
@@ -133,7 +139,9 @@ class DistributedModel(nn.Module):
         """
         handler = active_handler()
         if handler is None:
-            raise UsageError("model.backward(loss) belongs inside a function decorated with @sw.step.")
+            raise UsageError(
+                f"{user_line()}: model.backward(loss) belongs inside a function decorated with @sw.step."
+            )
         with plain_torch():
             handler.backward(loss, gradient)
 
@@ -210,10 +218,18 @@ class DistributedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The whole model's state under the names of the user's module; collective over the replica."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        if self._residency is None or context().pipeline_group is None:
+        self._gathers = True
+        try:
+            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        finally:
+            self._gathers = False
+        current = context()
+        if self._residency is None or current.pipeline_group is None:
             return state
-        return self._gathered(state)
+        assert current.replica is not None
+        with first_cause_named(current):
+            current.replica.meet("model.state_dict()", device=current.device)
+            return gather_state(state, self.module, self._residency, current)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes what it holds.
@@ -228,7 +244,11 @@ class DistributedModel(nn.Module):
                     warnings.filterwarnings("ignore", message=".*no-op.*")
                     return self.module.load_state_dict(state_dict, strict=strict)
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        own = self.module.state_dict()
+        self._gathers = True
+        try:
+            own = self.module.state_dict()
+        finally:
+            self._gathers = False
         known = {
             name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
         }
@@ -242,11 +262,21 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return handle
 
-    # ---- called by the engine ----
+    # ---- called by the engine and by optimizers ----
+
+    def takes(self, optimizer: DistributedOptimizer) -> None:
+        """Checks an optimizer, and leaves it the parameters of this rank once they are known."""
+        if self._residency is None:
+            optimizer.check(self.module.parameters())
+        else:
+            optimizer.keep(self.local_parameter_ids())
 
     def placed(self, residency: Residency) -> None:
         """Takes note of where parameters live, and tells optimizers and hooks."""
         self._residency = residency
+        self.module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda _, state, *rest: self._refuse_part(state)
+        )
         norm_over_stages()
         if self._state_to_load is not None:
             self.load_state_dict(self._state_to_load, strict=False)
@@ -267,31 +297,37 @@ class DistributedModel(nn.Module):
         optimizers = context().optimizers
         hook(self, optimizers[0] if optimizers else None)
 
+    def _refuse_part(self, state: Mapping[str, Any]) -> None:
+        """Keeps a script from saving the part of a rank as if it were the model."""
+        if not self._gathers and any(_is_meta(value) for value in state.values()):
+            raise UsageError(
+                f"{user_line()}: the module's own state_dict() has the weights of this rank only: the model "
+                "is spread over stages. Call model.state_dict() of the DistributedModel, on all ranks, and "
+                "save it on one."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("__") or not hasattr(module, name):
+                raise
+        raise AttributeError(
+            f"DistributedModel has no attribute {name}, but the module inside has: model.module.{name}. What "
+            "needs all weights (generate, save_pretrained) finds only those of this rank there: "
+            "model.state_dict(), called on all ranks, gives them all."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a DistributedModel cannot be pickled or copied: it holds the weights of one rank, and "
+            "connections to the others. Save model.state_dict(), called on all ranks, and load it with "
+            "load_state_dict."
+        )
+
     def _is_local(self, tensor: Tensor) -> bool:
         return not self.partitioned or not tensor.is_meta
-
-    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Fills in what other ranks hold."""
-        current = context()
-        assert self._residency is not None
-        full: dict[str, Any] = type(state)() if isinstance(state, dict) else {}
-        first_names = {id(t): n for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
-        by_key: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        by_key.update(self.module.named_buffers(remove_duplicate=False))
-        for key, value in state.items():
-            name = first_names.get(id(by_key[key])) if key in by_key else None
-            if name is None or not isinstance(value, Tensor):
-                full[key] = value
-                continue
-            owner = self._residency.ranks[name][0]
-            if owner == current.pipeline_rank:
-                payload = value.detach().contiguous()
-            else:
-                payload = torch.empty(value.shape, dtype=value.dtype, device=current.device)
-            if payload.numel():
-                dist.broadcast(payload, current.pipeline_ranks[owner], group=current.pipeline_group)
-            full[key] = payload
-        return full
 
 
 def _is_meta(value: Any) -> bool:

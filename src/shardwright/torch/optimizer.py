@@ -1,15 +1,19 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import active_handler
+from shardwright.torch.source_line import user_line
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
 
 
 class DistributedOptimizer(Optimizer):
@@ -41,8 +45,8 @@ class DistributedOptimizer(Optimizer):
         if is_initialized():
             current = context()
             current.optimizers.append(self)
-            if current.model is not None and current.model.partitioned:
-                self.keep(current.model.local_parameter_ids())
+            if current.model is not None:
+                current.model.takes(self)
 
     # What schedulers, scalers and scripts read or change is the wrapped optimizer's own.
     @property
@@ -84,8 +88,8 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, of which this rank keeps its own parameters."""
         self.optimizer.add_param_group(param_group)
-        if is_initialized() and (model := context().model) is not None and model.partitioned:
-            self.keep(model.local_parameter_ids())
+        if is_initialized() and (model := context().model) is not None:
+            model.takes(self)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the parameters of this rank."""
@@ -94,6 +98,23 @@ class DistributedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave on a rank with the same parameters."""
         self.optimizer.load_state_dict(state_dict)
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses an optimizer of another model, or of a copy.
+
+        Args:
+            parameters: those of the model that was wrapped, before any rank has given up its part.
+
+        Raises:
+            UsageError: none of these is in the optimizer.
+        """
+        own = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if own and not {id(parameter) for parameter in parameters}.intersection(own):
+            raise UsageError(
+                f"the optimizer has {len(own)} parameters, and the wrapped model has none of them, so "
+                "nothing would be trained: they belong to another model, or to a copy. Make the optimizer "
+                "from the model that is wrapped, for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
+            )
 
     def keep(self, identifiers: set[int]) -> None:
         """Drops every parameter, and its state, whose id is not among these."""
@@ -104,9 +125,20 @@ class DistributedOptimizer(Optimizer):
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
 
 
+def refuse_optimizers_inside_steps() -> RemovableHandle:
+    """Has every optimizer refuse to step inside a step function, also one that is not wrapped."""
+
+    def refuse(*_: Any) -> None:
+        _refuse_inside_step("step")
+
+    handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
+    return handle
+
+
 def _refuse_inside_step(method: str) -> None:
     if active_handler() is not None:
         raise UsageError(
-            f"optimizer.{method}() is called inside a step function, which runs once for each microbatch: "
-            "the gradients of a batch are there when it has returned. Call it in the training loop."
+            f"{user_line()}: optimizer.{method}() is called inside a step function, which runs once for each "
+            "microbatch: the gradients of a batch are there when it has returned. Call it in the training "
+            "loop."
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import new_group
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, stage_of_label
@@ -86,7 +87,8 @@ class SharingGroups:
             if pipeline_ranks in self._made:
                 continue
             members = self.ranks(pipeline_ranks)
-            group = dist.new_group(list(members)) if len(members) > 1 else None
+            timeout_s = self._context.config.timeout_s
+            group = new_group(members, timeout_s=timeout_s) if len(members) > 1 else None
             self._made[pipeline_ranks] = group if self._context.rank in members else None
 
     def of(self, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

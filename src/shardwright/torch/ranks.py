@@ -1,8 +1,7 @@
 """Which rank this is, in each group."""
 
-import torch.distributed as dist
-
 from shardwright.torch.context import context
+from shardwright.torch.failure import first_cause_named
 
 __all__ = [
     "barrier",
@@ -106,6 +105,8 @@ def get_dp_group() -> tuple[int, ...]:
 
 
 def barrier() -> None:
-    """Waits for all ranks."""
-    if context().mesh.world_size > 1:
-        dist.barrier()
+    """Waits for all ranks; call it on all of them."""
+    world = context().world
+    if world is not None:
+        with first_cause_named(context()):
+            world.meet("sw.barrier()", device=context().device)

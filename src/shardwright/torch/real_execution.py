@@ -70,8 +70,9 @@ class RealExecution:
             with cost:
                 output = twin(*args, **kwargs)
         except Exception as second:
+            what = f"unit {name}" if name else "the model"
             raise TraceError(
-                f"unit {name} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
+                f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
                 f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
             ) from second
         finally:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config import Config
-from shardwright.errors import UsageError
+from shardwright.errors import ConfigError, UsageError
 from shardwright.plan import Plan
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import seed_everything
+from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 
 __all__ = ["init", "shutdown"]
@@ -37,13 +38,19 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
         plan = config
     elif isinstance(config, str | os.PathLike):
         given = {"plan": str(Path(config))}
-    else:
+    elif config is None or isinstance(config, Mapping | Config):
         given = config
+    else:
+        raise ConfigError(
+            f"init takes a dictionary of settings, or the path of a plan file, not a "
+            f"{type(config).__name__}. For example: sw.init({{'microbatches': 4}})"
+        )
     settings = Config.merge(given, *settings_from(os.environ))
     if settings.plan is not None:
         plan = Plan.read(settings.plan)
     made = make_context(settings, plan)
     made.reporter = Reporter(made)
+    made.optimizer_hook = refuse_optimizers_inside_steps()
     set_context(made)
     if settings.seed is not None:
         seed_everything(settings.seed)
@@ -57,4 +64,6 @@ def shutdown() -> None:
             current.reporter.close()
         if current.local_peers is not None:
             current.local_peers.close()
+        if current.optimizer_hook is not None:
+            current.optimizer_hook.remove()
     set_context(None)

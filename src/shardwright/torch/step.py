@@ -8,6 +8,7 @@ from typing import Any, overload
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Splitter
 from shardwright.torch.context import context
+from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
 from shardwright.torch.step_output import gather_outputs
 
@@ -66,6 +67,11 @@ def step_function(
     input_split_axes: Mapping[str, int] | None = None,
 ) -> Callable[..., Any]:
     """What `step` does, with its options."""
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UsageError(
+            f"the step function {function.__name__} is a generator or asynchronous: it would return before "
+            "it has run. Use a plain function, with return."
+        )
     names = _parameter_names(function)
     for name in (*non_split_inputs, *(input_split_axes or {})):
         if names and name not in names:
@@ -79,6 +85,7 @@ def step_function(
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
+        refuse_wrapped_model((*args, *kwargs.values()), current.model)
         return gather_outputs(current.model.run_step(function, (args, kwargs), splitter))
 
     return run

@@ -78,6 +78,19 @@ class StepOutput:
     def __float__(self) -> float:
         raise UsageError(f"a StepOutput is no number. {_ADVICE}")
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        # torch.mean(output), and tensor + output.
+        name = getattr(func, "__name__", "a function of PyTorch")
+        raise UsageError(f"{name}() takes tensors, and a StepOutput is none. {_ADVICE}")
+
+    def _no_operand(self, *_: Any) -> NoReturn:
+        raise UsageError(f"a StepOutput is no number, so there are no sums or comparisons. {_ADVICE}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_operand
+    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _no_operand
+    __lt__ = __le__ = __gt__ = __ge__ = _no_operand
+
     def __repr__(self) -> str:
         return (
             f"StepOutput({len(self.outputs)} microbatches of {tuple(self.outputs[0].shape)}; "

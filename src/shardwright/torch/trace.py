@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import DeferredReadError
-from shardwright.torch._private import num_hooks_registered
+from shardwright.torch._private import fake_failures_unlogged, num_hooks_registered
 from shardwright.torch.attribute_use import AttributeUses, Place
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
@@ -48,8 +48,13 @@ def trace_step(
         TraceError: the loss does not depend on the model.
     """
     run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
+    with fake_failures_unlogged():
+        return _traced(run)
+
+
+def _traced(run: "_Run") -> Trace:
     trace, changed, attributes = run.trace()
-    if "" in unit_map.modules:
+    if "" in run.unit_map.modules:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
         return trace

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardwright.errors import StalePlanError
 from shardwright.model_graph import ParameterSpec
 from shardwright.torch.deferred import spec_of
 
-__all__ = ["UnitMap"]
+__all__ = ["UnitMap", "refuse_unknown_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +59,19 @@ class UnitMap:
             modules=modules,
             parameters=parameters,
             specs=specs,
+        )
+
+
+def refuse_unknown_units(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuses a plan with units that are no modules of this model; `Plan.check` compares the others.
+
+    Raises:
+        StalePlanError: it has some.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise StalePlanError(
+            f"the plan was made for another model: {len(missing)} of its {len(names)} units are no modules "
+            f"of this one, for example {missing[0]}. Make the plan anew."
         )

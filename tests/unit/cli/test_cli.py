@@ -199,3 +199,10 @@ def test_python_m_shardwright_is_the_same_and_has_no_colours_unless_on_a_termina
     )
     assert found.stdout == f"shardwright {__version__}\n"
     assert "\x1b" not in found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("option", ["-n", "--num-ranks", "--nproc-per-node", "--nproc_per_node"])
+def test_the_number_of_ranks_as_torchrun_has_it(capsys, script, option):
+    code, out, _ = call(capsys, "run", "--dry-run", option, "2", script)
+    assert code == 0
+    assert "--nproc-per-node=2" in out

@@ -22,7 +22,8 @@ def test_a_rank_without_a_note_died_without_a_word():
     ranks = blames(3)
     ranks[1].confess(RuntimeError("gone"), lost_peer=2)
     found = ranks[0].first_cause(1, patience_s=0.0)
-    assert (found.rank, found.text) == (2, "it died without a word: killed, or out of memory")
+    said = "it ended without a word: killed, out of memory, hanging, or at the end of its script"
+    assert (found.rank, found.text) == (2, said)
 
 
 def test_an_error_that_a_script_has_got_over_is_no_cause_of_a_later_one():

@@ -1,10 +1,13 @@
 """Who failed first, as literals."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
+import shardwright
 from shardwright.launch.exits import ExitLog, WorkerExit
+from shardwright.launch.folding import fold
 from shardwright.launch.last_words import begins_last_words, last_words
 from shardwright.launch.verdict import exit_code, failure_report, first_cause_first
 
@@ -166,3 +169,69 @@ def test_many_ranks_that_ended_alike_share_a_line():
         "4 ranks (1, 3, 5, 7), the first of them 510 ms later: stopped by SIGTERM; "
         "logs beside that of rank 0",
     ]
+
+
+def traceback_of(*files, error="ValueError: boom"):
+    """A traceback through these files."""
+    frames = [f'  File "{file}", line 3, in f\n    call()\n    ^^^^^^' for file in files]
+    return "\n".join(["Traceback (most recent call last):", *frames, error])
+
+
+def test_calls_inside_shardwright_are_one_line_of_the_report():
+    package = str(Path(shardwright.__file__).parent)
+    ours = [f"{package}/torch/{name}.py" for name in ("step", "model", "engine")]
+    text = traceback_of("train.py", *ours, "model.py", *ours)
+    assert fold(text, to_the_end=True).splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "train.py", line 3, in f',
+        "    call()",
+        "    ^^^^^^",
+        "  [3 calls inside shardwright]",
+        '  File "model.py", line 3, in f',
+        "    call()",
+        "    ^^^^^^",
+        "  [3 calls inside shardwright]",
+        "ValueError: boom",
+    ]
+    # Where the error is none of Shardwright's, it may be a mistake of ours: the last frames tell.
+    assert fold(text, to_the_end=False).count("call()") == 5
+    assert fold(traceback_of("train.py", *ours[:2]), to_the_end=True).count("call()") == 3
+    chained = f"{text}\n\nDuring handling of the above exception, another exception occurred:\n\n{text}"
+    assert fold(chained, to_the_end=True).count("[3 calls inside shardwright]") == 4
+
+
+def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
+    """Python takes a while to end; the rank that lost it was quicker, and told to be first."""
+    error = traceback_of("train.py", error="shardwright.errors.TraceError: it reads a value")
+    exits = [ended(0, 1, 10.0, error=PEER), ended(1, -15, 10.1, signal_number=15, error=error)]
+    assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [1, 0]
+    assert exit_code(exits) == 2
+    assert failure_report(exits).startswith(
+        "rank 1 failed first, after 5.10 s: an error of its own (it was about"
+    )
+    interrupted = ended(
+        1, 1, 10.1, signal_number=2, error=traceback_of("train.py", error="KeyboardInterrupt")
+    )
+    assert [worker_exit.rank for worker_exit in first_cause_first([exits[0], interrupted])] == [0, 1]
+
+
+def test_the_same_error_is_not_told_twice_and_a_long_one_is_cut_visibly():
+    exits = [ended(0, 1, error=BOOM), ended(1, 1, 10.5, error=BOOM)]
+    assert "rank 1, 500 ms later: exit code 1, with the same error; log" in failure_report(exits)
+    long = ended(1, 1, 10.5, error=traceback_of("train.py", error="ValueError: " + "x" * 200))
+    assert f"{'x' * 148} ...; log" in failure_report([exits[0], long])
+
+
+def test_a_rank_that_waited_for_one_that_hangs_on_this_host():
+    error = PEER.replace("Connection", "receiving from rank 1 failed: no answer. Connection")
+    hanging = ended(1, -15, 10.5, signal_number=15)
+    assert "It lost rank 1, of which the line below tells" in failure_report(
+        [ended(0, 1, error=error), hanging]
+    )
+
+
+def test_a_rank_that_waited_for_one_that_was_done():
+    """It was sent to the reports of other hosts."""
+    report = failure_report([ended(0, 1, 10.5, error=PEER), ended(1, 0, 10.0)])
+    assert "rank 1 ended with exit code 0 before. All ranks must run the same steps" in report
+    assert "other hosts" not in report

@@ -173,7 +173,7 @@ def test_contraction_of_overlapping_spans() -> None:
 
 def test_a_model_without_units() -> None:
     builder = GraphBuilder()
-    with pytest.raises(PlanError, match="calls no unit of the model"):
+    with pytest.raises(PlanError, match="calls no module inside the model"):
         build_chain(builder.graph(), PROFILE)
 
 

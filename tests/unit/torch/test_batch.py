@@ -78,6 +78,11 @@ def test_uneven_outputs_can_be_put_in_a_row_but_not_averaged():
         output.reduce_mean()
 
 
+def test_an_empty_batch():
+    with pytest.raises(UsageError, match="the batch is empty: x has 0 rows along axis 0"):
+        Splitter(names=("x",)).split(((torch.ones(0, 2),), {}), 2)
+
+
 def test_a_step_output_that_is_taken_for_a_tensor_says_what_to_do():
     output = StepOutput([torch.tensor(1.0), torch.tensor(2.0)])
     for misuse in (lambda: output.item(), lambda: output.backward()):
@@ -88,3 +93,19 @@ def test_a_step_output_that_is_taken_for_a_tensor_says_what_to_do():
             misuse()
     assert f"{output}" == "StepOutput(2 microbatches of (); reduce_mean() makes one tensor of them)"
     assert not hasattr(output, "shape")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda output: 0.0 + output,
+        lambda output: output / 2,
+        lambda output: output < 3,
+        lambda output: torch.zeros(()) + output,
+        torch.mean,
+        torch.isnan,
+    ],
+)
+def test_a_step_output_that_is_taken_for_a_number_says_what_to_do(use):
+    with pytest.raises(RuntimeError, match=r"Make one of them first: reduce_mean\(\) for a loss"):
+        use(StepOutput([torch.tensor(1.0), torch.tensor(2.0)]))

@@ -1,0 +1,53 @@
+"""What PyTorch puts around a model: replicas of its own, compilers. They do not go with stages."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from shardwright.errors import UsageError
+
+__all__ = ["refuse_wrapped_model", "refuse_wrappers"]
+
+_REPLICAS = (
+    "Replicas are Shardwright's task here: pass the model as it is, and set data_parallel_degree "
+    "(or start more ranks than pipeline_parallel_degree)."
+)
+_COMPILED = "This version runs models uncompiled: leave torch.compile out."
+
+
+def refuse_wrappers(module: nn.Module) -> None:
+    """Refuses a model that is wrapped already, or has such a module inside.
+
+    Raises:
+        UsageError: it is, or has.
+    """
+    for name, inner in module.named_modules():
+        problem = _problem(inner)
+        if problem is not None:
+            where = f"its module {name}" if name else "it"
+            raise UsageError(f"the model cannot be pipelined: {where} is {problem}")
+
+
+def refuse_wrapped_model(arguments: Iterable[Any], model: nn.Module) -> None:
+    """Refuses a wrapper around the distributed model among the arguments of a step function.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for argument in arguments:
+        if argument is model or not isinstance(argument, nn.Module):
+            continue
+        problem = _problem(argument)
+        if problem is not None and any(inner is model for inner in argument.modules()):
+            raise UsageError(f"the step function gets a DistributedModel inside another wrapper: {problem}")
+
+
+def _problem(module: nn.Module) -> str | None:
+    if isinstance(module, DataParallel | DistributedDataParallel):
+        return f"a torch.nn.parallel.{type(module).__name__}. {_REPLICAS}"
+    compiled = isinstance(vars(module).get("_modules", {}).get("_orig_mod"), nn.Module)
+    if compiled or vars(module).get("_compiled_call_impl") is not None:
+        return f"compiled by torch.compile. {_COMPILED}"
+    return None

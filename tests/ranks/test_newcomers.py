@@ -1,0 +1,349 @@
+"""What people do who know DistributedDataParallel: each mistake is an error at once."""
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
+
+
+def four_layers():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)))
+
+
+class Script:
+    """An ordinary script, up to its loop: one step was made, so that every rank has its part."""
+
+    def __init__(self, module=None, *, first_step=True):
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        torch.manual_seed(0)
+        self.sw, self.x = sw, torch.ones(4, 4)
+        self.model = sw.DistributedModel(module or four_layers())
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        @sw.step
+        def evaluate(model, x):
+            return model(x).square().mean()
+
+        self.train, self.evaluate = train, evaluate
+        if first_step:
+            train(self.model, self.x)
+
+
+def fails(job, *args, num_ranks=2):
+    """What the ranks say, and that they say it soon."""
+    started = time.monotonic()
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(job, num_ranks, *args)
+    assert time.monotonic() - started < 20  # and not after the timeout of 30 s
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["state_dict", "barrier", "clip"])
+def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(rank, what):
+    """Both ranks waited until the timeout."""
+
+    def job(rank, what):
+        script = Script()
+        calls = {
+            "state_dict": script.model.state_dict,
+            "barrier": script.sw.barrier,
+            "clip": lambda: clip_grad_norm_(script.model.parameters(), 1.0),
+        }
+        if script.sw.rank() == rank:
+            calls[what]()
+        script.train(script.model, script.x)
+
+    text = fails(job, rank, what)
+    assert "The ranks are at different places of the script" in text
+    assert "not under `if sw.rank() == 0:`" in text
+
+
+def test_between_hosts_it_is_noticed_after_the_timeout_that_is_set():
+    """Groups of a pipeline had PyTorch's timeout, half an hour."""
+
+    def job():
+        QUIET.update(shared_memory=False, timeout_s=2)
+        script = Script()
+        if script.sw.rank() == 0:
+            script.model.state_dict()
+        script.train(script.model, script.x)
+
+    assert "Timed out waiting 2000ms" in fails(job)
+
+
+def test_two_collective_calls_that_cross_are_named():
+    def job():
+        script = Script()
+        if script.sw.rank() == 0:
+            script.model.state_dict()
+        else:
+            script.sw.barrier()
+
+    text = fails(job)
+    assert "rank 0 calls model.state_dict() where rank 1 calls sw.barrier()" in text
+
+
+def test_collective_calls_on_all_ranks_go_well():
+    def job():
+        script = Script()
+        script.sw.barrier()
+        norm = clip_grad_norm_(script.model.parameters(), 1.0).item()
+        state = script.model.state_dict()
+        script.sw.barrier()
+        return norm, {name: value.tolist() for name, value in state.items()}
+
+    (norm, state), other = run_ranks(job, 2)
+    assert (norm, state) == other
+    torch.manual_seed(0)
+    plain = four_layers()
+    assert {name: value.tolist() for name, value in plain.state_dict().items()} == state
+
+
+def test_an_evaluation_on_one_rank_alone_names_both_step_functions():
+    """The other rank took the batch for one of its own training step."""
+
+    def job():
+        script = Script()
+        if script.sw.rank() == 0:
+            script.evaluate(script.model, script.x)
+        script.train(script.model, script.x)
+
+    text = fails(job)
+    assert "rank 1 calls the step function Script.__init__.<locals>.train where rank 0 calls" in text
+
+
+@pytest.mark.parametrize("first_step", [True, False])
+def test_one_rank_with_another_dtype(first_step):
+    """In the first step both ranks waited until the timeout."""
+
+    def job(first_step):
+        script = Script(first_step=first_step)
+        if script.sw.rank() == 1:
+            script.model.double()
+        script.train(script.model, script.x)
+
+    assert "rank 1 begins the step with another requires_grad or dtype of parameters" in fails(
+        job, first_step
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_optimizer_of_another_model_or_of_a_copy(num_ranks, when):
+    """It lost all of its parameters, and trained nothing."""
+
+    def job(when):
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        module = four_layers()
+        if when == "before":
+            sw.DistributedOptimizer(torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1))
+        sw.DistributedModel(module)
+        sw.DistributedOptimizer(torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1))
+
+    text = fails(job, when, num_ranks=num_ranks)
+    assert "the optimizer has 8 parameters, and the wrapped model has none of them" in text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_that_is_not_wrapped_does_not_step_inside_a_step_function_either(num_ranks):
+    """On one rank it stepped for each microbatch, on several it was taken for a part of the model."""
+
+    def job():
+        script = Script(first_step=False)
+        optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+
+        @script.sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            optimizer.step()
+
+        train(script.model, script.x)
+
+    text = fails(job, num_ranks=num_ranks)
+    assert "test_newcomers.py" in text
+    assert "optimizer.step() is called inside a step function" in text
+
+
+def test_clipping_inside_a_step_function():
+    def job():
+        script = Script(first_step=False)
+
+        @script.sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            clip_grad_norm_(model.parameters(), 1.0)
+
+        train(script.model, script.x)
+
+    assert "gradients are clipped inside a step function" in fails(job)
+
+
+def test_the_part_of_a_rank_is_not_saved_as_if_it_were_the_model():
+    """``model.module.state_dict()``, as for DistributedDataParallel, had tensors without data."""
+
+    def job():
+        script = Script()
+        whole = script.model.state_dict()
+        script.model.load_state_dict(whole)
+        said = []
+        for attempt in (script.model.module.state_dict, lambda: pickle.dumps(script.model)):
+            try:
+                attempt()
+            except RuntimeError as error:
+                said.append(str(error))
+        return said
+
+    for part, pickled in run_ranks(job, 2):
+        assert "has the weights of this rank only" in part
+        assert "Call model.state_dict() of the DistributedModel, on all ranks" in part
+        assert "cannot be pickled or copied" in pickled
+
+
+def test_the_module_called_outside_of_a_step_says_where_its_weights_are():
+    def job():
+        script = Script()
+        script.model.module(script.x)
+
+    text = fails(job)
+    assert "are on another rank, because the model is spread over stages" in text
+    assert "Call the model inside a function decorated with @sw.step" in text
+
+
+def test_an_attribute_of_the_module_inside():
+    class Named(nn.Sequential):
+        def generate(self):
+            return "text"
+
+    def job():
+        script = Script(Named(*four_layers()), first_step=False)
+        with pytest.raises(AttributeError, match=r"the module inside has: model\.module\.generate\."):
+            script.model.generate()
+        with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+            script.model.nothing()
+
+    run_ranks(job, 1)
+
+
+def test_replicas_of_pytorch_and_compilers_around_and_inside_the_model():
+    """A replica failed in the first step for another reason, and a compiler ran for minutes."""
+
+    def job():
+        import torch.distributed as dist
+
+        script = Script(first_step=False)
+        replica = nn.parallel.DistributedDataParallel(four_layers())
+        compiled = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
+        around = torch.compile(script.model, backend="eager")
+        script.sw.shutdown()
+        script.sw.init(QUIET)
+        for module, words in (
+            (replica, "it is a torch.nn.parallel.Distrib"),
+            (compiled, "its module 1 is comp"),
+        ):
+            with pytest.raises(RuntimeError, match=f"the model cannot be pipelined: {words}"):
+                script.sw.DistributedModel(module)
+        script.sw.DistributedModel(four_layers())
+        dist.barrier()
+        return around is not None
+
+    assert run_ranks(job, 2) == [True, True]
+
+
+def test_a_compiler_around_the_distributed_model():
+    def job():
+        script = Script(first_step=False)
+        script.train(torch.compile(script.model, backend="eager"), script.x)
+
+    assert "the step function gets a DistributedModel inside another wrapper: compiled" in fails(job)
+
+
+def test_a_model_of_one_layer_on_two_ranks():
+    def job():
+        script = Script(nn.Linear(4, 4), first_step=False)
+        script.train(script.model, script.x)
+
+    assert "a model of one layer cannot be cut" in fails(job)
+
+
+def test_shapes_that_do_not_fit_are_told_once_and_without_pytorchs_log():
+    def job():
+        script = Script(nn.Sequential(*four_layers(), nn.Linear(5, 4)), first_step=False)
+        script.train(script.model, script.x)
+
+    text = fails(job)
+    assert "the model (Sequential) cannot be traced" in text
+    assert "failed while attempting to run meta" not in text
+
+
+def test_placement_by_hand_that_nobody_heeds():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        with pytest.warns(UserWarning, match="auto_partition is true") as first:
+            sw.set_partition(nn.Linear(4, 4), 0)
+        with pytest.warns(UserWarning, match="auto_partition is true") as second, sw.partition(0):
+            pass
+        return [warning.filename for warning in (*first, *second)]
+
+    assert [path.rpartition("/")[2] for path in run_ranks(job, 1)[0]] == ["test_newcomers.py"] * 2
+
+
+def test_settings_that_are_no_settings():
+    import shardwright.torch as sw
+    from shardwright.errors import ConfigError
+
+    for given, kind in ((2, "int"), (["microbatches", 2], "list")):
+        with pytest.raises(ConfigError, match=f"init takes a dictionary of settings, .* not a {kind}"):
+            sw.init(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SHARDWRIGHT_SET", "microbatches=4", "the settings of SHARDWRIGHT_SET are 'microbatches=4'"),
+        ("SHARDWRIGHT_SET", "[4]", "must be an object such as"),
+        ("SHARDWRIGHT_CONFIG", "nowhere.yaml", "SHARDWRIGHT_CONFIG names nowhere.yaml, which cannot be read"),
+    ],
+)
+def test_variables_of_a_launcher_that_cannot_be_read(monkeypatch, name, value, words):
+    import shardwright.torch as sw
+    from shardwright.errors import ConfigError
+
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        sw.init()
+
+
+def test_step_functions_that_return_before_they_have_run():
+    import shardwright.torch as sw
+
+    async def asynchronous(x):
+        return x
+
+    def generator(x):
+        yield x
+
+    for function in (asynchronous, generator):
+        with pytest.raises(RuntimeError, match=r"is a generator or asynchronous"):
+            sw.step(function)
