@@ -13,6 +13,7 @@
     │   ├── DeferredReadError                  it reads a value that this rank does not hold
     │   └── TraceMismatchError                 ranks, or microbatches, took different paths through the model
     ├── PeerLostError          (RuntimeError)  another rank died, hung or closed its connection
+    │   └── PeerTimeoutError                   it did not answer in time
     └── LaunchError            (RuntimeError)  workers could not be started, or one of them failed
 
 Each message says what was asked, what is true (with numbers), and what to do.
@@ -24,6 +25,7 @@ __all__ = [
     "InfeasiblePlanError",
     "LaunchError",
     "PeerLostError",
+    "PeerTimeoutError",
     "PlanError",
     "ScheduleError",
     "ShardwrightError",
@@ -92,6 +94,10 @@ class PeerLostError(ShardwrightError, RuntimeError):
     def __init__(self, message: str, *, rank: int | None = None):
         super().__init__(message)
         self.rank = rank
+
+
+class PeerTimeoutError(PeerLostError):
+    """Another rank did not answer in time: it hangs, or is elsewhere in the script."""
 
 
 class LaunchError(ShardwrightError, RuntimeError):

@@ -19,6 +19,7 @@ from shardwright.errors import (
     ConfigError,
     InfeasiblePlanError,
     LaunchError,
+    PeerTimeoutError,
     PlanError,
     ScheduleError,
     ShardwrightError,
@@ -26,13 +27,14 @@ from shardwright.errors import (
     UsageError,
 )
 
-__all__ = ["ENVIRONMENT", "FAILED", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
+__all__ = ["ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
 
 OK = 0
 FAILED = 1
 USAGE = 2
 NO_PLAN = 3
 ENVIRONMENT = 4
+HANG = 6
 
 
 def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
@@ -47,6 +49,8 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
         return NO_PLAN
     if issubclass(kind, LaunchError):
         return ENVIRONMENT
+    if issubclass(kind, PeerTimeoutError):
+        return HANG
     if issubclass(kind, ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED

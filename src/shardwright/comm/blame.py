@@ -47,6 +47,11 @@ class Note:
     lost_peer: int | None
     text: str
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank said nothing: this note stands for it."""
+        return self.text == _NO_WORD
+
 
 class Blame:
     """Notes of failing ranks at a store.

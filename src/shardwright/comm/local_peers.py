@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwright.comm.local_link import LocalLink, LocalReceipt
 from shardwright.comm.shared_memory import Ring, Segment
-from shardwright.errors import PeerLostError
+from shardwright.errors import PeerLostError, PeerTimeoutError
 
 __all__ = ["LocalPeers", "connect_local_peers"]
 
@@ -104,9 +104,10 @@ class LocalPeers:
                 raise PeerLostError(f"{doing} rank {link.peer} failed: it has ended", rank=link.peer)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise PeerLostError(
-                    f"{doing} rank {link.peer} failed: no answer within {self._timeout_s:g} s. "
-                    "If it may take longer, raise the setting timeout_s.",
+                raise PeerTimeoutError(
+                    f"{doing} rank {link.peer} failed: no answer within {self._timeout_s:g} s. It hangs, or "
+                    "is at another place of the script; its log may tell. If it may take longer, raise the "
+                    "setting timeout_s.",
                     rank=link.peer,
                 )
             self._listen(left_s)

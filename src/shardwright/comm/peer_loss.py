@@ -2,13 +2,17 @@
 
 import re
 
-__all__ = ["names_a_lost_peer"]
+from shardwright.errors import PeerLostError, PeerTimeoutError
+
+__all__ = ["lost_peer", "names_a_lost_peer"]
+
+_TIMED_OUT = re.compile(r"Timed out waiting \d+ms for", re.IGNORECASE)
 
 # What gloo, NCCL, the TCP store and Shardwright say when the other end has gone.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to (recv|connect)"
-    r"|recvBytes|sendBytes|PeerLostError|ncclRemoteError|ncclSystemError|remote process exited"
-    r"|Timed out waiting \d+ms for",
+    r"|recvBytes|sendBytes|PeerLostError|PeerTimeoutError|ncclRemoteError|ncclSystemError"
+    r"|remote process exited|Timed out waiting \d+ms for",
     re.IGNORECASE,
 )
 
@@ -27,3 +31,13 @@ def names_a_lost_peer(error: str) -> bool:
     # message counts.
     start = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].lstrip().startswith("File ")), 0)
     return _PEER_GONE.search("\n".join(lines[start:])) is not None
+
+
+def lost_peer(message: str, *, rank: int | None = None) -> PeerLostError:
+    """The error for a message that quotes what gloo or NCCL said.
+
+    >>> type(lost_peer("receiving failed: Timed out waiting 8000ms for recv operation")).__name__
+    'PeerTimeoutError'
+    """
+    kind = PeerTimeoutError if _TIMED_OUT.search(message) else PeerLostError
+    return kind(message, rank=rank)

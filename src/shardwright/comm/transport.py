@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.peer_loss import lost_peer
 from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.errors import PeerLostError
 
@@ -147,4 +148,4 @@ def _wait(work: dist.Work, doing: str, rank: int) -> None:
 
 
 def _lost(doing: str, rank: int, error: RuntimeError) -> PeerLostError:
-    return PeerLostError(f"{doing} rank {rank} failed: {error}", rank=rank)
+    return lost_peer(f"{doing} rank {rank} failed: {error}", rank=rank)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwright.comm.peer_loss import names_a_lost_peer
-from shardwright.errors import PeerLostError
+from shardwright.comm.peer_loss import lost_peer, names_a_lost_peer
+from shardwright.errors import PeerLostError, PeerTimeoutError
 from shardwright.torch.context import Context
 
 __all__ = ["first_cause_named"]
@@ -29,14 +29,16 @@ def first_cause_named(context: Context) -> Iterator[None]:
         if error.rank is None:
             raise
         first = blame.first_cause(error.rank)
-        raise PeerLostError(
+        if isinstance(error, PeerTimeoutError) and first.is_silent:
+            raise
+        raise type(error)(
             f"rank {first.rank} failed first ({first.text}); rank {context.rank} noticed it: {error}",
             rank=first.rank,
         ) from error
     except RuntimeError as error:
         blame.confess(error)
         if names_a_lost_peer(str(error)):
-            raise PeerLostError(f"a peer of rank {context.rank} was lost: {error}") from error
+            raise lost_peer(f"a peer of rank {context.rank} was lost: {error}") from error
         raise
     except BaseException as error:
         blame.confess(error)
