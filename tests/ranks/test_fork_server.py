@@ -123,7 +123,7 @@ def test_children_of_ranks_do_not_outlive_the_job(how, own_session, tmp_path):
 
 
 CALLER = """
-    import os, subprocess, sys, time
+    import os, signal, subprocess, sys, time
     import torch.distributed as dist
     from shardwright.testing import run_ranks
 
@@ -134,6 +134,8 @@ CALLER = """
         time.sleep(1000)
 
     def main(path):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell of a background job ignores it
+
         def named():
             sys.argv_of_caller = path
             job()
