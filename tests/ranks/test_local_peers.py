@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import PeerLostError
 from shardwright.testing import run_ranks, run_ranks_outcomes
@@ -166,16 +167,16 @@ def test_small_collectives(num_ranks, shared_memory):
         for source in range(num_ranks):
             for shape in [(), (3,), (0,), (2, 500)]:
                 tensor = torch.full(shape, float(rank))
-                everyone.broadcast([tensor], source)
+                everyone.broadcast([tensor], source, Purpose.BATCH)
                 assert tensor.equal(torch.full(shape, float(source)))
         large = torch.arange(10**6, dtype=torch.int32)  # more than a piece
         received = large.clone() if rank == 0 else torch.zeros_like(large)
-        everyone.broadcast([received], 0)
+        everyone.broadcast([received], 0, Purpose.BATCH)
         assert received.equal(large)
         assert local is None or local.num_bytes < 5 * 2**18 * num_ranks
         for number in range(9):  # more than may be unread
-            told.append(everyone.gather(torch.tensor([rank, number])).tolist())
-        assert everyone.gather(torch.ones(0)).shape == (num_ranks, 0)
+            told.append(everyone.gather(torch.tensor([rank, number]), Purpose.FIGURES).tolist())
+        assert everyone.gather(torch.ones(0), Purpose.FIGURES).shape == (num_ranks, 0)
         return told
 
     expected = [[[rank, number] for rank in range(num_ranks)] for number in range(9)]

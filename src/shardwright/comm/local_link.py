@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, TraceMismatchError
 from shardwright.units import format_bytes
@@ -32,8 +33,8 @@ __all__ = ["LocalLink", "LocalReceipt"]
 # Messages that are written and not yet read, at most.
 _MOST_UNREAD = 4
 
-# Kind, size in bytes (of a message or a segment), offset (of a message).
-_NOTE = struct.Struct("=BQQ")
+# Kind, purpose (of a message), size in bytes (of a message or a segment), offset (of a message).
+_NOTE = struct.Struct("=BBQQ")
 _ROOM_FOR_FD = socket.CMSG_SPACE(4)
 _MESSAGE, _READ, _SEGMENT = range(3)
 
@@ -41,10 +42,11 @@ _MESSAGE, _READ, _SEGMENT = range(3)
 class LocalReceipt:
     """A tensor that is to come; `arrived` says whether it has."""
 
-    __slots__ = ("arrived", "tensor")
+    __slots__ = ("arrived", "purpose", "tensor")
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, purpose: Purpose = Purpose.PIPELINE):
         self.tensor = tensor
+        self.purpose = purpose
         self.arrived = False
 
 
@@ -67,7 +69,7 @@ class LocalLink:
         self._close = weakref.finalize(self, connection.close)
         self._ring = Ring(_MOST_UNREAD)
         self._segments: deque[Segment] = deque()  # the oldest that has unread messages comes first
-        self._written: deque[tuple[Segment, int, int]] = deque()  # (segment, offset, bytes)
+        self._written: deque[tuple[Segment, int, int, int]] = deque()  # (segment, offset, bytes, purpose)
         self._posted: deque[LocalReceipt] = deque()
         self._own_segment: Segment | None = None
 
@@ -101,7 +103,7 @@ class LocalLink:
 
     # ---- sending ----
 
-    def write(self, tensor: Tensor) -> bool:
+    def write(self, tensor: Tensor, purpose: Purpose = Purpose.PIPELINE) -> bool:
         """Copies a tensor for the other process; False where it must read something before.
 
         Raises:
@@ -121,7 +123,7 @@ class LocalLink:
         assert offset is not None
         assert self._own_segment is not None
         self._own_segment.at(offset, tensor).copy_(tensor)
-        self._say(_MESSAGE, num_bytes, offset)
+        self._say(_MESSAGE, num_bytes, offset, purpose=purpose)
         return True
 
     def _place(self, num_bytes: int) -> int | None:
@@ -143,11 +145,13 @@ class LocalLink:
         finally:
             os.close(copy)
 
-    def _say(self, kind: int, num_bytes: int = 0, offset: int = 0, *, fds: Sequence[int] = ()) -> None:
+    def _say(
+        self, kind: int, num_bytes: int = 0, offset: int = 0, *, purpose: int = 0, fds: Sequence[int] = ()
+    ) -> None:
         attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:
             # Where the other process has ended, `listen` sees it: after all that it had said before.
-            self._socket.sendmsg([_NOTE.pack(kind, num_bytes, offset)], attached)
+            self._socket.sendmsg([_NOTE.pack(kind, purpose, num_bytes, offset)], attached)
         except OSError as error:
             raise PeerLostError(f"sending to rank {self.peer} failed: {error}", rank=self.peer) from error
 
@@ -170,9 +174,9 @@ class LocalLink:
             if not note:
                 self.ended = True
                 return
-            kind, num_bytes, offset = _NOTE.unpack(note)
+            kind, purpose, num_bytes, offset = _NOTE.unpack(note)
             if kind == _MESSAGE:
-                self._written.append((self._segments[-1], offset, num_bytes))
+                self._written.append((self._segments[-1], offset, num_bytes, purpose))
             elif kind == _READ:
                 self._ring.read()
             elif attached:
@@ -188,17 +192,17 @@ class LocalLink:
         """Copies what was written into the tensors that were posted for it.
 
         Raises:
-            TraceMismatchError: another tensor was posted than was sent.
+            TraceMismatchError: another tensor was posted than was sent, or for another purpose.
         """
         while self._posted and self._written:
             receipt = self._posted.popleft()
-            segment, offset, num_bytes = self._written.popleft()
+            segment, offset, num_bytes, purpose = self._written.popleft()
             expected = receipt.tensor.numel() * receipt.tensor.element_size()
-            if num_bytes != expected:
+            if (num_bytes, purpose) != (expected, receipt.purpose):
                 raise TraceMismatchError(
-                    f"rank {self.peer} sent {num_bytes} bytes where this rank takes "
-                    f"{tuple(receipt.tensor.shape)} of {receipt.tensor.dtype}: {expected} bytes. "
-                    "The ranks are at different places of the script: call the step functions, "
+                    f"rank {self.peer} sent {Purpose(purpose)} ({num_bytes} bytes) where this rank takes "
+                    f"{receipt.purpose} ({tuple(receipt.tensor.shape)} of {receipt.tensor.dtype}: {expected} "
+                    "bytes). The ranks are at different places of the script: call the step functions, "
                     "model.state_dict(), clip_grad_norm_ and sw.barrier on all ranks, in the same order, and "
                     "not under `if sw.rank() == 0:`."
                 )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, PeerTimeoutError
 
@@ -56,7 +57,7 @@ class LocalPeers:
         """Shared memory for the messages that this rank sends."""
         return sum(link.num_bytes for link in self._links.values())
 
-    def send(self, tensor: Tensor, target: int) -> None:
+    def send(self, tensor: Tensor, target: int, purpose: Purpose = Purpose.PIPELINE) -> None:
         """Copies a tensor for a rank; waits where several of its messages are unread.
 
         Raises:
@@ -64,13 +65,13 @@ class LocalPeers:
             OSError: the system has no memory for the message.
         """
         link = self._links[target]
-        if not link.write(tensor):
+        if not link.write(tensor, purpose):
             self._until(lambda: not link.is_full, link, "sending to")
-            link.write(tensor)
+            link.write(tensor, purpose)
 
-    def post(self, tensor: Tensor, source: int) -> LocalReceipt:
+    def post(self, tensor: Tensor, source: int, purpose: Purpose = Purpose.PIPELINE) -> LocalReceipt:
         """Names the tensor into which the next message of a rank goes."""
-        receipt = LocalReceipt(tensor)
+        receipt = LocalReceipt(tensor, purpose)
         self._links[source].post(receipt)
         return receipt
 

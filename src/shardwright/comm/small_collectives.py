@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.errors import UsageError
 
@@ -20,8 +21,7 @@ __all__ = ["SmallCollectives"]
 # Large batches go in pieces: shared memory stays as large as it was once needed, and there is some for each
 # other rank.
 _PIECE_BYTES = 256 * 1024
-# No message of a step is that long, so that ranks that are elsewhere in the script notice it.
-_MEETING_BYTES = 61
+_LONGEST_NAME = 64
 
 
 class SmallCollectives:
@@ -48,16 +48,18 @@ class SmallCollectives:
         self._others = tuple(other for other in ranks if other != rank)
         self._local = local if local is not None and all(other in local for other in self._others) else None
 
-    def broadcast(self, tensors: Sequence[Tensor], source: int) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], source: int, purpose: Purpose) -> None:
         """Gives all ranks the tensors of one of them, given by its world rank.
 
         Args:
             tensors: on the source, of any kind; on the others, contiguous ones of the same shapes and types,
                 which are filled.
             source: world rank.
+            purpose: what for.
 
         Raises:
             PeerLostError: a peer on this host has ended, or does not answer.
+            TraceMismatchError: it does something else.
         """
         parts = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         if not self._others or not parts:
@@ -69,9 +71,9 @@ class SmallCollectives:
         if self._rank == source:
             for piece in pieces:
                 for other in self._others:
-                    self._local.send(piece, other)
+                    self._local.send(piece, other, purpose)
         else:
-            receipts = [self._local.post(piece, source) for piece in pieces]
+            receipts = [self._local.post(piece, source, purpose) for piece in pieces]
             self._local.wait(receipts[-1], source)  # they come in order
 
     def _broadcast_as_one(self, parts: list[Tensor], source: int) -> None:
@@ -86,11 +88,11 @@ class SmallCollectives:
             ):
                 mine.copy_(received)
 
-    def gather(self, row: Tensor) -> Tensor:
+    def gather(self, row: Tensor, purpose: Purpose) -> Tensor:
         """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each.
 
         Raises:
-            PeerLostError: as `broadcast`.
+            PeerLostError, TraceMismatchError: as `broadcast`.
         """
         rows = torch.zeros(len(self._ranks), *row.shape, dtype=row.dtype, device=row.device)
         rows[self._ranks.index(self._rank)] = row
@@ -99,9 +101,9 @@ class SmallCollectives:
                 dist.all_reduce(rows, group=self._group)  # each rank fills in its own row
             return rows
         for other in self._others:
-            self._local.send(row.detach(), other)
+            self._local.send(row.detach(), other, purpose)
         for other in self._others:
-            self._local.wait(self._local.post(rows[self._ranks.index(other)], other), other)
+            self._local.wait(self._local.post(rows[self._ranks.index(other)], other, purpose), other)
         return rows
 
     def meet(self, where: str, *, device: torch.device) -> None:
@@ -116,11 +118,12 @@ class SmallCollectives:
             TraceMismatchError: one of them is in a step, on this host.
             PeerLostError: as `broadcast`.
         """
-        name = where.encode()[:_MEETING_BYTES].ljust(_MEETING_BYTES)
-        rows = self.gather(torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)).cpu()
+        name = where.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
+        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
+        rows = self.gather(mine, Purpose.MEETING).cpu()
         for rank, row in zip(self._ranks, rows, strict=True):
             other = bytes(row.tolist()).decode(errors="replace").strip()
-            if other != where[:_MEETING_BYTES]:
+            if other != where[:_LONGEST_NAME]:
                 raise UsageError(
                     f"rank {self._rank} calls {where} where rank {rank} calls {other}. Both are collective: "
                     "call them on every rank, in the same order."

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.purpose import Purpose
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.autocast import autocast_state
 from shardwright.torch.batch import Arguments, BatchBroadcast
@@ -117,7 +118,7 @@ class Agreement:
         for state in get_state(context.device):
             if state is not None:
                 shared = state.to(context.device)
-                context.replica.broadcast([shared], context.pipeline_ranks[0])
+                context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
                 state = shared.cpu()
             agreed.append(state)
         assert agreed[0] is not None
@@ -127,5 +128,5 @@ class Agreement:
         """Whether one of the ranks of the replica has found something; collective over the replica."""
         replica = self._context.replica
         assert replica is not None
-        flags = replica.gather(torch.tensor(float(found), device=self._context.device))
+        flags = replica.gather(torch.tensor(float(found), device=self._context.device), Purpose.AGREEMENT)
         return bool(flags.any())

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.torch.tree import Structure, flatten
@@ -119,7 +120,7 @@ class BatchBroadcast:
         return torch.tensor(number, dtype=torch.int64, device=self._device)
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        self._replica.broadcast(tensors, self._source)
+        self._replica.broadcast(tensors, self._source, Purpose.BATCH)
 
 
 def _describe(item: Any) -> _Leaf:

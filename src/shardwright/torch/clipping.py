@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.comm.purpose import Purpose
 from shardwright.errors import UsageError
 from shardwright.torch._private import replace_total_norm
 from shardwright.torch.context import context, is_initialized
@@ -18,9 +19,6 @@ from shardwright.torch.glue import active_handler
 from shardwright.torch.source_line import user_line
 
 __all__ = ["clip_grad_norm_", "norm_over_stages"]
-
-# No other message of a step is that long, so that ranks that are elsewhere in the script notice it.
-_COPIES = 5
 
 
 def clip_grad_norm_(
@@ -106,7 +104,7 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(counted, norm_type, current.device)
     if current.replica is not None:
         with first_cause_named(current):
-            of_stages = current.replica.gather(total.repeat(_COPIES))[:, 0]
+            of_stages = current.replica.gather(total, Purpose.NORM)
         total = of_stages.max() if norm_type == float("inf") else of_stages.sum()
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.comm.purpose import Purpose
 from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.torch.context import Context
 from shardwright.torch.deferred import DeferredTensor
@@ -42,7 +43,7 @@ def exchange_outputs(
         else:
             num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-        context.replica.broadcast([payload], context.pipeline_ranks[owner])
+        context.replica.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
         offset = 0
         for (microbatch, position, value), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.purpose import Purpose
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -114,7 +115,9 @@ class Reporter:
         context = self._context
         busy_s = sum(end - start - waited for _, start, end, waited in step.row)
         row = torch.tensor([busy_s, step.pipeline_s, _memory()], dtype=torch.float64, device=context.device)
-        rows = [row.tolist()] if context.world is None else context.world.gather(row).tolist()
+        rows = (
+            [row.tolist()] if context.world is None else context.world.gather(row, Purpose.FIGURES).tolist()
+        )
         replica = [rows[rank] for rank in context.pipeline_ranks]
         longest = max(pipeline_s for _, pipeline_s, _ in replica)
         share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None
