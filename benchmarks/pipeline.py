@@ -1,6 +1,6 @@
 """Measures pipelines side by side with `torch.distributed.pipelining`, and plans against what happened.
 
-python benchmarks/pipeline.py                       # everything, about 15 minutes on two quiet cores
+python benchmarks/pipeline.py                       # everything, about 45 minutes on two quiet cores
 python benchmarks/pipeline.py --only A,B --repeats 9
 python benchmarks/pipeline.py --quick               # a minute: does it still run?
 

@@ -347,3 +347,29 @@ def test_step_functions_that_return_before_they_have_run():
     for function in (asynchronous, generator):
         with pytest.raises(RuntimeError, match=r"is a generator or asynchronous"):
             sw.step(function)
+
+
+def test_a_sampler_that_counts_ranks_is_pointed_out():
+    def job():
+        import warnings
+
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        script = Script(first_step=False)
+        data = list(range(8))
+
+        def warned(sampler):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                list(DataLoader(data, sampler=sampler))
+            return [str(warning.message) for warning in said if "DistributedSampler" in str(warning.message)]
+
+        found = warned(DistributedSampler(data)), warned(script.sw.distributed_sampler(data))
+        script.sw.shutdown()
+        return *found, warned(DistributedSampler(data))
+
+    (of_ranks, of_replicas, afterwards), other = run_ranks(job, 2)
+    assert len(of_ranks) == 1
+    assert "cuts the data set in 2 parts, one for each rank, but only 1 of them" in of_ranks[0]
+    assert of_replicas == afterwards == []
+    assert other == ([], [], [])

@@ -3,12 +3,12 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
@@ -54,7 +54,7 @@ class Context:
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
-        optimizer_hook: what all optimizers do before a step, wrapped or not.
+        cleanup: what `shutdown` takes back.
     """
 
     config: Config
@@ -75,7 +75,7 @@ class Context:
     blame: Blame | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
-    optimizer_hook: RemovableHandle | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @property
     def pipeline_rank(self) -> int:

@@ -1,14 +1,16 @@
 """Data for replicas: who reads what, and seeds."""
 
 import random
-from collections.abc import Sized
+import warnings
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 
 import torch
 from torch.utils.data import DistributedSampler
 
-from shardwright.torch.context import context
+from shardwright.torch.context import context, is_initialized
 
-__all__ = ["distributed_sampler", "seed_everything"]
+__all__ = ["distributed_sampler", "samplers_checked", "seed_everything"]
 
 
 def distributed_sampler(
@@ -33,6 +35,36 @@ def distributed_sampler(
         seed=seed,
         drop_last=drop_last,
     )
+
+
+@contextmanager
+def samplers_checked() -> Iterator[None]:
+    """Warns of samplers that give every rank its own part, although ranks share the batch of a replica."""
+    original = DistributedSampler.__iter__
+
+    def iterate(self: "DistributedSampler[int]") -> Iterator[int]:
+        _check(self)
+        return original(self)
+
+    DistributedSampler.__iter__ = iterate  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        DistributedSampler.__iter__ = original  # type: ignore[method-assign]
+
+
+def _check(sampler: "DistributedSampler[int]") -> None:
+    if not is_initialized():
+        return
+    current = context()
+    mesh = current.mesh
+    if current.rank == 0 and sampler.num_replicas == mesh.world_size and mesh.data < mesh.world_size:
+        warnings.warn(
+            f"a DistributedSampler cuts the data set in {sampler.num_replicas} parts, one for each rank, but "
+            f"only {mesh.data} of them are trained on: ranks of a pipeline share the batch of their first. "
+            "Use sw.distributed_sampler(dataset), which counts replicas.",
+            stacklevel=3,
+        )
 
 
 def seed_everything(seed: int) -> None:

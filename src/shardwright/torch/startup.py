@@ -9,7 +9,7 @@ from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.plan import Plan
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
-from shardwright.torch.data import seed_everything
+from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 
@@ -50,7 +50,9 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
         plan = Plan.read(settings.plan)
     made = make_context(settings, plan)
     made.reporter = Reporter(made)
-    made.optimizer_hook = refuse_optimizers_inside_steps()
+    made.cleanup.callback(refuse_optimizers_inside_steps().remove)
+    if made.mesh.pipeline > 1:
+        made.cleanup.enter_context(samplers_checked())
     set_context(made)
     if settings.seed is not None:
         seed_everything(settings.seed)
@@ -64,6 +66,5 @@ def shutdown() -> None:
             current.reporter.close()
         if current.local_peers is not None:
             current.local_peers.close()
-        if current.optimizer_hook is not None:
-            current.optimizer_hook.remove()
+        current.cleanup.close()
     set_context(None)
