@@ -6,13 +6,14 @@ from shardwright.errors import PeerLostError, PeerTimeoutError
 
 __all__ = ["lost_peer", "names_a_lost_peer"]
 
-_TIMED_OUT = re.compile(r"Timed out waiting \d+ms for", re.IGNORECASE)
+_LATE = r"Timed out waiting \d+ms for"
+_TIMED_OUT = re.compile(_LATE, re.IGNORECASE)
 
 # What gloo, NCCL, the TCP store and Shardwright say when the other end has gone.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to (recv|connect)"
     r"|recvBytes|sendBytes|PeerLostError|PeerTimeoutError|ncclRemoteError|ncclSystemError"
-    r"|remote process exited|Timed out waiting \d+ms for",
+    rf"|remote process exited|{_LATE}",
     re.IGNORECASE,
 )
 

@@ -34,9 +34,8 @@ def path_settings(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def early_settings(module: nn.Module) -> dict[str, Any]:
+def early_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What of `path_settings` is the same also in models that are not: for the first step."""
-    settings = path_settings(module)
     return {
         name: sorted({repr(item) for item in value}) if isinstance(value, tuple) else value
         for name, value in settings.items()

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.purpose import Purpose
-from shardwright.errors import UsageError
 from shardwright.torch._private import replace_total_norm
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
-from shardwright.torch.glue import active_handler
-from shardwright.torch.source_line import user_line
+from shardwright.torch.glue import refuse_inside_step
 
 __all__ = ["clip_grad_norm_", "norm_over_stages"]
+
+_REMEDY = "Clip between it and optimizer.step()."
 
 
 def clip_grad_norm_(
@@ -40,7 +40,7 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    _refuse_inside_step()
+    refuse_inside_step("gradients are clipped", _REMEDY)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = _norm(gradients, norm_type)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -61,7 +61,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
-        _refuse_inside_step()
+        refuse_inside_step("gradients are clipped", _REMEDY)
         norm = _norm(gradients, float(norm_type))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -71,15 +71,6 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm
 
     return total_norm
-
-
-def _refuse_inside_step() -> None:
-    if active_handler() is not None:
-        raise UsageError(
-            f"{user_line()}: gradients are clipped inside a step function, which runs once for each "
-            "microbatch: those of a batch are there when it has returned. Clip between it and "
-            "optimizer.step()."
-        )
 
 
 def _are_of_stages(gradients: list[Tensor]) -> bool:

@@ -90,15 +90,10 @@ class PipelineEngine:
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         context = self._context
-        if self._failure:
-            raise UsageError(
-                "an earlier step failed in its middle on this rank, and ranks have messages under way that "
-                "nobody will take. Restart the script from a checkpoint. "
-                f"The failure was {self._failure}"
-            )
+        self._refuse_after_failure()
         settings = path_settings(self._model.module)
         # In the first step the traces are compared, and tell more of models that are not the same.
-        compared = settings if self._residency is not None else early_settings(self._model.module)
+        compared = settings if self._residency is not None else early_settings(settings)
         agreed = self._agreement.on_batch(arguments, compared, function=function)
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
@@ -159,6 +154,14 @@ class PipelineEngine:
             schedule=schedule,
             edges=merged_edges(programs),
         )
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure:
+            raise UsageError(
+                "an earlier step failed in its middle on this rank, and ranks have messages under way that "
+                "nobody will take. Restart the script from a checkpoint. "
+                f"The failure was {self._failure}"
+            )
 
     # ---- the first step ----
 

@@ -38,6 +38,7 @@ __all__ = [
     "call_without_hooks",
     "intercept_calls",
     "plain_torch",
+    "refuse_inside_step",
     "restore_calls",
     "set_active_handler",
     "without_hooks",
@@ -75,6 +76,23 @@ def set_active_handler(handler: Handler | None) -> Handler | None:
     """Installs a handler and returns the one before."""
     before, _Active.handler = _Active.handler, handler
     return before
+
+
+def refuse_inside_step(what: str, remedy: str) -> None:
+    """Refuses what belongs to a whole batch where a microbatch is computed.
+
+    Args:
+        what: has happened, with its verb.
+        remedy: a sentence.
+
+    Raises:
+        UsageError: a step function is running.
+    """
+    if active_handler() is not None:
+        raise UsageError(
+            f"{user_line()}: {what} inside a step function, which runs once for each microbatch: the "
+            f"gradients of a batch are there when it has returned. {remedy}"
+        )
 
 
 class Realised(TorchFunctionMode):

@@ -7,7 +7,7 @@ it has cores, because that is how they will run: sharing memory bandwidth and ca
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.split_backward import put_off_weights, split_modules
 from shardwright.torch.tree import leaves
 
-__all__ = ["Timing", "costs_of", "measure_class", "unit_cost"]
+__all__ = ["Timing", "measure_class", "unit_cost"]
 
 _BUDGET_S = 0.15
 _MIN_RUNS, _MAX_RUNS = 3, 15
@@ -134,12 +134,3 @@ def _now(device: torch.device) -> float:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def costs_of(graph: ModelGraph, timings: Mapping[str, Timing]) -> dict[str, UnitCost]:
-    """Costs of all timed classes of a graph."""
-    found: dict[str, UnitCost] = {}
-    for node in graph.nodes:
-        if node.cost_class in timings and node.cost_class not in found:
-            found[node.cost_class] = unit_cost(node, graph, timings[node.cost_class])
-    return found

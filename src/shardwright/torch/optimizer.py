@@ -10,10 +10,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.glue import active_handler
-from shardwright.torch.source_line import user_line
+from shardwright.torch.glue import refuse_inside_step
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
+
+_REMEDY = "Call it in the training loop."
 
 
 class DistributedOptimizer(Optimizer):
@@ -76,13 +77,13 @@ class DistributedOptimizer(Optimizer):
         """Updates the parameters of this rank. A closure is not supported: run the step function before."""
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
-        _refuse_inside_step("step")
+        refuse_inside_step("optimizer.step() is called", _REMEDY)
         self.optimizer.step()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
-        _refuse_inside_step("zero_grad")
+        refuse_inside_step("optimizer.zero_grad() is called", _REMEDY)
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -129,16 +130,7 @@ def refuse_optimizers_inside_steps() -> RemovableHandle:
     """Has every optimizer refuse to step inside a step function, also one that is not wrapped."""
 
     def refuse(*_: Any) -> None:
-        _refuse_inside_step("step")
+        refuse_inside_step("optimizer.step() is called", _REMEDY)
 
     handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
     return handle
-
-
-def _refuse_inside_step(method: str) -> None:
-    if active_handler() is not None:
-        raise UsageError(
-            f"{user_line()}: optimizer.{method}() is called inside a step function, which runs once for each "
-            "microbatch: the gradients of a batch are there when it has returned. Call it in the training "
-            "loop."
-        )
