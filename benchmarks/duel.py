@@ -153,11 +153,12 @@ def ratios(ours: Times, rival: Times) -> list[float]:
     return [a / b for (a, _), (b, _) in (quiet if len(quiet) >= _FEWEST_QUIET else rounds)]
 
 
-def clocked(run: Callable[[], object]) -> Run:
-    """Runs something on all ranks; collective, and the same on every rank."""
+def clocked(run: Callable[[], object], *, times: int = 1) -> Run:
+    """Runs something on all ranks, so often, and tells what it takes once; collective, equal on all ranks."""
     dist.barrier()
     busy, own, start = _busy_s(), time.process_time(), time.perf_counter()
-    run()
+    for _ in range(times):
+        run()
     mine = (start, time.perf_counter(), time.process_time() - own, busy, _busy_s())
     gathered: list[tuple[float, ...]] = [()] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -166,7 +167,7 @@ def clocked(run: Callable[[], object]) -> Run:
     seconds = max(ends) - min(starts)
     # The machine's own count comes in ticks of 10 ms for each core: too coarse for short runs.
     foreign = (max(busy_after) - min(busy_before) - sum(own_s)) / max(seconds, 0.1)
-    return seconds, max(0.0, foreign)
+    return seconds / times, max(0.0, foreign)
 
 
 def _busy_s() -> float:

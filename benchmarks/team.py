@@ -76,7 +76,7 @@ class Team:
         return Entry(**self._ask("enter"))
 
     def run(self) -> Run:
-        """One step."""
+        """A stretch of training: seconds of one of its steps."""
         run: Run = self._ask("run")
         return run
 
