@@ -25,7 +25,7 @@ from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Place, Program
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
-from shardwright.torch.split_backward import count_uses, put_off_weights
+from shardwright.torch.split_backward import allow_split, count_uses, put_off_weights
 
 __all__ = ["Executor", "Timeline"]
 
@@ -119,6 +119,11 @@ class Executor:
         ]
         self._gradients_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
         self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._split = {
+            (action.stage, action.microbatch)
+            for action in schedule.actions[rank]
+            if action.kind is Kind.BACKWARD_INPUT
+        }
         self._results: list[Any] = [None] * len(self._microbatches)
         final_state = self._run_generators_ahead(programs)
         try:
@@ -132,6 +137,7 @@ class Executor:
             if final_state is not None:
                 set_state(final_state, self._device)
         finally:
+            allow_split(True)
             for microbatch in self._microbatches:
                 microbatch.close()
             self._microbatches.clear()
@@ -161,6 +167,7 @@ class Executor:
             return
         start = time.perf_counter()
         self._waited_s = 0.0
+        allow_split((action.stage, action.microbatch) in self._split)  # in a backward for recomputation
         if kind is Kind.FORWARD:
             count_uses(microbatch.uses)
             microbatch.forward(action.stage)

@@ -28,7 +28,7 @@ from shardwright.torch._private import (
     gradient_is_wanted,
 )
 
-__all__ = ["count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
+__all__ = ["allow_split", "count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
 
 Work = Callable[[], None]
 
@@ -39,6 +39,7 @@ _PLAIN = (Tensor, FakeTensor)
 class _PutOff:
     """Where closures of the running ``I`` go; None while weights are computed at once."""
 
+    allowed: bool = True
     work: list[Work] | None = None
     backward: int | None = None
     listener: Callable[[Tensor], None] | None = None
@@ -48,6 +49,14 @@ class _PutOff:
 def notify_gradients(listener: Callable[[Tensor], None] | None) -> None:
     """Has a function called with every parameter whose gradient was written past autograd; None to stop."""
     _PutOff.listener = listener
+
+
+def allow_split(allowed: bool) -> None:
+    """Says whether the backward of what runs from now on may be split.
+
+    Allowing for it takes some 20 to 100 us a module, and most backwards of a schedule stay whole.
+    """
+    _PutOff.allowed = allowed
 
 
 def count_uses(uses: dict[int, int] | None) -> None:
@@ -243,6 +252,8 @@ class _SplitForward:
         self._dim = dim
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not _PutOff.allowed:
+            return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         weight, bias = self._module.weight, self._module.bias
         plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
         if (
