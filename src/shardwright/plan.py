@@ -129,6 +129,7 @@ class StagePrediction(_Record):
     forward_s: float
     backward_s: float
     weight_s: float = 0.0
+    input_s: float | None = None
     send_bytes: NonNegativeInt = 0
     saved_bytes: NonNegativeInt = 0
     weight_bytes: NonNegativeInt | None = None

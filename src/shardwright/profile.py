@@ -19,13 +19,14 @@ class UnitCost:
     Attributes:
         forward_s: seconds of the forward.
         backward_s: seconds of the whole backward.
-        weight_s: the part of `backward_s` that computes gradients of weights and can be put off
-            (``W``); the rest is ``I``.
+        weight_s: the part of the backward that computes gradients of weights and can be put off (``W``).
         saved_bytes: bytes kept from forward to backward, parameters not counted.
         input_bytes: bytes of the input tensors, which is what recomputation keeps instead.
         work_bytes: largest temporary memory on top of what is saved.
         weight_bytes: bytes that ``I`` leaves for ``W``; None: not known, taken as all of `saved_bytes`.
         split_work_bytes: `work_bytes` where the backward is split; None: not known, taken as `work_bytes`.
+        input_s: seconds of the rest (``I``) where it is put off, with what a forward that allows for that
+            takes more; None: what `weight_s` leaves of `backward_s`.
         flops: floating-point operations of the forward.
         provenance: where the seconds come from.
         spread: relative spread of the measured seconds (interquartile range / median).
@@ -39,6 +40,7 @@ class UnitCost:
     work_bytes: int = 0
     weight_bytes: int | None = None
     split_work_bytes: int | None = None
+    input_s: float | None = None
     flops: int = 0
     provenance: Provenance = "estimated"
     spread: float = 0.0

@@ -51,6 +51,7 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
             weight_s=stage.weight_s,
             saved_bytes=stage.saved_bytes,
             weight_bytes=stage.weight_bytes,
+            input_s=stage.input_s,
         )
         for stage in plan.prediction.stages
     )

@@ -94,7 +94,8 @@ class Chain:
         starts: position of the first call of each atom, then the number of calls.
         forward_s: seconds of the forward of each call and of the operations whose home it is.
         backward_s: seconds of their whole backward, recomputation not counted.
-        weight_s: the part of `backward_s` that computes gradients of weights.
+        input_s: seconds of ``I`` of a backward that is split, glue included.
+        weight_s: seconds of its ``W``, the gradients of weights.
         recompute_s: seconds of recomputing the call; operations are never recomputed.
         saved_bytes: bytes that a call keeps from forward to backward.
         kept_bytes: bytes that it keeps when it is recomputed.
@@ -114,6 +115,7 @@ class Chain:
     starts: tuple[int, ...]
     forward_s: Floats
     backward_s: Floats
+    input_s: Floats
     weight_s: Floats
     recompute_s: Floats
     saved_bytes: Floats

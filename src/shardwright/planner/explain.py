@@ -25,6 +25,7 @@ def predict(option: Option) -> Prediction:
             forward_s=cost.forward_s,
             backward_s=cost.backward_s + cost.recompute_s,
             weight_s=cost.weight_s,
+            input_s=None if cost.input_s is None else cost.input_s + cost.recompute_s,
             send_bytes=sent,
             saved_bytes=cost.saved_bytes,
             weight_bytes=cost.weight_bytes,

@@ -21,6 +21,7 @@ _MOST_RANKS = 64
 _PER_MICROBATCH = (
     "forward_s",
     "backward_s",
+    "input_s",
     "weight_s",
     "recompute_s",
     "saved_bytes",

@@ -62,6 +62,7 @@ class Layout:
             for values in (
                 chain.forward_s,
                 chain.backward_s,
+                chain.input_s,
                 chain.weight_s,
                 saved,
                 again,
@@ -73,11 +74,12 @@ class Layout:
                 forward_s=forward,
                 backward_s=max(backward, weight),
                 weight_s=weight,
+                input_s=put_first,
                 saved_bytes=max(0, int(num_bytes) + sent - twice),
                 recompute_s=recompute,
                 weight_bytes=None if isnan(left) else int(left),
             )
-            for forward, backward, weight, num_bytes, recompute, left, sent, twice in zip(
+            for forward, backward, put_first, weight, num_bytes, recompute, left, sent, twice in zip(
                 *columns, self.sent_bytes(), self._counted_twice(), strict=True
             )
         )

@@ -36,6 +36,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     homes = _home_calls(graph)
     glue = _glue(graph, homes, profile, num_calls=len(calls))
     recompute_s = np.array([cost.forward_s for cost in costs])
+    weight_s = np.array([min(cost.weight_s, cost.backward_s) for cost in costs])
+    backward_s = np.array([cost.backward_s for cost in costs])
+    input_s = np.array([nan if cost.input_s is None else cost.input_s for cost in costs])
     work_bytes = np.array([float(cost.work_bytes) for cost in costs])
     split_work_bytes = np.array(
         [float(cost.work_bytes if cost.split_work_bytes is None else cost.split_work_bytes) for cost in costs]
@@ -44,8 +47,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         labels=tuple(node.label for node in nodes),
         starts=tuple(range(len(calls) + 1)),
         forward_s=recompute_s + glue.forward_s,
-        backward_s=np.array([cost.backward_s for cost in costs]) + glue.backward_s,
-        weight_s=np.array([min(cost.weight_s, cost.backward_s) for cost in costs]),
+        backward_s=backward_s + glue.backward_s,
+        input_s=np.where(np.isnan(input_s), backward_s - weight_s, input_s) + glue.backward_s,
+        weight_s=weight_s,
         recompute_s=recompute_s,
         saved_bytes=np.array([float(cost.saved_bytes) for cost in costs]),
         kept_bytes=np.array([float(min(cost.input_bytes, cost.saved_bytes)) for cost in costs]),

@@ -15,14 +15,14 @@ import numpy as np
 
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
+from shardwright.planner.fabric import ACTION_OVERHEAD_S, STEP_OVERHEAD_S, Fabric
 from shardwright.planner.layout import Layout
 from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
 from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
 from shardwright.planner.partition import improve, split
 from shardwright.planner.recompute import choose_recompute
 from shardwright.planner.tables import build_tables
-from shardwright.schedule import Schedule, Simulation, build_schedule, simulate
+from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate, splits_backward
 
 __all__ = ["Demands", "Draft", "Option", "Workload"]
 
@@ -210,7 +210,10 @@ class Draft:
         layout = self.layout
         costs = layout.stage_costs()
         owner = np.asarray(layout.ranks)
-        total = np.bincount(owner, [c.forward_s + c.backward_s + c.recompute_s for c in costs])
+        kinds = [Kind.BACKWARD]
+        if splits_backward(self.kind):
+            kinds = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+        total = np.bincount(owner, [c.forward_s + sum(map(c.seconds, kinds)) for c in costs])
         weight = np.bincount(owner, [c.weight_s for c in costs])
         idle = float(total.mean()) * layout.num_ranks / layout.num_stages
         if self.kind == "zb_h1":
@@ -333,7 +336,7 @@ class Option:
     @property
     def step_s(self) -> float:
         """Seconds of a step: the schedule, then the sums of gradients."""
-        return self.simulation.step_s + self.tie_s + self.replica_s
+        return self.simulation.step_s + self.tie_s + self.replica_s + STEP_OVERHEAD_S
 
     @property
     def peak_bytes(self) -> int:

@@ -17,12 +17,14 @@ class StageCost:
     Attributes:
         forward_s: seconds of the forward.
         backward_s: seconds of the whole backward, recomputation not counted.
-        weight_s: the part of `backward_s` that can be put off (``W``); ``I`` takes the rest.
+        weight_s: the part of the backward that can be put off (``W``).
         saved_bytes: bytes kept from the start of the forward.
         recompute_s: seconds of forward that the backward repeats first (in ``I`` where the backward is
             split).
         weight_bytes: the bytes that ``I`` leaves for ``W``; None means all of `saved_bytes`, because the
             gradients of weights need the inputs of every layer.
+        input_s: seconds of ``I``, recomputation not counted; None means what `weight_s` leaves of
+            `backward_s`. In two parts a backward may take longer than in one.
 
     >>> StageCost(forward_s=1.0, backward_s=2.0, weight_s=0.5).seconds(Kind.BACKWARD_INPUT)
     1.5
@@ -34,6 +36,7 @@ class StageCost:
     saved_bytes: int = 0
     recompute_s: float = 0.0
     weight_bytes: int | None = None
+    input_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,7 +56,8 @@ class StageCost:
         if kind is Kind.BACKWARD:
             return self.recompute_s + self.backward_s
         if kind is Kind.BACKWARD_INPUT:
-            return self.recompute_s + self.backward_s - self.weight_s
+            input_s = self.backward_s - self.weight_s if self.input_s is None else self.input_s
+            return self.recompute_s + input_s
         if kind is Kind.BACKWARD_WEIGHT:
             return self.weight_s
         raise ScheduleError(f"a stage has no seconds for {kind.value}: transfers are priced by their link.")

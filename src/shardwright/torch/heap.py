@@ -8,8 +8,9 @@ caching allocator for this.
 
 import ctypes
 import sys
+from typing import Any
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory"]
 
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -19,16 +20,25 @@ _LARGEST_KEPT = 32 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Has the heap keep what is freed from now on; False where it cannot be told.
-
-    What is free already, such as weights that belong to other ranks, is given back first.
-    """
-    if not sys.platform.startswith("linux"):
+    """Has the heap keep what is freed from now on; False where it cannot be told."""
+    mallopt = _function("mallopt")
+    if mallopt is None:
         return False
-    try:
-        library = ctypes.CDLL(None)
-        mallopt, trim = library.mallopt, library.malloc_trim
-    except (AttributeError, OSError):
-        return False  # another C library
-    trim(ctypes.c_size_t(0))
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def give_back_freed_memory() -> None:
+    """Gives back once what is free now, such as weights that belong to other ranks."""
+    trim = _function("malloc_trim")
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _function(name: str) -> Any:
+    """A function of glibc; None where there is another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError):
+        return None

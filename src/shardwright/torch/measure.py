@@ -1,13 +1,14 @@
 """Times units and glue operations on the present device.
 
 Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so
-that neither weights nor running statistics change. All ranks of a host measure at the same time, as many as
-it has cores, because that is how they will run: sharing memory bandwidth and caches.
+that neither weights nor running statistics change. All ranks of a host measure at the same time, because
+that is how they will run: sharing memory bandwidth and caches. Where there are more of them than cores, what
+counts is the time that a rank had a core; how they take turns is left to the simulator.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ _BUDGET_S = 0.15
 _MIN_RUNS, _MAX_RUNS = 3, 15
 # Between two calls of a unit, its rank runs others: their weights take its place in the caches.
 _OTHERS_BYTES = 16 * 2**20
+# What the runtime takes for one more call in a forward: `benchmarks/pipeline.py --only E` with 1 to 32 units.
+_INTERCEPTION_S = 5e-6
+
+_Seconds = tuple[float, float, float]
+"""Of the forward; of the backward, or of the gradients of inputs; of those of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +41,94 @@ class Timing:
 
     Attributes:
         forward_s: forward with autograd recording.
-        backward_s: whole backward.
-        weight_s: the part of it that can be put off.
+        backward_s: whole backward, in one.
+        input_s: the backward in two parts, the gradients of inputs; None where nothing can be put off.
+        weight_s: and those of weights.
         spread: interquartile range of forward + backward, relative to its median.
     """
 
     forward_s: float
     backward_s: float
+    input_s: float | None
     weight_s: float
     spread: float
 
 
-def measure_class(sample: Sample, *, device: torch.device, train: bool = True) -> Timing:
+class _Clock:
+    """Tells the time when a device has done all that was asked of it.
+
+    Args:
+        device: the device.
+        share_cores: tell the time that this process had cores, in seconds of all its threads at once.
+    """
+
+    def __init__(self, device: torch.device, *, share_cores: bool):
+        self.device = device
+        self._share_cores = share_cores
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._share_cores:
+            return time.process_time() / torch.get_num_threads()
+        return time.perf_counter()
+
+
+def measure_class(
+    sample: Sample, *, device: torch.device, train: bool = True, share_cores: bool = False
+) -> Timing:
     """Times one cost class.
 
     Args:
         sample: what to run.
         device: where.
         train: time the backward as well.
+        share_cores: processes that do the same take turns on the cores.
 
     Raises:
         Exception: whatever the call raises on random data; the caller estimates instead.
     """
-    func, split = sample.func, False
-    if isinstance(func, nn.Module):
-        func = copy_of_module(func, device)
-        split = bool(split_modules(func))
-    forwards, backwards, weights = [], [], []
+    whole, in_parts = sample.func, None
+    if isinstance(sample.func, nn.Module):
+        whole, in_parts = copy_of_module(sample.func, device), copy_of_module(sample.func, device)
+        if not train or not split_modules(in_parts):
+            in_parts = None
+    wholes, parts = [], []
+    clock = _Clock(device, share_cores=share_cores)
     others = torch.zeros(_OTHERS_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
     started = time.perf_counter()
     for run in range(_MAX_RUNS + 1):
         others.add_(1)
-        forward_s, input_s, weight_s = _run_once(func, sample, device=device, train=train, split=split)
+        wholes.append(_run_once(whole, sample, clock, train=train))
+        if in_parts is not None:
+            others.add_(1)
+            parts.append(_run_once(in_parts, sample, clock, split=True))
         if run == 0:
             started = time.perf_counter()  # the first run warms up
-            continue
-        forwards.append(forward_s)
-        backwards.append(input_s + weight_s)
-        weights.append(weight_s)
-        if run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
+        elif run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
             break
-    totals = sorted(f + b for f, b in zip(forwards, backwards, strict=True))
+    return _timing(wholes[1:], parts[1:])
+
+
+def _timing(wholes: Sequence[_Seconds], parts: Sequence[_Seconds]) -> Timing:
+    """The medians of several runs with a backward in one, and of as many with one in two parts."""
+    forward_s, backward_s, _ = (statistics.median(column) for column in zip(*wholes, strict=True))
+    input_s, weight_s = None, 0.0
+    if parts:
+        forward_in_parts_s, gradients_s, weight_s = (
+            statistics.median(column) for column in zip(*parts, strict=True)
+        )
+        # A schedule has one price for a forward, so what allowing for two parts takes there goes here.
+        input_s = max(0.0, gradients_s + forward_in_parts_s - forward_s)
+    totals = [sum(seconds) for seconds in wholes]
     middle = statistics.median(totals)
     quartiles = statistics.quantiles(totals, n=4) if len(totals) > 1 else [middle] * 3
     return Timing(
-        forward_s=statistics.median(forwards),
-        backward_s=statistics.median(backwards),
-        weight_s=statistics.median(weights),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_s=input_s,
+        weight_s=weight_s,
         spread=(quartiles[2] - quartiles[0]) / middle if middle else 0.0,
     )
 
@@ -89,8 +136,9 @@ def measure_class(sample: Sample, *, device: torch.device, train: bool = True) -
 def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
     """The cost of a call, with measured seconds."""
     return UnitCost(
-        forward_s=timing.forward_s,
+        forward_s=timing.forward_s + _INTERCEPTION_S,
         backward_s=timing.backward_s,
+        input_s=timing.input_s,
         weight_s=timing.weight_s,
         saved_bytes=node.saved_bytes,
         work_bytes=node.work_bytes,
@@ -104,32 +152,44 @@ def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
 
 
 def _run_once(
-    func: Callable[..., Any], sample: Sample, *, device: torch.device, train: bool, split: bool
-) -> tuple[float, float, float]:
-    args, kwargs = sample.structure.rebuild([random_like(leaf, device) for leaf in sample.leaves])
-    start = _now(device)
+    func: Callable[..., Any],
+    sample: Sample,
+    clock: _Clock,
+    *,
+    train: bool = True,
+    split: bool = False,
+) -> _Seconds:
+    args, kwargs = sample.structure.rebuild([random_like(leaf, clock.device) for leaf in sample.leaves])
+    start = clock.now()
     output = func(*args, **kwargs)
-    forward_s = _now(device) - start
+    forward_s = clock.now() - start
     roots = [t for t in _tensors(output) if t.requires_grad]
     if not train or not roots:
         return forward_s, 0.0, 0.0
     gradients = [torch.ones_like(root) for root in roots]
-    start = _now(device)
+    empty_s = _empty_backward_s(clock)
+    start = clock.now()
     if not split:
         torch.autograd.backward(roots, gradients)
-        return forward_s, _now(device) - start, 0.0
+        return forward_s, max(0.0, clock.now() - start - empty_s), 0.0
     with put_off_weights(root.grad_fn for root in roots) as work:
         torch.autograd.backward(roots, gradients)
-    middle = _now(device)
+    middle = clock.now()
     for item in work:
         item()
-    return forward_s, middle - start, _now(device) - middle
+    return forward_s, max(0.0, middle - start - empty_s), clock.now() - middle
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def _empty_backward_s(clock: _Clock) -> float:
+    """Seconds of calling autograd: a stage does it once, and not once a unit."""
+    seconds = 0.0
+    for _ in range(2):  # the first warms up
+        root = torch.ones((), device=clock.device, requires_grad=True) * 1.0
+        gradient = torch.ones_like(root)
+        start = clock.now()
+        torch.autograd.backward([root], [gradient])
+        seconds = clock.now() - start
+    return seconds
 
 
 def _tensors(tree: Any) -> list[Tensor]:

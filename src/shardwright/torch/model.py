@@ -22,7 +22,7 @@ from shardwright.torch.failure import first_cause_named
 from shardwright.torch.first_values import Initialise
 from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
-from shardwright.torch.heap import keep_freed_memory
+from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.reducer import GradientReducer, Reduced
@@ -101,7 +101,10 @@ class DistributedModel(nn.Module):
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
         self._cores = OwnCores(current)
-        self._keeps_memory = self._gathers = False
+        # Before anything is measured: giving memory back and taking it again costs time.
+        keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
+        self._gives_back = keeps_memory and keep_freed_memory()
+        self._gathers = False
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
@@ -153,10 +156,9 @@ class DistributedModel(nn.Module):
         self._called_to_train = False
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         own_cores = self._cores.in_force() if self.partitioned else nullcontext()
-        if self.partitioned and not self._keeps_memory:
-            self._keeps_memory = True
-            if current.device.type == "cpu" and current.config.keep_freed_memory:
-                keep_freed_memory()
+        if self.partitioned and self._gives_back:
+            self._gives_back = False
+            give_back_freed_memory()
         with first_cause_named(current), own_cores:
             run = self._engine.run(function, arguments, splitter)
             if run.losses is not None:

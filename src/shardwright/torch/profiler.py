@@ -25,6 +25,9 @@ __all__ = ["Profiler", "cache_folder", "undisturbed"]
 
 log = logging.getLogger(__name__)
 
+# Of the cache: another one for another meaning of what is in it.
+_FORMAT = 2
+
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
 
@@ -72,24 +75,22 @@ class Profiler:
         return costs
 
     def _measure_together(self, trace: Trace, key: str) -> Timing | None:
-        """Times one class on all ranks of a host at once, as many at a time as it has cores."""
+        """Times one class on all ranks of a host at once."""
         context = self._context
-        cores = cores_of_host() if context.device.type == "cpu" else context.local_size
-        per_wave = max(1, cores // torch.get_num_threads())
+        share_cores = (
+            context.device.type == "cpu" and context.local_size * torch.get_num_threads() > cores_of_host()
+        )
         mine: Timing | None = None
-        for wave in range(-(-context.local_size // per_wave)):
-            if context.mesh.world_size > 1:
-                dist.barrier()
-            if context.local_rank // per_wave != wave:
-                continue
-            generators = torch.random.get_rng_state()
-            try:
-                with self._cores.in_force():
-                    mine = measure_class(trace.samples[key], device=context.device)
-            except Exception as error:
-                log.warning("%s cannot be run on random data (%s): its cost is estimated", key, error)
-            finally:
-                torch.random.set_rng_state(generators)
+        if context.mesh.world_size > 1:
+            dist.barrier()
+        generators = torch.random.get_rng_state()
+        try:
+            with self._cores.in_force():
+                mine = measure_class(trace.samples[key], device=context.device, share_cores=share_cores)
+        except Exception as error:
+            log.warning("%s cannot be run on random data (%s): its cost is estimated", key, error)
+        finally:
+            torch.random.set_rng_state(generators)
         return _mean(self._gathered(mine))
 
     def _gathered(self, mine: Timing | None) -> list[Timing | None]:
@@ -104,10 +105,11 @@ class Profiler:
 
     def _machine_key(self) -> str:
         described = [
+            _FORMAT,
             device_name(self._context.device),
             torch.__version__,
             torch.get_num_threads(),
-            min(self._context.local_size, cores_of_host()),
+            self._context.local_size,
         ]
         return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
@@ -162,9 +164,11 @@ def _mean(timings: Sequence[Timing | None]) -> Timing | None:
     there = [timing for timing in timings if timing is not None]
     if not there:
         return None
+    inputs = [t.input_s for t in there if t.input_s is not None]
     return Timing(
         forward_s=statistics.fmean(t.forward_s for t in there),
         backward_s=statistics.fmean(t.backward_s for t in there),
+        input_s=statistics.fmean(inputs) if len(inputs) == len(there) else None,
         weight_s=statistics.fmean(t.weight_s for t in there),
         spread=statistics.fmean(t.spread for t in there),
     )

@@ -27,7 +27,7 @@ def test_costs_follow_the_calls() -> None:
     assert chain.labels == ("embed", "h.0", "h.1", "head")
     assert chain.forward_s.tolist() == [0.5, 1.0, 1.0, 0.5]
     assert chain.backward_s.tolist() == [1.0, 2.0, 2.0, 1.0]
-    assert chain.weight_s.tolist() == [0.5, 1.0, 1.0, 0.5]
+    assert chain.weight_s.tolist() == chain.input_s.tolist() == [0.5, 1.0, 1.0, 0.5]
     assert chain.kept_bytes.tolist() == [40.0] * 4
     assert chain.starts == (0, 1, 2, 3, 4)
     assert chain.provenance == "measured"
@@ -53,6 +53,7 @@ def test_glue_adds_its_time_and_is_never_recomputed() -> None:
         profile_of({"block": (1.0, 2.0), "linear": (0.25, 0.5)}),
     )
     assert (chain.forward_s[0], chain.backward_s[0], chain.weight_s[0]) == (1.25, 2.5, 1.0)
+    assert chain.input_s[0] == 1.5
     assert chain.recompute_s[0] == 1.0
     # The gradients of the logits and of their input are there at once.
     assert chain.work_bytes[0] == 840

@@ -35,6 +35,13 @@ def test_costs_of_stages() -> None:
     assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
 
 
+def test_a_backward_in_two_parts_may_take_longer() -> None:
+    cost = UnitCost(forward_s=1.0, backward_s=2.0, weight_s=1.0, input_s=1.5)
+    profile = Profile(costs=dict.fromkeys(("embed", "block", "head"), cost))
+    first, _ = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile).stage_costs()
+    assert (first.backward_s, first.input_s, first.weight_s) == (4.0, 3.0, 2.0)
+
+
 def test_a_value_that_several_calls_keep_counts_once_a_stage() -> None:
     """An activation's result and the next layer's input are one tensor; it was counted twice."""
     builder = GraphBuilder()

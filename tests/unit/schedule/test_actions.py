@@ -1,6 +1,7 @@
 """Actions, schedules, placements: the plain objects."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,8 @@ def test_seconds_of_a_stage():
     cost = StageCost(forward_s=1.0, backward_s=2.5, weight_s=1.0, recompute_s=0.5)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     assert [cost.seconds(kind) for kind in kinds] == [1.0, 3.0, 2.0, 1.0]
+    in_parts = replace(cost, input_s=2.25)
+    assert [in_parts.seconds(kind) for kind in kinds] == [1.0, 3.0, 2.75, 1.0]
     assert unit_costs(2) == (StageCost(1.0, 2.0, 1.0, 1),) * 2
 
 

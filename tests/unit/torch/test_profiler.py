@@ -5,7 +5,13 @@ from shardwright.torch.profiler import undisturbed
 
 
 def timing(forward_s, backward_s):
-    return Timing(forward_s=forward_s, backward_s=backward_s, weight_s=backward_s / 2, spread=0.0)
+    return Timing(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_s=backward_s / 2,
+        weight_s=backward_s / 2,
+        spread=0.0,
+    )
 
 
 def test_two_rounds_that_agree_are_averaged():
