@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +162,24 @@ def test_a_single_process_needs_no_network():
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = run_ranks(alone, 1, init_process_group=False, env=dict.fromkeys(names))
     assert found == [(0.0, "HashStore")]
+
+
+def test_runs_of_one_process_share_their_groups():
+    """Each run made its own, and the threads of all woke up a hundred times a second until the end."""
+
+    def groups_of_runs():
+        import shardwright.torch as sw
+        from shardwright.torch.context import context
+
+        found = []
+        for degree in (2, 2, 1):
+            sw.init({"pipeline_parallel_degree": degree, "microbatches": 2, "run_dir": "off"})
+            found.append((context().pipeline_group, context().data_group))
+            sw.shutdown()
+        first, second, replicas = found
+        assert first == second
+        assert first[0] is not None
+        assert replicas[1] is not None
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    assert max(run_ranks(groups_of_runs, 2)) < 16

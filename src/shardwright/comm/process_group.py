@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,11 +18,27 @@ from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError, UsageError
 
-__all__ = ["default_store", "destroy_process_group", "init_process_group", "new_group"]
+__all__ = ["default_store", "destroy_process_group", "group_of", "init_process_group"]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
 _NUMBER_OF_GROUP = itertools.count()
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The further groups of this process.
+
+    Attributes:
+        default: the default group with which they were made.
+        made: by ranks, use and timeout.
+    """
+
+    default: dist.ProcessGroup | None = None
+    made: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = field(default_factory=dict)
+
+
+_GROUPS = _Groups()
 
 # At the end, threads must be found asleep so often, so long apart.
 _LOOKS = 3
@@ -82,15 +99,24 @@ def init_process_group(
     return own_store
 
 
-def new_group(ranks: Sequence[int], *, timeout_s: float) -> dist.ProcessGroup:
-    """A further group; collective over all ranks. PyTorch would give it half an hour instead.
+def group_of(ranks: Sequence[int], *, use: str, timeout_s: float) -> dist.ProcessGroup:
+    """A further group; collective over all ranks.
+
+    It is made once and serves all runs of a process, one after the other: each has threads that wake up a
+    hundred times a second, for as long as the process lives.
 
     Args:
         ranks: its world ranks.
-        timeout_s: after so much time a silent rank counts as lost.
+        use: what it is for; groups of the same ranks for different uses do not share their messages.
+        timeout_s: after so much time a silent rank counts as lost; PyTorch would give it half an hour.
     """
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-    return group
+    if _GROUPS.default is not dist.group.WORLD:
+        _GROUPS.default = dist.group.WORLD
+        _GROUPS.made.clear()
+    key = (tuple(ranks), use, timeout_s)
+    if key not in _GROUPS.made:
+        _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+    return _GROUPS.made[key]
 
 
 def default_store() -> Store:
@@ -101,6 +127,8 @@ def default_store() -> Store:
 
 def destroy_process_group() -> None:
     """Ends the default process group, and all others, if there are any."""
+    _GROUPS.default = None
+    _GROUPS.made.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store, new_group
+from shardwright.comm.process_group import default_store, group_of
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
-from shardwright.mesh import Mesh
+from shardwright.mesh import GroupKind, Mesh
 from shardwright.plan import Plan
 
 if TYPE_CHECKING:
@@ -221,11 +222,12 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         if device.type == "cpu" and config.shared_memory:
             made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
         made.world = SmallCollectives(range(world_size), rank=rank, local=made.local_peers)
+    own_group = partial(_own_group, mesh, rank, timeout_s=config.timeout_s)
     if mesh.pipeline > 1:
-        made.pipeline_group = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s)
+        made.pipeline_group = own_group("pp", use="collectives of a replica")
         nccl = dist.get_backend() == "nccl"
-        up = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
-        down = _own_group(mesh.groups("pp"), rank, timeout_s=config.timeout_s) if nccl else None
+        up = own_group("pp", use="activations") if nccl else None
+        down = own_group("pp", use="gradients") if nccl else None
         made.transport = Transport(
             made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
         )
@@ -233,7 +235,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.pipeline_ranks, rank=rank, group=made.pipeline_group, local=made.local_peers
         )
     if mesh.data > 1:
-        made.data_group = _own_group(mesh.groups("dp"), rank, timeout_s=config.timeout_s)
+        made.data_group = own_group("dp", use="sums over replicas")
     return made
 
 
@@ -247,14 +249,10 @@ def _point_out_overruled(config: Config, decided: Mapping[str, Any]) -> None:
         warnings.warn(f"the plan file decides: {', '.join(overruled)}.", stacklevel=4)
 
 
-def _own_group(groups: tuple[tuple[int, ...], ...], rank: int, *, timeout_s: float) -> dist.ProcessGroup:
-    """Makes all groups, on all ranks in the same order, and returns the one with this rank."""
-    made: list[dist.ProcessGroup] = []
-    for ranks in groups:
-        group = new_group(ranks, timeout_s=timeout_s)
-        if rank in ranks:
-            made.append(group)
-    return made[0]
+def _own_group(mesh: Mesh, rank: int, kind: GroupKind, *, use: str, timeout_s: float) -> dist.ProcessGroup:
+    """Makes all groups of a kind, on all ranks in the same order, and returns the one with this rank."""
+    made = {ranks: group_of(ranks, use=use, timeout_s=timeout_s) for ranks in mesh.groups(kind)}
+    return made[mesh.group(kind, rank)]
 
 
 def _device(local_rank: int) -> torch.device:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import new_group
+from shardwright.comm.process_group import group_of
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, stage_of_label
@@ -88,7 +88,9 @@ class SharingGroups:
                 continue
             members = self.ranks(pipeline_ranks)
             timeout_s = self._context.config.timeout_s
-            group = new_group(members, timeout_s=timeout_s) if len(members) > 1 else None
+            group = (
+                group_of(members, use="shared parameters", timeout_s=timeout_s) if len(members) > 1 else None
+            )
             self._made[pipeline_ranks] = group if self._context.rank in members else None
 
     def of(self, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

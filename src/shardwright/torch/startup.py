@@ -59,7 +59,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
 
 
 def shutdown() -> None:
-    """Ends a run: a new one can be started with `init`. Process groups stay until the process ends."""
+    """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
     if is_initialized():
         current = context()
         if current.reporter is not None:
