@@ -11,7 +11,7 @@ For one rank, in bytes::
                   for its largest parameter when there are no activations
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,9 @@ __all__ = [
 # Numbers of state for each number of a parameter.
 _ADAM = 2.0
 
-# Messages from one rank to another that are written and not yet read (see `Messages`).
-_UNREAD = 2
+# Messages from one rank to another that are written and not yet read (see `Messages`): where no simulation
+# tells, and at most, since the sender of one more waits (`comm.local_link`).
+_UNREAD, _MOST_UNREAD = 2, 4
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -103,16 +104,27 @@ def work_bytes(layout: Layout) -> list[int]:
     return [work + one.num_bytes() for work, one in zip(found, messages(layout), strict=True)]
 
 
-def scheduled_work_bytes(schedule: Schedule, layout: Layout, costs: Sequence[StageCost]) -> list[int]:
+def scheduled_work_bytes(
+    schedule: Schedule,
+    layout: Layout,
+    costs: Sequence[StageCost],
+    unread: Mapping[tuple[int, int], int] | None = None,
+) -> list[int]:
     """For each rank, the bytes by which its peak exceeds the most that it keeps, in this order of actions.
 
     That is less than `work_bytes` where large temporaries and messages come while little is kept.
+
+    Args:
+        schedule: the order.
+        layout: where every call runs.
+        costs: of each stage.
+        unread: as in the schedule's `Simulation`; None counts two messages everywhere.
     """
     forward = _stage_work(layout, recompute=False)
     backward = _stage_work(layout)
     split = _stage_work(layout, split=True)
     found = []
-    for row, under_way in zip(schedule.actions, messages(layout), strict=True):
+    for row, under_way in zip(schedule.actions, messages(layout, unread), strict=True):
         forwards = sum(action.kind is Kind.FORWARD for action in row)
         held = kept = peak = 0.0
         for action in row:
@@ -171,8 +183,8 @@ class Messages:
     What leaves is copied at once into memory that sender and receiver share, one ring for each rank that it
     sends to (`comm.local_link`). A ring grows to what was unread in it at once, and stays so large for the
     whole run. Mostly that is one of the largest messages, and a few where a rank runs ahead: all along in
-    GPipe, and before its first backward on the first rank in the others. How many depends on who is faster;
-    two are counted. Between hosts, two are about the sends under way.
+    GPipe, and before its first backward on the first rank in the others. How many depends on who is faster:
+    the simulation tells, and without one, two are counted. Between hosts, two are about the sends under way.
 
     Attributes:
         value: the largest that comes in; a receive is posted some actions before its use (`lower`).
@@ -189,8 +201,8 @@ class Messages:
         return self.value * forwards_left + 2 * self.gradient + self.leaving
 
 
-def messages(layout: Layout) -> list[Messages]:
-    """The messages of each rank."""
+def messages(layout: Layout, unread: Mapping[tuple[int, int], int] | None = None) -> list[Messages]:
+    """The messages of each rank; `unread` is that of a `Simulation`."""
     values = [0] * layout.num_ranks
     gradients = [0] * layout.num_ranks
     largest: dict[tuple[int, int], int] = {}
@@ -202,8 +214,8 @@ def messages(layout: Layout) -> list[Messages]:
             largest[source, target] = max(largest.get((source, target), 0), edge.num_bytes)
             largest[target, source] = max(largest.get((target, source), 0), edge.backward_bytes)
     leaving = [0] * layout.num_ranks
-    for (sender, _), num_bytes in largest.items():
-        leaving[sender] += _UNREAD * num_bytes
+    for pair, num_bytes in largest.items():
+        leaving[pair[0]] += min((unread or {}).get(pair, _UNREAD), _MOST_UNREAD) * num_bytes
     return [Messages(*each) for each in zip(values, gradients, leaving, strict=True)]
 
 

@@ -288,7 +288,7 @@ class Draft:
             ranks_per_node=fabric.ranks_per_node,
             action_overhead_s=ACTION_OVERHEAD_S,
         )
-        work = scheduled_work_bytes(schedule, layout, costs)
+        work = scheduled_work_bytes(schedule, layout, costs, simulation.unread)
         memory = self._memory(layout, simulation.peak_bytes, work)
         return Option(
             workload=workload, layout=layout, schedule=schedule, simulation=simulation, memory=memory

@@ -11,8 +11,9 @@ at the rate cores / computing, from event to event::
                         rank 1                  [ both, rate 1/2          ][ alone, rate 1 ]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from shardwright.cluster import Link
@@ -52,6 +53,8 @@ class Simulation:
             ``B`` or ``I``.
         peak_bytes: for each rank, the most bytes kept for backwards: `saved_bytes` from the start of ``F`` to
             the end of ``B`` or ``I``, then `weight_bytes` to the end of ``W``.
+        unread: for each pair (sending rank, receiving rank), the most messages that have left and whose
+            action has not started.
     """
 
     step_s: float
@@ -61,6 +64,7 @@ class Simulation:
     transfers: tuple[Event, ...]
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
+    unread: Mapping[tuple[int, int], int]
 
 
 def simulate(
@@ -186,7 +190,21 @@ def _summary(
         transfers=_transfers(schedule.stage_ranks, program, timeline, edges),
         peak_microbatches=peak_microbatches,
         peak_bytes=peak_bytes,
+        unread=_unread(schedule.stage_ranks, program, timeline, edges),
     )
+
+
+def _unread(
+    stage_ranks: Sequence[int], program: Program, timeline: Timeline, edges: Sequence[Edge]
+) -> dict[tuple[int, int], int]:
+    moments: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for consumer, price, leaves, arrives in timeline.departures:
+        edge = edges[price // 2]
+        pair = stage_ranks[edge.source], stage_ranks[edge.target]
+        read = max(arrives, timeline.starts[consumer])
+        moments.setdefault(pair[::-1] if price % 2 else pair, []).extend([(leaves, 1), (read, -1)])
+    # At one moment, a message is read before the next one leaves; one that is read at once counts.
+    return {pair: max(1, *accumulate(change for _, change in sorted(each))) for pair, each in moments.items()}
 
 
 def _transfers(

@@ -330,3 +330,12 @@ def test_a_link_that_occupies_cores_takes_time_from_both_ends():
     seconds = {str(e.action): e.end_s - e.start_s for e in simulation.events}
     # A message takes 1.5 s forward and 2.5 s backward, of which half is work for the cores at its ends.
     assert seconds == {"0F0": 1.75, "0B0": 3.25, "1F0": 1.75, "1B0": 3.25}
+
+
+def test_unread_messages_pile_up_where_a_rank_runs_ahead() -> None:
+    slow_last = [StageCost(1, 1), StageCost(3, 3)]
+    gpipe = build_schedule("gpipe", stage_ranks=(0, 1), num_microbatches=4)
+    # Rank 1 starts its forwards at 1, 4, 7, 10; those of rank 0 end at 1, 2, 3, 4.
+    assert simulate(gpipe, slow_last).unread == {(0, 1): 2, (1, 0): 1}
+    in_turns = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=4)
+    assert simulate(in_turns, slow_last).unread == {(0, 1): 1, (1, 0): 1}
