@@ -118,7 +118,7 @@ def alternate(
     """Runs every contestant in every round, in the opposite order in every other one.
 
     Args:
-        contestants: what runs each once.
+        contestants: what gives each a turn; a turn may take longer than the seconds that it tells.
         rounds: how many quiet runs are wanted of each.
         patience: for that; None takes every run.
         warm_up: runs of each before those.
@@ -133,13 +133,14 @@ def alternate(
             while True:
                 if not patience.ended:
                     patience.wait()
+                began = time.monotonic()
                 seconds, foreign = run()
                 times[name].seconds.append(seconds)
                 times[name].foreign.append(foreign)
                 if foreign < QUIET_CORES or patience.ended:
                     times[name].by_round.append((seconds, foreign))
                     break
-                patience.spend(seconds)
+                patience.spend(time.monotonic() - began)
     return times
 
 

@@ -53,6 +53,7 @@ def _serve(address: str, name: str, task: Task, microbatches: int) -> None:
         if command == "enter":
             # A mapping: the ranks' classes are copies of the race's.
             answer: Any = asdict(_entry(clocked(enter), current[0]))
+            last_s = _STRETCH_S
         elif command == "run":
             answer = _train(current[0], last_s)
             last_s = answer[0]

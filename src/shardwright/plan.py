@@ -157,8 +157,8 @@ class Prediction(_Record):
     """What the simulator expects.
 
     Attributes:
-        step_s: seconds of one batch: forward, backward and the sums of gradients over ranks; not the
-            optimizer's.
+        step_s: seconds of one batch: forward, backward, the sums of gradients over ranks, and what the
+            runtime does before and after; not the optimizer's.
         sync_s: the part of them in which gradients are summed.
         bubble: idle share of the ranks' time, 0 to 1.
         stages: cost of each stage.

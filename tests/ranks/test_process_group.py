@@ -1,5 +1,6 @@
 """The process group: its store, its generations, its end."""
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm.environment import detect
-from shardwright.comm.process_group import destroy_process_group, init_process_group
+from shardwright.comm.process_group import destroy_process_group, group_of, init_process_group
 from shardwright.errors import LaunchError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -171,15 +172,62 @@ def test_runs_of_one_process_share_their_groups():
         import shardwright.torch as sw
         from shardwright.torch.context import context
 
-        found = []
-        for degree in (2, 2, 1):
-            sw.init({"pipeline_parallel_degree": degree, "microbatches": 2, "run_dir": "off"})
-            found.append((context().pipeline_group, context().data_group))
+        groups, threads = [], []
+        for timeout_s in (60, 60, 60, 61):
+            sw.init({"microbatches": 2, "run_dir": "off", "timeout_s": timeout_s})
+            groups.append(context().pipeline_group)
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
             sw.shutdown()
-        first, second, replicas = found
-        assert first == second
-        assert first[0] is not None
-        assert replicas[1] is not None
-        return len(list(Path("/proc/self/task").iterdir()))
+        return [group is groups[0] for group in groups], [number > threads[0] for number in threads]
 
-    assert max(run_ranks(groups_of_runs, 2)) < 16
+    assert run_ranks(groups_of_runs, 2) == [([True] * 3 + [False], [False] * 3 + [True])] * 2
+
+
+def test_groups_do_not_outlive_their_default_group():
+    def make_twice():
+        made = []
+        for _ in range(2):
+            init_process_group(detect(os.environ), backend="gloo", timeout_s=30)
+            made.append(group_of((0, 1), use="test", timeout_s=30))
+            value = torch.ones(1)
+            dist.all_reduce(value, group=made[-1])
+            assert value.item() == 2.0
+            destroy_process_group()
+        return made[0] is made[1]
+
+    assert run_ranks(make_twice, 2, init_process_group=False) == [False] * 2
+
+
+def test_a_run_after_a_failed_step_makes_its_groups_anew():
+    """A sum that one rank had begun and nobody had taken was added to the first sum of the next run."""
+
+    def fails_in_the_middle():
+        import shardwright.torch as sw
+        from shardwright.torch.context import context
+
+        sums = []
+        for fails in (True, False):
+            sw.init({"pipeline_parallel_degree": 1, "microbatches": 2, "run_dir": "off"})
+            group = context().data_group
+            model = sw.DistributedModel(torch.nn.Linear(2, 1))
+
+            @sw.step
+            def train_step(model, x, fails=fails, group=group):
+                if fails:
+                    if dist.get_rank() == 0:
+                        dist.all_reduce(torch.full((1,), 100.0), group=group, async_op=True)
+                    raise ValueError("in the middle")
+                loss = model(x).sum()
+                model.backward(loss)
+                return loss
+
+            with contextlib.suppress(ValueError):
+                train_step(model, torch.ones(4, 2))
+            value = torch.ones(1)
+            if not fails:
+                dist.all_reduce(value, group=group)
+            sums.append(value.item())
+            sw.shutdown()
+        return sums
+
+    assert run_ranks(fails_in_the_middle, 2) == [[1.0, 2.0]] * 2

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwright.torch as sw
+from shardwright.errors import PlanError
 from shardwright.torch.tree import flatten
 
 __all__ = ["EVALUATION", "TOO_SMALL", "Case", "Iteration", "Recipe", "differences", "differences_by_case"]
@@ -114,7 +115,7 @@ def differences_by_case(
         try:
             found[name] = differences(recipe, case)
         except Exception as error:
-            if may_be_too_small and _TOO_FEW_UNITS.search(str(error)):
+            if may_be_too_small and isinstance(error, PlanError) and _TOO_FEW_UNITS.search(str(error)):
                 found[name] = [TOO_SMALL]
                 continue
             error.add_note(f"This happened in the case {name!r}.")

@@ -18,7 +18,14 @@ from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError, UsageError
 
-__all__ = ["default_store", "destroy_process_group", "group_of", "init_process_group"]
+__all__ = [
+    "default_store",
+    "destroy_process_group",
+    "group_of",
+    "groups_in_doubt",
+    "init_process_group",
+    "leave_groups_in_doubt",
+]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
@@ -31,10 +38,12 @@ class _Groups:
 
     Attributes:
         default: the default group with which they were made.
+        in_doubt: a step failed in its middle, so that messages may be under way that nobody took.
         made: by ranks, use and timeout.
     """
 
     default: dist.ProcessGroup | None = None
+    in_doubt: bool = False
     made: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = field(default_factory=dict)
 
 
@@ -113,10 +122,28 @@ def group_of(ranks: Sequence[int], *, use: str, timeout_s: float) -> dist.Proces
     if _GROUPS.default is not dist.group.WORLD:
         _GROUPS.default = dist.group.WORLD
         _GROUPS.made.clear()
+        atexit.unregister(_end)
+        atexit.register(_end)
     key = (tuple(ranks), use, timeout_s)
     if key not in _GROUPS.made:
         _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
     return _GROUPS.made[key]
+
+
+def groups_in_doubt() -> None:
+    """Says that a step failed in its middle on this rank."""
+    _GROUPS.in_doubt = True
+
+
+def leave_groups_in_doubt() -> None:
+    """Has the next run make its groups anew if a step failed on any rank; collective over all ranks."""
+    if not _GROUPS.made:
+        return
+    said = [False] * dist.get_world_size()
+    dist.all_gather_object(said, _GROUPS.in_doubt)
+    if any(said):
+        _GROUPS.made.clear()
+        _GROUPS.in_doubt = False
 
 
 def default_store() -> Store:

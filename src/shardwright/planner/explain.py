@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from shardwright.config import Config
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
 from shardwright.planner.option import Option
@@ -134,15 +132,15 @@ def _choice(best: Option, others: Sequence[Option]) -> str:
 
 
 def _balance(best: Option) -> str:
-    layout = best.layout
-    owner = np.asarray(layout.ranks)
-    work = np.bincount(
-        owner, [cost.forward_s + cost.backward_s + cost.recompute_s for cost in layout.stage_costs()]
-    )
-    slowest = int(work.argmax())
+    costs = best.layout.stage_costs()
+    work = [
+        sum(costs[action.stage].seconds(action.kind) for action in row) / best.num_microbatches
+        for row in best.schedule.actions
+    ]
+    slowest = work.index(max(work))
     text = (
-        f"Rank {slowest} has most work, {format_seconds(float(work[slowest]))} a microbatch; "
-        f"the mean is {format_seconds(float(work.mean()))}"
+        f"Rank {slowest} has most work, {format_seconds(work[slowest])} a microbatch; "
+        f"the mean is {format_seconds(sum(work) / len(work))}"
     )
     return text + f", and ranks idle {best.simulation.bubble:.0%} of the step."
 

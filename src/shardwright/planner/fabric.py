@@ -13,7 +13,8 @@ __all__ = ["ACTION_OVERHEAD_S", "STEP_OVERHEAD_S", "Fabric"]
 ACTION_OVERHEAD_S = 8e-5
 """Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
 
-A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean.
+A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean, which
+also counts for both parts of a backward that is split.
 """
 
 STEP_OVERHEAD_S = 2.5e-3

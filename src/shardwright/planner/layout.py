@@ -72,14 +72,14 @@ class Layout:
         return tuple(
             StageCost(
                 forward_s=forward,
-                backward_s=max(backward, weight),
+                backward_s=backward,
                 weight_s=weight,
-                input_s=put_first,
+                input_s=inputs,
                 saved_bytes=max(0, int(num_bytes) + sent - twice),
                 recompute_s=recompute,
                 weight_bytes=None if isnan(left) else int(left),
             )
-            for forward, backward, put_first, weight, num_bytes, recompute, left, sent, twice in zip(
+            for forward, backward, inputs, weight, num_bytes, recompute, left, sent, twice in zip(
                 *columns, self.sent_bytes(), self._counted_twice(), strict=True
             )
         )

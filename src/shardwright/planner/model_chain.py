@@ -36,8 +36,9 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     homes = _home_calls(graph)
     glue = _glue(graph, homes, profile, num_calls=len(calls))
     recompute_s = np.array([cost.forward_s for cost in costs])
-    weight_s = np.array([min(cost.weight_s, cost.backward_s) for cost in costs])
     backward_s = np.array([cost.backward_s for cost in costs])
+    weight_s = np.array([cost.weight_s for cost in costs])
+    rest_s = np.maximum(backward_s - weight_s, 0.0)
     input_s = np.array([nan if cost.input_s is None else cost.input_s for cost in costs])
     work_bytes = np.array([float(cost.work_bytes) for cost in costs])
     split_work_bytes = np.array(
@@ -48,7 +49,7 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         starts=tuple(range(len(calls) + 1)),
         forward_s=recompute_s + glue.forward_s,
         backward_s=backward_s + glue.backward_s,
-        input_s=np.where(np.isnan(input_s), backward_s - weight_s, input_s) + glue.backward_s,
+        input_s=np.where(np.isnan(input_s), rest_s, input_s) + glue.backward_s,
         weight_s=weight_s,
         recompute_s=recompute_s,
         saved_bytes=np.array([float(cost.saved_bytes) for cost in costs]),

@@ -22,7 +22,7 @@ from shardwright.planner.objective import Objective, RecomputePolicy, build_obje
 from shardwright.planner.partition import improve, split
 from shardwright.planner.recompute import choose_recompute
 from shardwright.planner.tables import build_tables
-from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate, splits_backward
+from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate
 
 __all__ = ["Demands", "Draft", "Option", "Workload"]
 
@@ -205,15 +205,13 @@ class Draft:
         """Seconds of a step in closed form: ``m * slowest rank + bubble``, and the sums over ties.
 
         The bubble of p ranks with v stages each is ``(p - 1) * mean / v``, of which the zero-bubble
-        families fill the part that their weight gradients can fill.
+        families fill the part that their weight gradients can fill. What a backward in two parts takes more
+        is left to the simulation: most of them stay whole.
         """
         layout = self.layout
         costs = layout.stage_costs()
         owner = np.asarray(layout.ranks)
-        kinds = [Kind.BACKWARD]
-        if splits_backward(self.kind):
-            kinds = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
-        total = np.bincount(owner, [c.forward_s + sum(map(c.seconds, kinds)) for c in costs])
+        total = np.bincount(owner, [c.forward_s + c.seconds(Kind.BACKWARD) for c in costs])
         weight = np.bincount(owner, [c.weight_s for c in costs])
         idle = float(total.mean()) * layout.num_ranks / layout.num_stages
         if self.kind == "zb_h1":
@@ -335,7 +333,7 @@ class Option:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the schedule, then the sums of gradients."""
+        """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
         return self.simulation.step_s + self.tie_s + self.replica_s + STEP_OVERHEAD_S
 
     @property

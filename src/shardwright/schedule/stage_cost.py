@@ -43,7 +43,7 @@ class StageCost:
             value = getattr(self, field.name)
             if value is not None and not (isfinite(value) and value >= 0):
                 raise ScheduleError(f"{field.name} of a stage is {value}. Give a finite number, 0 or more.")
-        if self.weight_s > self.backward_s:
+        if self.input_s is None and self.weight_s > self.backward_s:
             raise ScheduleError(
                 f"weight_s ({self.weight_s}) of a stage is larger than backward_s ({self.backward_s}), "
                 "of which it is a part. Give the whole backward as backward_s."

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store, group_of
+from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.config import Config
@@ -219,6 +219,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
     )
     if world_size > 1:
+        leave_groups_in_doubt()
         if device.type == "cpu" and config.shared_memory:
             made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
         made.world = SmallCollectives(range(world_size), rank=rank, local=made.local_peers)

@@ -167,7 +167,8 @@ class Executor:
             return
         start = time.perf_counter()
         self._waited_s = 0.0
-        allow_split((action.stage, action.microbatch) in self._split)  # in a backward for recomputation
+        # For the forward, and for the one that a backward repeats.
+        allow_split((action.stage, action.microbatch) in self._split)
         if kind is Kind.FORWARD:
             count_uses(microbatch.uses)
             microbatch.forward(action.stage)

@@ -19,7 +19,7 @@ from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
-from shardwright.torch.split_backward import put_off_weights, split_modules
+from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.tree import leaves
 
 __all__ = ["Timing", "measure_class", "unit_cost"]
@@ -59,7 +59,8 @@ class _Clock:
 
     Args:
         device: the device.
-        share_cores: tell the time that this process had cores, in seconds of all its threads at once.
+        share_cores: tell the time for which the calling thread had a core. It takes part in what several
+            threads do at once.
     """
 
     def __init__(self, device: torch.device, *, share_cores: bool):
@@ -71,7 +72,7 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self._share_cores:
-            return time.process_time() / torch.get_num_threads()
+            return time.thread_time()
         return time.perf_counter()
 
 
@@ -92,6 +93,8 @@ def measure_class(
     whole, in_parts = sample.func, None
     if isinstance(sample.func, nn.Module):
         whole, in_parts = copy_of_module(sample.func, device), copy_of_module(sample.func, device)
+        for twin in (whole, in_parts):
+            unsplit(list(twin.modules()))  # a run before this one may have split the module
         if not train or not split_modules(in_parts):
             in_parts = None
     wholes, parts = [], []

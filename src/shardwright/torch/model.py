@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
@@ -160,7 +161,11 @@ class DistributedModel(nn.Module):
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores:
-            run = self._engine.run(function, arguments, splitter)
+            try:
+                run = self._engine.run(function, arguments, splitter)
+            except BaseException:
+                groups_in_doubt()
+                raise
             if run.losses is not None:
                 self._trained_by.add(function)
                 current.reporter.step_done(run, seconds=time.perf_counter() - start)

@@ -31,8 +31,8 @@ _FORMAT = 2
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
 
-# What slows a shared machine down lasts longer than the runs of one class, so each gets another turn later.
-_ROUNDS = 2
+# What slows a shared machine down lasts longer than the runs of one class, so each gets more turns later.
+_ROUNDS = 3
 _DISTURBED = 1.1
 
 
@@ -60,11 +60,13 @@ class Profiler:
         known = self._agreed_cache()
         timings = {key: Timing(**known[key]) for key in classes if key in known}
         missing = [key for key in classes if key not in timings]
+        measured: dict[str, list[Timing]] = {}
         for number, key in enumerate(missing * _ROUNDS, start=1):
             phase.update(number, total=len(missing) * _ROUNDS)
             timing = self._measure_together(classes[key], key)
             if timing is not None:
-                timings[key] = undisturbed(timings[key], timing) if key in timings else timing
+                measured.setdefault(key, []).append(timing)
+        timings.update((key, undisturbed(found)) for key, found in measured.items())
         if missing and self._context.rank == 0:
             self._store({key: asdict(timings[key]) for key in missing if key in timings})
         costs: dict[str, UnitCost] = {}
@@ -110,6 +112,7 @@ class Profiler:
             torch.__version__,
             torch.get_num_threads(),
             self._context.local_size,
+            cores_of_host(),
         ]
         return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
@@ -150,14 +153,16 @@ def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:
     return found
 
 
-def undisturbed(first: Timing, second: Timing) -> Timing:
-    """Their mean, or the faster one if the other is slower by more than chance."""
-    slow, fast = sorted((first, second), key=lambda t: t.forward_s + t.backward_s, reverse=True)
-    if slow.forward_s + slow.backward_s > _DISTURBED * (fast.forward_s + fast.backward_s):
-        return fast
-    mean = _mean([slow, fast])
+def undisturbed(timings: Sequence[Timing]) -> Timing:
+    """The mean of the two fastest, or the fastest where the other is slower by more than chance."""
+    fast, *others = sorted(timings, key=_seconds)[:2]
+    mean = _mean([fast, *(other for other in others if _seconds(other) <= _DISTURBED * _seconds(fast))])
     assert mean is not None
     return mean
+
+
+def _seconds(timing: Timing) -> float:
+    return timing.forward_s + timing.backward_s
 
 
 def _mean(timings: Sequence[Timing | None]) -> Timing | None:

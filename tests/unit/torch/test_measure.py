@@ -10,6 +10,7 @@ import shardwright.torch as sw
 from shardwright.torch import model as model_module
 from shardwright.torch.measure import _timing, measure_class
 from shardwright.torch.recording import Sample
+from shardwright.torch.split_backward import split_modules
 from shardwright.torch.tree import flatten
 
 CPU = torch.device("cpu")
@@ -54,8 +55,30 @@ def test_ranks_that_share_cores_count_the_time_on_them():
     assert measure_class(sample_of(sleeps), device=CPU, share_cores=True).forward_s < 0.01
 
 
+def test_what_one_of_several_threads_does_counts_whole():
+    def counts(x):
+        return x * sum(range(100_000))
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        alone = measure_class(sample_of(counts), device=CPU).forward_s
+        shared = measure_class(sample_of(counts), device=CPU, share_cores=True).forward_s
+    finally:
+        torch.set_num_threads(threads)
+    assert shared > alone / 2
+
+
+def test_a_module_that_was_split_before_is_timed_in_one_piece_too():
+    module = nn.Linear(256, 256)
+    assert split_modules(module)
+    timing = measure_class(sample_of(module), device=CPU)
+    assert timing.input_s is not None
+    assert timing.weight_s > 0
+
+
 @pytest.mark.parametrize("keep", [True, False])
-def test_memory_is_kept_before_anything_is_measured(keep, monkeypatch):
+def test_memory_is_kept_from_the_wrapping_and_given_back_once(keep, monkeypatch):
     """Units were timed with the page faults of a heap that gives memory back: 15 % too slow."""
     calls = []
     monkeypatch.setattr(model_module, "keep_freed_memory", lambda: bool(calls.append("keep")) or True)
