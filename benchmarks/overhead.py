@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ __all__ = ["Overhead", "measure_overhead", "overhead_table"]
 
 _RANKS, _MICROBATCHES = 2, 8
 _ROUNDS = 50
+_UNITS = (1, 4, 8, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,32 +46,28 @@ class Overhead:
     times: Mapping[str, Times]
 
 
-def measure_overhead(*, quick: bool) -> Overhead:
-    """Runs 1F1B on two ranks, on both sides."""
-    return run_ranks(_measure, _RANKS, empty_units(), 3 if quick else _ROUNDS, timeout_s=120)[0]
-
-
-def overhead_table(found: Overhead) -> list[list[str]]:
-    """Action by action, then whole steps."""
-
-    def row(what: str, ours_us: float, plain_us: float) -> list[str]:
-        extra = ours_us - plain_us
-        return [
-            what,
-            f"{ours_us:.0f} us",
-            f"{plain_us:.0f} us",
-            f"{extra:.0f} us",
-            f"{extra / found.units:.1f} us",
-        ]
-
-    steps = {name: f"{times.median_s * 1e3:.2f} ms" for name, times in found.times.items()}
+def measure_overhead(*, quick: bool) -> list[Overhead]:
+    """Runs 1F1B on two ranks, on both sides, with more and more units."""
+    rounds = 3 if quick else _ROUNDS
     return [
-        [f"{found.units} units a stage", "runtime", "plain loop", "overhead", "a unit"],
-        row("forward action", found.forward_us, found.plain_forward_us),
-        row("backward action", found.backward_us, found.plain_backward_us),
-        ["between two actions", f"{found.between_us:.0f} us", "", "", ""],
-        [f"step of {_MICROBATCHES} microbatches", steps["ours"], "", f"peer: {steps['peer']}", ""],
+        run_ranks(_measure, _RANKS, empty_units(_RANKS * units), rounds, timeout_s=120)[0] for units in _UNITS
     ]
+
+
+def overhead_table(found: Sequence[Overhead]) -> list[list[str]]:
+    """A row for each number of units: actions, then whole steps."""
+    rows = [["units a stage", "F", "plain", "B", "plain", "between", f"step, m = {_MICROBATCHES}", "peer"]]
+    for each in found:
+        us = (
+            each.forward_us,
+            each.plain_forward_us,
+            each.backward_us,
+            each.plain_backward_us,
+            each.between_us,
+        )
+        steps = (f"{each.times[side].median_s * 1e3:.2f} ms" for side in ("ours", "peer"))
+        rows.append([str(each.units), *(f"{value:.0f} us" for value in us), *steps])
+    return rows
 
 
 def _measure(task: Task, rounds: int) -> Overhead:

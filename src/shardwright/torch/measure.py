@@ -19,7 +19,7 @@ from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
-from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
+from shardwright.torch.split_backward import allow_split, put_off_weights, split_modules, unsplit
 from shardwright.torch.tree import leaves
 
 __all__ = ["Timing", "measure_class", "unit_cost"]
@@ -90,27 +90,29 @@ def measure_class(
     Raises:
         Exception: whatever the call raises on random data; the caller estimates instead.
     """
-    whole, in_parts = sample.func, None
-    if isinstance(sample.func, nn.Module):
-        whole, in_parts = copy_of_module(sample.func, device), copy_of_module(sample.func, device)
-        for twin in (whole, in_parts):
-            unsplit(list(twin.modules()))  # a run before this one may have split the module
-        if not train or not split_modules(in_parts):
-            in_parts = None
-    wholes, parts = [], []
+    func, can_be_split = sample.func, False
+    if isinstance(func, nn.Module):
+        func = copy_of_module(func, device)
+        unsplit(list(func.modules()))  # a run before this one may have split the module
+        can_be_split = train and bool(split_modules(func))
+    wholes: list[_Seconds] = []
+    parts: list[_Seconds] = []
     clock = _Clock(device, share_cores=share_cores)
     others = torch.zeros(_OTHERS_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
     started = time.perf_counter()
-    for run in range(_MAX_RUNS + 1):
-        others.add_(1)
-        wholes.append(_run_once(whole, sample, clock, train=train))
-        if in_parts is not None:
-            others.add_(1)
-            parts.append(_run_once(in_parts, sample, clock, split=True))
-        if run == 0:
-            started = time.perf_counter()  # the first run warms up
-        elif run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
-            break
+    try:
+        for run in range(_MAX_RUNS + 1):
+            for split, found in ((False, wholes), (True, parts)):
+                if split <= can_be_split:
+                    others.add_(1)
+                    allow_split(split)
+                    found.append(_run_once(func, sample, clock, train=train, split=split))
+            if run == 0:
+                started = time.perf_counter()  # the first run warms up
+            elif run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
+                break
+    finally:
+        allow_split(True)
     return _timing(wholes[1:], parts[1:])
 
 

@@ -17,6 +17,7 @@ from shardwright.observe.console import Phase
 from shardwright.profile import UnitCost
 from shardwright.torch.context import Context
 from shardwright.torch.cores import OwnCores
+from shardwright.torch.heap import give_back_freed_memory
 from shardwright.torch.machine import cores_of_host, device_name
 from shardwright.torch.measure import Timing, measure_class, unit_cost
 from shardwright.torch.recording import Trace
@@ -67,6 +68,7 @@ class Profiler:
             if timing is not None:
                 measured.setdefault(key, []).append(timing)
         timings.update((key, undisturbed(found)) for key, found in measured.items())
+        give_back_freed_memory()  # the copies that were measured
         if missing and self._context.rank == 0:
             self._store({key: asdict(timings[key]) for key in missing if key in timings})
         costs: dict[str, UnitCost] = {}

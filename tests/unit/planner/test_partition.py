@@ -97,10 +97,7 @@ def test_memory_limits_hold(costs: list[float], num_stages: int, limit: int, fli
     found = split(num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: tables[stage])
 
     def peak(stage: int, i: int, j: int) -> int:
-        # What a stage receives is kept as well, and a transfer is work memory.
-        received = 40 if j < num_atoms else 0
-        work = 64 if j == 1 else 80
-        return (j - i) * (4 * 400 + flights[stage] * 1000) + flights[stage] * received + work
+        return (j - i) * (4 * 400 + flights[stage] * 1000) + 64
 
     fitting = [
         cuts
