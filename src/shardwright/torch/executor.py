@@ -52,7 +52,7 @@ class Executor:
     Args:
         transport: messages to the other ranks of the pipeline.
         device: where received tensors are put.
-        on_gradient_ready: called with a stage when its last backward of the batch begins (`True`) and ended
+        on_last_backward: called with a stage when its last backward of the batch begins (`True`) and ended
             (`False`).
     """
 
@@ -68,6 +68,7 @@ class Executor:
         self._on_last_backward = on_last_backward
         self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
         self._waited_s = 0.0
+        self._results: list[Any] = []
         self.timeline = Timeline()
 
     def run(
@@ -98,9 +99,7 @@ class Executor:
             What the step function returned for each microbatch; deferred tensors where another rank has the
             value.
         """
-        self._inbox.clear()
-        self.timeline = Timeline()
-        self._loss_scale = loss_scale
+        self._begin(schedule, rank, loss_scale=loss_scale)
         uses = [use for program in programs for use in program.attributes]
         attributes = OwnAttributes(uses, num_microbatches=len(programs)) if uses else None
         self._microbatches = [
@@ -117,14 +116,6 @@ class Executor:
             )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
-        self._gradients_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
-        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._split = {
-            (action.stage, action.microbatch)
-            for action in schedule.actions[rank]
-            if action.kind is Kind.BACKWARD_INPUT
-        }
-        self._results: list[Any] = [None] * len(self._microbatches)
         final_state = self._run_generators_ahead(programs)
         try:
             for action in schedule.actions[rank]:
@@ -143,6 +134,20 @@ class Executor:
             self._microbatches.clear()
         results, self._results = self._results, []
         return results
+
+    def _begin(self, schedule: Schedule, rank: int, *, loss_scale: float) -> None:
+        """Sets back what is kept for one batch."""
+        self._inbox.clear()
+        self.timeline = Timeline()
+        self._loss_scale = loss_scale
+        self._gradients_left = dict.fromkeys(range(schedule.num_stages), schedule.num_microbatches)
+        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._split = {
+            (action.stage, action.microbatch)
+            for action in schedule.actions[rank]
+            if action.kind is Kind.BACKWARD_INPUT
+        }
+        self._results = [None] * schedule.num_microbatches
 
     def _run_generators_ahead(self, programs: Sequence[Program]) -> GeneratorState | None:
         """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""

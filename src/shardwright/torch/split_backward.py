@@ -37,7 +37,15 @@ _PLAIN = (Tensor, FakeTensor)
 
 
 class _PutOff:
-    """Where closures of the running ``I`` go; None while weights are computed at once."""
+    """How the process computes the gradients of weights just now.
+
+    Attributes:
+        allowed: the backward of what runs may be split later.
+        work: where closures of the running ``I`` go; None while weights are computed at once.
+        backward: autograd's number of that ``I``.
+        listener: is told of gradients that are written past autograd.
+        uses: counts the uses of each parameter in the microbatch.
+    """
 
     allowed: bool = True
     work: list[Work] | None = None
