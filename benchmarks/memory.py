@@ -73,7 +73,7 @@ def measure_memory(*, quick: bool) -> list[Footprint]:
     """A few models and schedules, each on fresh processes."""
     blocks = gpt(layers=4, width=16, length=64) if quick else gpt(layers=8, batch=32)
     uneven = gpt(layers=4, vocab=16384, batch=16, name="GPT 4 x 256, vocabulary 16384")
-    net = conv_net(size=128, batch=64)
+    net = conv_net(width=16, size=128)
     full = {"activation_checkpointing": "full"}
     cases: list[tuple[int, Task, dict[str, Any]]] = [
         *((2, blocks, {"pipeline": kind}) for kind in STAGES_PER_RANK),

@@ -182,8 +182,8 @@ class Classifier(nn.Module):
         return self.scores(x.mean((2, 3)))
 
 
-def conv_net(*, width: int = 16, size: int = 64, batch: int = 32) -> Task:
-    """The 13 convolutions of VGG-16 with batch normalisation, a quarter as wide by default."""
+def conv_net(*, width: int = 32, size: int = 64, batch: int = 64) -> Task:
+    """The 13 convolutions of VGG-16 with batch normalisation, half as wide by default."""
     levels = ((width, 2), (2 * width, 2), (4 * width, 3), (8 * width, 3), (8 * width, 3))
 
     def build() -> Layered:
