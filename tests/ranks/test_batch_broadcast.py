@@ -6,6 +6,7 @@ import torch.distributed as dist
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.testing import run_ranks
 from shardwright.torch.batch import BatchBroadcast
+from shardwright.torch.layout import order_of
 
 
 def batches():
@@ -18,6 +19,7 @@ def batches():
     z = torch.complex(torch.ones(2), torch.ones(2))
     yield (torch.rand(5, 7).t(), z), {}
     yield (z.conj(), z.conj()[0].imag), {"one entry": torch.rand(3, 3)[:1, 0]}
+    yield (torch.rand(2, 3, 4, 5, requires_grad=True).to(memory_format=torch.channels_last),), {}
     for alone in (torch.arange(3, dtype=torch.int16), torch.ones(2) > 0, z[:1].conj()):
         yield (alone,), {}
 
@@ -46,6 +48,7 @@ def test_every_rank_gets_the_batch_of_the_first():
                 if isinstance(wanted, torch.Tensor):
                     assert got.dtype == wanted.dtype
                     assert torch.equal(got, wanted)
+                    assert order_of(got) == order_of(wanted)
                 else:
                     assert got == wanted
 

@@ -34,6 +34,11 @@ def images(batch_size: int, length: int) -> dict[str, Any]:
     return {"x": torch.randn(batch_size, 3, length, length), "target": target}
 
 
+def images_channels_last(batch_size: int, length: int) -> dict[str, Any]:
+    batch = images(batch_size, length)
+    return {**batch, "x": batch["x"].contiguous(memory_format=torch.channels_last)}
+
+
 def volumes(batch_size: int, length: int) -> dict[str, Any]:
     size = length - length % 4
     return {
@@ -106,6 +111,7 @@ def _own(
 OWN_MODELS: dict[str, Recipe] = {
     "MLP": _own(networks.mlp),
     "ResNet": _own(networks.ResNet, images),
+    "dropout on channels last": _own(networks.DropoutOnChannelsLast, images_channels_last),
     "3-D U-Net": _own(networks.UNet3d, volumes),
     "TransformerEncoder": _own(networks.Encoder, padded),
     "LSTM": _own(networks.Recurrent),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
+from shardwright.torch.layout import Order, from_memory_order, in_memory_order, order_of
 from shardwright.torch.tree import Structure, flatten
 
 __all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor"]
@@ -24,9 +25,10 @@ class _Leaf:
     """One leaf of the arguments, as the first rank describes it to the others."""
 
     kind: str  # "tensor", "value" or "local"
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # as it is sent
     dtype: torch.dtype | None = None
     requires_grad: bool = False
+    order: Order | None = None
     value: Any = None
 
 
@@ -61,7 +63,7 @@ class BatchBroadcast:
         taken: list[Any] = []
         for position, leaf in enumerate(described):
             if leaf.kind == "tensor":
-                tensor = next(tensors)
+                tensor = from_memory_order(next(tensors), leaf.order)
                 taken.append(tensor.requires_grad_() if leaf.requires_grad else tensor)
             elif leaf.kind == "value":
                 taken.append(leaf.value)
@@ -84,7 +86,11 @@ class BatchBroadcast:
     def _send(self, items: Sequence[Any], structure: Structure) -> None:
         described = [_describe(item) for item in items], structure.without_template()
         header = pickle.dumps(described)
-        tensors = [item.detach().to(self._device) for item in items if is_batch_tensor(item)]
+        tensors = [
+            in_memory_order(item.detach().to(self._device), leaf.order)
+            for item, leaf in zip(items, described[0], strict=True)
+            if leaf.kind == "tensor"
+        ]
         if header != self._header:
             self._broadcast([self._number(len(header)), *self._room()])
             self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])
@@ -131,7 +137,9 @@ def _describe(item: Any) -> _Leaf:
                 "dense ones are sent to the other ranks. Pass the parts that it is made of (indices, values) "
                 "to the step function, and build it there."
             )
-        return _Leaf("tensor", tuple(item.shape), item.dtype, item.requires_grad)
+        order = order_of(item)
+        shape = tuple(in_memory_order(item, order).shape)
+        return _Leaf("tensor", shape, item.dtype, item.requires_grad, order)
     if item is None or type(item) in (
         bool,
         int,

@@ -21,6 +21,7 @@ from shardwright.comm.transport import Receipt, Transport
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.layout import from_memory_order, in_memory_order
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Place, Program
@@ -196,7 +197,7 @@ class Executor:
                 continue
             self._inbox[microbatch.index, crossing.value, crossing.target, backward] = (
                 self._transport.post_receive(
-                    crossing.spec.shape,
+                    crossing.message_shape,
                     source,
                     dtype=getattr(torch, crossing.spec.dtype),
                     device=self._device,
@@ -211,18 +212,19 @@ class Executor:
         target = microbatch.program.stage_ranks[action.peer]
         for crossing in microbatch.program.crossings.get(edge, ()):
             if not backward:
-                self._transport.send(microbatch.tensors.values[crossing.value], target)
+                tensor = microbatch.tensors.values[crossing.value]
             elif crossing.has_gradient:
-                self._transport.send(
-                    microbatch.tensors.gradients.pop((crossing.value, crossing.target)), target
-                )
+                tensor = microbatch.tensors.gradients.pop((crossing.value, crossing.target))
+            else:
+                continue
+            self._transport.send(in_memory_order(tensor, crossing.order), target)
 
     def _receive(self, microbatch: int, crossing: Crossing, *, backward: bool) -> Tensor:
         receipt = self._inbox.pop((microbatch, crossing.value, crossing.target, backward))
         start = time.perf_counter()
         tensor = receipt.wait()
         self._waited_s += time.perf_counter() - start
-        return tensor
+        return from_memory_order(tensor, crossing.order)
 
     def _receive_value(self, microbatch: int, crossing: Crossing) -> Tensor:
         return self._receive(microbatch, crossing, backward=False)

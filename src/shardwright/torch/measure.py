@@ -164,7 +164,7 @@ def _run_once(
     train: bool = True,
     split: bool = False,
 ) -> _Seconds:
-    args, kwargs = sample.structure.rebuild([random_like(leaf, clock.device) for leaf in sample.leaves])
+    args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
     start = clock.now()
     output = func(*args, **kwargs)
     forward_s = clock.now() - start
@@ -183,6 +183,12 @@ def _run_once(
     for item in work:
         item()
     return forward_s, max(0.0, middle - start - empty_s), clock.now() - middle
+
+
+def _input_like(leaf: Any, device: torch.device) -> Any:
+    """An argument as another call would have made it: a leaf of autograd could not be changed in place."""
+    item = random_like(leaf, device)
+    return item.clone() if isinstance(item, Tensor) and item.requires_grad else item
 
 
 def _empty_backward_s(clock: _Clock) -> float:

@@ -91,8 +91,8 @@ class MicrobatchTensors:
             leaf = self.leaf(value, instruction.stage)
             if leaf.requires_grad:
                 # The leaf itself is emptied after the backward. And autocast would keep the cast of a leaf,
-                # as if it were a weight, and sum its gradients rounded.
-                leaf = leaf.view_as(leaf)
+                # as if it were a weight, and sum its gradients rounded. (`view_as` may change its strides.)
+                leaf = leaf[...]
             items[position] = leaf
         for position, value in instruction.flow.held:
             items[position] = self.held[value]

@@ -64,6 +64,8 @@ class Profiler:
         measured: dict[str, list[Timing]] = {}
         for number, key in enumerate(missing * _ROUNDS, start=1):
             phase.update(number, total=len(missing) * _ROUNDS)
+            if number > len(missing) and key not in measured:
+                continue  # no rank could run it
             timing = self._measure_together(classes[key], key)
             if timing is not None:
                 measured.setdefault(key, []).append(timing)

@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.model_graph import TensorSpec
 from shardwright.schedule import Edge
 from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
+from shardwright.torch.layout import Order
 from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
@@ -56,6 +57,7 @@ class Crossing:
         target: stage that reads it.
         spec: shape and type.
         has_gradient: a gradient comes back.
+        order: of its dims in memory, where that is not their own; of its gradient's, too.
     """
 
     value: int
@@ -63,6 +65,12 @@ class Crossing:
     target: int
     spec: TensorSpec
     has_gradient: bool
+    order: Order | None = None
+
+    @property
+    def message_shape(self) -> tuple[int, ...]:
+        """Its sizes in the order of memory, in which it is sent."""
+        return self.spec.shape if self.order is None else tuple(self.spec.shape[dim] for dim in self.order)
 
 
 @dataclass(slots=True)
@@ -199,7 +207,7 @@ def build_program(
     homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
-    crossings = _crossings(graph, dataflow, homes)
+    crossings = _crossings(trace, dataflow, homes)
     check_after_backward(trace, homes, home_of)
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
@@ -243,8 +251,9 @@ def build_program(
 
 
 def _crossings(
-    graph: ModelGraph, dataflow: Dataflow, homes: Sequence[int]
+    trace: Trace, dataflow: Dataflow, homes: Sequence[int]
 ) -> dict[tuple[int, int], tuple[Crossing, ...]]:
+    graph = trace.graph
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
     contributes = graph.contributing()
     for value, reader in dataflow.crossings:
@@ -254,7 +263,7 @@ def _crossings(
         gradient = spec.requires_grad and graph.loss is not None
         before = pair.get(value)
         has_gradient = (before is not None and before.has_gradient) or (gradient and reader in contributes)
-        pair[value] = Crossing(value, source, target, spec, has_gradient)
+        pair[value] = Crossing(value, source, target, spec, has_gradient, trace.orders.get(value))
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
 
 

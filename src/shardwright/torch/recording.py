@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.functions import name_of_call
+from shardwright.torch.layout import Order
 from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -164,6 +165,7 @@ class Trace:
         memory: of each value: equal for those that share memory.
         attributes: changed attributes of modules that are used between units.
         shapes_asked: values whose shape Python asks for between units.
+        orders: value -> the order of its dims in memory, where that is not their own.
     """
 
     graph: ModelGraph
@@ -181,12 +183,13 @@ class Trace:
     memory: tuple[int, ...] = ()
     attributes: tuple[AttributeUse, ...] = ()
     shapes_asked: frozenset[int] = frozenset()
+    orders: Mapping[int, Order] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """A hash of all that makes a difference to a program: equal where the same one serves."""
         memories: dict[int, int] = {}  # as they come up: others in every trace
-        rows: list[Any] = [self.graph.fingerprint, self.backward_at, self.result_values]
+        rows: list[Any] = [self.graph.fingerprint, self.backward_at, self.result_values, self.orders]
         for step in self.steps:
             changes = [
                 (

@@ -24,6 +24,7 @@ from shardwright.torch.deferred import REMEDY
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
+from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.recording import Trace
@@ -336,6 +337,11 @@ class Tracer:
             memory=tuple(storage_key(v.fake) for v in values),
             attributes=attributes,
             shapes_asked=frozenset(self._shapes_asked),
+            orders={
+                index: order
+                for index, value in enumerate(values)
+                if (order := order_of(value.fake)) is not None
+            },
         )
 
     def _refuse_parameters(self, results: list[Any]) -> None:

@@ -37,6 +37,11 @@ def test_what_cannot_be_split_is_timed_in_one_piece(func):
     assert timing.backward_s > 0
 
 
+@pytest.mark.parametrize("func", [torch.relu_, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(256, 256))])
+def test_what_changes_its_input_in_place_is_timed(func):
+    assert measure_class(sample_of(func), device=CPU).backward_s > 0
+
+
 def test_what_a_forward_takes_more_counts_where_the_backward_is_split():
     wholes = [(1.0, 2.0, 0.0), (1.0, 2.5, 0.0), (1.5, 2.0, 0.0)]
     parts = [(1.25, 1.5, 1.0)] * 3
