@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transparency import Case, Recipe, differences_by_case
+from transparency import Case, Recipe, differences, differences_by_case
 from zoo import classify, features
 from zoo_modules import WIDTH, Stack
 
@@ -257,6 +257,24 @@ def check(
 
 def test_units_may_take_gradients_and_share_weights():
     check(ANY, {"zb_v": {"pipeline": "zb_v"}})
+
+
+class UsesAnInnerModule(Of):
+    """The model calls a module inside its first unit once more, as it does anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(Linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        return super().forward(x) + first.up(x).mean()
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
+def test_code_between_units_may_call_a_module_inside_one(kind):
+    recipe = Recipe(build=UsesAnInnerModule, batch=features, loss=classify)
+    case = Case(config={"microbatches": 4, "profile": "estimated", "pipeline": kind})
+    assert run_ranks(differences, 2, recipe, case, timeout_s=60) == [[], []]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself

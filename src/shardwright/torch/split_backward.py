@@ -27,6 +27,7 @@ from shardwright.torch._private import (
     function_transforms_active,
     gradient_is_wanted,
 )
+from shardwright.torch.glue import active_handler
 
 __all__ = ["allow_split", "count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
 
@@ -260,7 +261,8 @@ class _SplitForward:
         self._dim = dim
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not _PutOff.allowed:
+        # Code between units may call a module that is inside one: that is an operation like others.
+        if not _PutOff.allowed or active_handler() is not None:
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         weight, bias = self._module.weight, self._module.bias
         plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
