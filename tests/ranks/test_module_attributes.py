@@ -1,5 +1,7 @@
 """Python attributes of modules: what a forward writes there is its own microbatch's."""
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from shardwright.testing import RanksFailedError, run_ranks
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 
 
-def check(build: Any, *kinds: str, **settings: Any) -> None:
+ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
+OTHER_LENGTHS = tuple(Iteration(length=length) for length in (12, 7, 15, 12, 7))
+
+
+def check(build: Any, *kinds: str, iterations: Sequence[Iteration] = ITERATIONS, **settings: Any) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
-    iterations = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
     cases = {
         kind: Case(
             config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
@@ -113,6 +118,138 @@ class Remembers(Stack):
             x = block(x)
         self.before = x.detach().mean((0, 1))
         return self.head(x)
+
+
+class Table(nn.Module):
+    """Computes a table when it is asked for a longer one, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.register_buffer("scale", torch.tensor(0.1))
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or len(self.table) < length:
+            self.table = torch.arange(length)[:, None] * self.scale
+        return self.table[:length]
+
+
+class TableOfOneLength(Table):
+    """And when it is asked for a shorter one."""
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or len(self.table) != length:
+            self.table = torch.arange(length)[:, None] * self.scale
+        return self.table
+
+
+class TableInABuffer(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.table
+        self.register_buffer("kept", None, persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if self.kept is None or len(self.kept) < length:
+            self.register_buffer("kept", torch.arange(length)[:, None] * self.scale, persistent=False)
+        return self.kept[:length]
+
+
+class TablesByLength(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, length: int) -> Tensor:
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length)[:, None] * self.scale
+        return self.tables[length]
+
+
+class AddsTable(Stack):
+    def __init__(self, kind: type[Table]) -> None:
+        super().__init__()
+        self.positions = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + self.positions(x.shape[1]))
+        return self.head(x)
+
+
+class ScalesByTheFirst(Stack):
+    """What is kept depends on the first microbatch."""
+
+    def __init__(self, measure: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+        self._measure = measure
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        if self.scale is None:
+            self.scale = self._measure(x, y)
+        for block in self.blocks[1:]:
+            y = block(y * self.scale)
+        return self.head(y)
+
+
+class CentresOnce(Stack):
+    """A flag says that a buffer has been set by the first microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        if not self.is_set:
+            self.centre.copy_(y.detach().mean((0, 1)))
+            self.is_set = True
+        for block in self.blocks[1:]:
+            y = block(y - self.centre)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("kind", [Table, TableOfOneLength, TableInABuffer, TablesByLength])
+def test_a_table_that_is_kept_is_found_by_every_microbatch(kind):
+    check(partial(AddsTable, kind), *KINDS, iterations=OTHER_LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(ScalesByTheFirst, lambda x, _: 1 / x.std()),
+        partial(ScalesByTheFirst, lambda _, y: 1 / y.detach().std()),
+        partial(ScalesByTheFirst, lambda x, _: 1 + torch.rand(1, dtype=x.dtype)),
+        CentresOnce,
+    ],
+    ids=["of the batch", "of a unit", "random", "behind a flag"],
+)
+def test_what_only_the_first_microbatch_computes_is_refused(build):
+    message = "takes another path than when it was traced|goes from one microbatch to the next"
+    with pytest.raises(RanksFailedError, match=message):
+        check(build, "1f1b")
+
+
+class ReadOnly(dict):
+    """As some libraries keep the settings of a model."""
+
+    def _refuse(self, *_: Any) -> None:
+        raise RuntimeError("settings cannot be changed")
+
+    clear = update = setdefault = pop = _refuse
+
+
+class HasSettings(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = ReadOnly(width=WIDTH)
+
+
+def test_an_attribute_may_refuse_to_be_changed():
+    check(HasSettings, "1f1b")
 
 
 @pytest.mark.parametrize("block", [Expert, ChoosyExpert])

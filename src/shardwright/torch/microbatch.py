@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.memos import Memo
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
@@ -57,6 +58,7 @@ class Microbatch:
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
         attributes: OwnAttributes | None = None,
+        memos: Sequence[Memo] = (),
     ):
         self.index = index
         self.program = program
@@ -76,6 +78,7 @@ class Microbatch:
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
         self._attributes = attributes
+        self._memos = memos
         self._closing = False
 
     # ---- driven by the executor ----
@@ -102,6 +105,8 @@ class Microbatch:
         return result
 
     def _resume(self) -> None:
+        for memo in self._memos:
+            memo.fill()
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
         with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwright.torch.glue import Handler, active_handler
+from shardwright.torch.memos import Memo
 from shardwright.torch.module_hooks import hook_registries
 from shardwright.torch.unit_map import UnitMap
 
@@ -22,7 +23,7 @@ class Attributes:
         self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
         for sub in module.modules():
             attributes = dict(sub.__dict__)
-            containers = [(v, v.copy()) for v in attributes.values() if isinstance(v, dict | list | set)]
+            containers = [(v, _content(v)) for v in attributes.values() if isinstance(v, dict | list | set)]
             self._saved.append((sub, attributes, containers))
 
     @property
@@ -63,6 +64,8 @@ class Attributes:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in containers:
+                if _is_unchanged(container, content):
+                    continue  # a configuration may refuse to be written to
                 container.clear()
                 if isinstance(container, list):
                     container.extend(content)
@@ -74,11 +77,17 @@ class Attributes:
 _OWN = frozenset(vars(nn.Module()))
 
 
+def _content(container: Any) -> Any:
+    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
+    return kind(container)
+
+
 def _is_unchanged(value: Any, content: Any) -> bool:
     if content is None or len(value) != len(content):
         return content is None
     if isinstance(value, dict):
-        return all(key in value and value[key] is item for key, item in content.items())
+        # In the same order: hooks run in theirs.
+        return list(value) == list(content) and all(value[key] is item for key, item in content.items())
     if isinstance(value, list):
         return all(a is b for a, b in zip(value, content, strict=True))
     return bool(value == content)
@@ -100,6 +109,7 @@ class Unchanged:
     Attributes:
         left_hooks: at the end there were forward hooks that were not there at the start.
         changed: attributes that were changed.
+        left: these, and new buffers, of modules outside of units.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):
@@ -111,9 +121,11 @@ class Unchanged:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.left_hooks = False
         self.changed: list[tuple[nn.Module, str]] = []
+        self.left: list[Memo] = []
+        self._in_units = {id(sub) for unit in unit_map.modules.values() for sub in unit.modules()}
+        self._buffers_outside: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def __enter__(self) -> None:
-        in_units = {id(sub) for unit in self._unit_map.modules.values() for sub in unit.modules()}
         self._attributes = Attributes(self._unit_map.model)
         for module in self._unit_map.model.modules():
             for key, parameter in module._parameters.items():
@@ -122,12 +134,14 @@ class Unchanged:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                if id(module) in in_units:
+                if id(module) in self._in_units:
                     module._buffers[key] = self._lend(buffer)
                 elif buffer.is_meta:
                     module._buffers[key] = torch.zeros_like(buffer, device=self._device)
                 else:
                     self._buffers.append((buffer, buffer.clone()))
+            if id(module) not in self._in_units:
+                self._buffers_outside.append((module, dict(module._buffers)))
 
     def __exit__(self, *exc_info: object) -> None:
         for buffer, content in self._buffers:
@@ -136,6 +150,15 @@ class Unchanged:
         assert self._attributes is not None
         self.left_hooks = self._attributes.hooks_were_added
         self.changed = self._attributes.changed
+        self.left = [
+            *(Memo.of(m, key, is_buffer=False) for m, key in self.changed if id(m) not in self._in_units),
+            *(
+                Memo.of(module, key, is_buffer=True)
+                for module, before in self._buffers_outside
+                for key, buffer in module._buffers.items()
+                if buffer is not None and buffer is not before.get(key)
+            ),
+        ]
         self._attributes.restore()
 
     def _lend(self, tensor: Tensor) -> Tensor:
