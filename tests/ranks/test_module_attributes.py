@@ -233,6 +233,45 @@ def test_what_only_the_first_microbatch_computes_is_refused(build):
         check(build, "1f1b")
 
 
+class _Scales(torch.autograd.Function):
+    """Its backward looks at an attribute of a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.module.backwards += 1
+        return gradients[0] * ctx.module.factor, None
+
+
+class LooksBack(Block):
+    """Leaves something for its backward, as reversible layers do with the state of the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones(())
+        self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.factor = 1 + y.detach().mean()
+        return _Scales.apply(y, self)
+
+
+class LooksBackOften(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(LooksBack() for _ in range(8))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_backward_finds_what_its_own_forward_left(recompute):
+    check(LooksBackOften, "gpipe", *KINDS, activation_checkpointing=recompute)
+
+
 class ReadOnly(dict):
     """As some libraries keep the settings of a model."""
 

@@ -242,7 +242,8 @@ class Executor:
         if last and self._on_last_backward:
             self._on_last_backward(stage, True)
         if roots:
-            with microbatch.remembering(stage) if program.recomputes else nullcontext():
+            remembered = microbatch.remembering(stage) if program.recomputes else nullcontext()
+            with remembered, microbatch.as_units_left(stage):
                 if split:
                     with put_off_weights(root.grad_fn for root in roots) as work:
                         run_backward(roots, gradients)

@@ -111,15 +111,16 @@ def _same_inside(one: Any, other: Any) -> bool:
 
 @contextmanager
 def filled(memos: Sequence[Memo]) -> Iterator[None]:
-    """Has the modules hold these; puts back what was there."""
+    """Has the modules hold these; puts back what was there, where nothing else was written."""
     before = [Memo.of(memo.module, memo.key, is_buffer=memo.is_buffer) for memo in memos]
     for memo in memos:
         memo.fill()
     try:
         yield
     finally:
-        for memo in before:
-            memo.fill()
+        for memo, other in zip(memos, before, strict=True):
+            if memo.is_there():
+                other.fill()
 
 
 class Memos:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
-from shardwright.torch.memos import Memo
+from shardwright.torch.memos import Memo, filled
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
@@ -79,6 +79,9 @@ class Microbatch:
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
         self._attributes = attributes
         self._memos = memos
+        self._left: dict[
+            int, dict[tuple[nn.Module, str], Memo]
+        ] = {}  # stage -> what its units left in their attributes
         self._closing = False
 
     # ---- driven by the executor ----
@@ -124,6 +127,14 @@ class Microbatch:
 
         return Realised(realise)
 
+    def as_units_left(self, stage: int) -> AbstractContextManager[None]:
+        """For a backward of this stage: what its units left in their own attributes is there again.
+
+        A reversible layer, for example, keeps the state of the generator there.
+        """
+        left = self._left.pop(stage, None)
+        return nullcontext() if left is None else filled(list(left.values()))
+
     def close(self) -> None:
         """Ends a microbatch: a step function that has not returned is left."""
         self._closing = True
@@ -136,6 +147,7 @@ class Microbatch:
                 "the step function raised while it was left in microbatch %d", self.index, exc_info=True
             )
         self._coroutine = _ENDED
+        self._left.clear()
         self.tensors.clear()
         self.loss = self.loss_gradient = None
 
@@ -174,6 +186,8 @@ class Microbatch:
                 result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
             else:
                 result = call_without_hooks(module, *args, **kwargs)
+            if instruction.leaves and self.program.backward_at is not None:
+                self._note_left(instruction)
             return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
@@ -190,6 +204,11 @@ class Microbatch:
         self._coroutine.pause()
 
     # ---- inside ----
+
+    def _note_left(self, instruction: Instruction) -> None:
+        left = self._left.setdefault(instruction.stage, {})
+        for module, key in instruction.leaves:
+            left[module, key] = Memo.of(module, key, is_buffer=False)
 
     def _run(self) -> Any:
         assert self._arguments is not None

@@ -91,6 +91,7 @@ class Instruction:
         recompute: drop its activations, and compute them again in the backward.
         numbers: (position in the result, value) of what other ranks know from the trace alone.
         attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
+        leaves: attributes that change inside the unit, which its backward may look at.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
     """
 
@@ -106,6 +107,7 @@ class Instruction:
     recompute: bool = False
     numbers: tuple[tuple[int, Any], ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    leaves: tuple[tuple[nn.Module, str], ...] = ()
     shapes: tuple[tuple[int, int], ...] = ()
 
 
@@ -223,6 +225,9 @@ def build_program(
         wanted = node is not None and node.kind == "unit" and node.label in recompute
         instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
         instruction.recompute = wanted and not step.changes  # else its inputs are not what they were
+        if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
+            inside = set(step.func.modules())
+            instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)
     return Program(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.attribute_use import AttributeUse
+from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.layout import Order
 from shardwright.torch.memos import Memo
@@ -168,6 +168,7 @@ class Trace:
         shapes_asked: values whose shape Python asks for between units.
         orders: value -> the order of its dims in memory, where that is not their own.
         memos: what code between units had computed before, and kept.
+        left_in_units: attributes of modules inside units that these change.
     """
 
     graph: ModelGraph
@@ -187,6 +188,7 @@ class Trace:
     shapes_asked: frozenset[int] = frozenset()
     orders: Mapping[int, Order] = field(default_factory=dict)
     memos: tuple[Memo, ...] = ()
+    left_in_units: tuple[Place, ...] = ()
 
     @property
     def num_draws(self) -> int:

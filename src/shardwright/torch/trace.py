@@ -216,6 +216,7 @@ class _Run:
                 temporary_hooks=registers_hooks and not unchanged.left_hooks,
                 attributes=attributes,
                 memos=tuple(memos),
+                left_in_units=tuple(unchanged.left_in_units),
             )
             left = [memo for memo in unchanged.left if memo.is_fixed(tracer.depends)]
             if trace.reads_data:

@@ -110,6 +110,7 @@ class Unchanged:
         left_hooks: at the end there were forward hooks that were not there at the start.
         changed: attributes that were changed.
         left: these, and new buffers, of modules outside of units.
+        left_in_units: these, of modules inside units.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):
@@ -122,6 +123,7 @@ class Unchanged:
         self.left_hooks = False
         self.changed: list[tuple[nn.Module, str]] = []
         self.left: list[Memo] = []
+        self.left_in_units: list[tuple[nn.Module, str]] = []
         self._in_units = {id(sub) for unit in unit_map.modules.values() for sub in unit.modules()}
         self._buffers_outside: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
@@ -150,6 +152,7 @@ class Unchanged:
         assert self._attributes is not None
         self.left_hooks = self._attributes.hooks_were_added
         self.changed = self._attributes.changed
+        self.left_in_units = [(m, key) for m, key in self.changed if id(m) in self._in_units]
         self.left = [
             *(Memo.of(m, key, is_buffer=False) for m, key in self.changed if id(m) not in self._in_units),
             *(

@@ -17,7 +17,7 @@ from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
 from shardwright.torch._private import FAKE_FAILURES, storage_key
 from shardwright.torch.aliases import follow_changes
-from shardwright.torch.attribute_use import AttributeUse
+from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
@@ -299,6 +299,7 @@ class Tracer:
         temporary_hooks: bool,
         attributes: tuple[AttributeUse, ...],
         memos: tuple[Memo, ...],
+        left_in_units: tuple[Place, ...],
     ) -> Trace:
         """Makes the graph.
 
@@ -310,6 +311,7 @@ class Tracer:
             temporary_hooks: it registers hooks, and has removed them all at its end.
             attributes: changed attributes of modules that it uses between units.
             memos: what it found filled.
+            left_in_units: attributes that units changed.
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
@@ -345,6 +347,7 @@ class Tracer:
             attributes=attributes,
             shapes_asked=frozenset(self._shapes_asked),
             memos=memos,
+            left_in_units=left_in_units,
             orders={
                 index: order
                 for index, value in enumerate(values)
