@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,25 @@ class CentresOnce(Stack):
         for block in self.blocks[1:]:
             y = block(y - self.centre)
         return self.head(y)
+
+
+class KeepsObjects(Stack):
+    """A flag says that there is something that is no tensor and no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.parts: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.parts.append(SimpleNamespace(scale=0.5))
+            self.is_ready = True
+        return super().forward(x * self.parts[0].scale)
+
+
+def test_a_flag_alone_is_not_kept_for_the_microbatches():
+    check(KeepsObjects, *KINDS)
 
 
 @pytest.mark.parametrize("kind", [Table, TableOfOneLength, TableInABuffer, TablesByLength])

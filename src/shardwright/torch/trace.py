@@ -1,5 +1,6 @@
 """Runs a step function once on tensors without data, and writes down what it does (see `tracer`)."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from shardwright.torch.tree import flatten
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["trace_step"]
+
+log = logging.getLogger(__name__)
 
 # To find the memos of a model. Each shows what the one before had still to compute.
 _MOST_TRACES = 4
@@ -70,7 +73,11 @@ def _with_memos(run: "_Run", first: "_Found") -> "_Found":
     """
     memos = first.memos
     for _ in range(_MOST_TRACES):
-        found = run.trace(memos=memos)
+        try:
+            found = run.trace(memos=memos)
+        except Exception as error:
+            log.info("what the step function keeps is not all that it needs (%s)", error)
+            return first
         places = {memo.place for memo in memos}
         new = [memo for memo in found.memos if memo.place not in places]
         kept = [memo for memo in memos if memo not in found.rewritten]
@@ -219,8 +226,8 @@ class _Run:
                 left_in_units=tuple(unchanged.left_in_units),
             )
             left = [memo for memo in unchanged.left if memo.is_fixed(tracer.depends)]
-            if trace.reads_data:
-                left = []  # numbers may come from values of the batch
+            if trace.reads_data or unchanged.left_hooks:
+                left = []  # numbers may come from values of the batch, and flags say that there are hooks
             exchanged = watch.names_at(memo.place for memo in left if memo.is_buffer)
             return _Found(trace, changed, exchanged, unchanged.changed, left, rewritten)
         except DeferredReadError as error:
