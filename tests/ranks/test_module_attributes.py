@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,7 +212,7 @@ class CentresOnce(Stack):
         return self.head(y)
 
 
-class KeepsObjects(Stack):
+class KeepsFunctions(Stack):
     """A flag says that there is something that is no tensor and no number."""
 
     def __init__(self) -> None:
@@ -223,13 +222,13 @@ class KeepsObjects(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:
-            self.parts.append(SimpleNamespace(scale=0.5))
+            self.parts.append(torch.tanh)
             self.is_ready = True
-        return super().forward(x * self.parts[0].scale)
+        return super().forward(self.parts[0](x))
 
 
 def test_a_flag_alone_is_not_kept_for_the_microbatches():
-    check(KeepsObjects, *KINDS)
+    check(KeepsFunctions, *KINDS)
 
 
 @pytest.mark.parametrize("kind", [Table, TableOfOneLength, TableInABuffer, TablesByLength])
