@@ -95,7 +95,7 @@ class Memo:
             type(item) is Tensor and not item.requires_grad and not depends(item)
             if isinstance(item, Tensor)
             else isinstance(item, _PLAIN)
-            for item in leaves(self.value)
+            for item in leaves(self.value if self.inside is None else self.inside)
         )
 
 
