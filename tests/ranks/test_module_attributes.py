@@ -17,7 +17,6 @@ KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 
 
 ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
-OTHER_LENGTHS = tuple(Iteration(length=length) for length in (12, 7, 15, 12, 7))
 
 
 def check(build: Any, *kinds: str, iterations: Sequence[Iteration] = ITERATIONS, **settings: Any) -> None:
@@ -120,63 +119,6 @@ class Remembers(Stack):
         return self.head(x)
 
 
-class Table(nn.Module):
-    """Computes a table when it is asked for a longer one, and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: Tensor | None = None
-        self.register_buffer("scale", torch.tensor(0.1))
-
-    def forward(self, length: int) -> Tensor:
-        if self.table is None or len(self.table) < length:
-            self.table = torch.arange(length)[:, None] * self.scale
-        return self.table[:length]
-
-
-class TableOfOneLength(Table):
-    """And when it is asked for a shorter one."""
-
-    def forward(self, length: int) -> Tensor:
-        if self.table is None or len(self.table) != length:
-            self.table = torch.arange(length)[:, None] * self.scale
-        return self.table
-
-
-class TableInABuffer(Table):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.table
-        self.register_buffer("kept", None, persistent=False)
-
-    def forward(self, length: int) -> Tensor:
-        if self.kept is None or len(self.kept) < length:
-            self.register_buffer("kept", torch.arange(length)[:, None] * self.scale, persistent=False)
-        return self.kept[:length]
-
-
-class TablesByLength(Table):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[int, Tensor] = {}
-
-    def forward(self, length: int) -> Tensor:
-        if length not in self.tables:
-            self.tables[length] = torch.arange(length)[:, None] * self.scale
-        return self.tables[length]
-
-
-class AddsTable(Stack):
-    def __init__(self, kind: type[Table]) -> None:
-        super().__init__()
-        self.positions = kind()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x + self.positions(x.shape[1]))
-        return self.head(x)
-
-
 class ScalesByTheFirst(Stack):
     """What is kept depends on the first microbatch."""
 
@@ -210,30 +152,6 @@ class CentresOnce(Stack):
         for block in self.blocks[1:]:
             y = block(y - self.centre)
         return self.head(y)
-
-
-class KeepsFunctions(Stack):
-    """A flag says that there is something that is no tensor and no number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-        self.parts: list[Any] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.parts.append(torch.tanh)
-            self.is_ready = True
-        return super().forward(self.parts[0](x))
-
-
-def test_a_flag_alone_is_not_kept_for_the_microbatches():
-    check(KeepsFunctions, *KINDS)
-
-
-@pytest.mark.parametrize("kind", [Table, TableOfOneLength, TableInABuffer, TablesByLength])
-def test_a_table_that_is_kept_is_found_by_every_microbatch(kind):
-    check(partial(AddsTable, kind), *KINDS, iterations=OTHER_LENGTHS)
 
 
 @pytest.mark.parametrize(

@@ -77,21 +77,18 @@ class AttributeUses:
     Args:
         places: which.
         position: tells where the trace is.
-        filled: others, of which `written` is of interest.
     """
 
-    def __init__(
-        self, places: Sequence[Place], position: Callable[[], float], *, filled: Sequence[Place] = ()
-    ):
+    def __init__(self, places: Sequence[Place], position: Callable[[], float]):
         self._places = list(places)
         self._position = position
-        self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in (*places, *filled)}
+        self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, str]] = set()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Sees what happens inside."""
-        if not self._log:
+        if not self._places:
             yield
             return
         set_plainly = nn.Module.__setattr__
@@ -120,10 +117,6 @@ class AttributeUses:
         if not inside:
             self._from_glue.add((id(module), key))
         accesses.append(Access(self._position() + 0.5 * inside, writes, user_line()))
-
-    def written(self) -> set[tuple[int, str]]:
-        """Which were written: (id of the module, name)."""
-        return {key for key, accesses in self._log.items() if any(access.writes for access in accesses)}
 
     def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:
         """What was seen of attributes that code between units uses; before they are put back.

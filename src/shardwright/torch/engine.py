@@ -26,7 +26,6 @@ from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
-from shardwright.torch.memos import Memos
 from shardwright.torch.placement import (
     CallPlacement,
     SharingGroups,
@@ -77,7 +76,6 @@ class PipelineEngine:
         self._groups = SharingGroups(context)
         self._recompute: frozenset[str] = frozenset()
         self._attributes = AttributeWatch(model.module)
-        self._memos = Memos()
         self._failure = ""
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
@@ -130,7 +128,6 @@ class PipelineEngine:
                 loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
                 model=self._model.module,
                 buffers=buffers,
-                memos=self._memos,
             )
             if buffers is not None:
                 assert context.pipeline_group is not None
@@ -260,7 +257,6 @@ class PipelineEngine:
             placed.stage_ranks == self._context.plan.stage_ranks and self._residency.covers(uses)
         )
         program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
-        program.memos = self._memos.of_trace(trace.memos)
         self._programs.keep(signature, trace, program)
         self._attributes.traced(plain, trace.digest)
         return program

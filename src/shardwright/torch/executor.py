@@ -22,7 +22,6 @@ from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.layout import from_memory_order, in_memory_order
-from shardwright.torch.memos import Memos
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Place, Program
@@ -84,7 +83,6 @@ class Executor:
         loss_scale: float = 1.0,
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
-        memos: Memos | None = None,
     ) -> list[Any]:
         """Runs all microbatches.
 
@@ -97,7 +95,6 @@ class Executor:
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
             model: the model, for step functions that register hooks on it.
             buffers: its buffers, for step functions that change them between modules.
-            memos: its memos, for step functions that keep tables between modules.
 
         Returns:
             What the step function returned for each microbatch; deferred tensors where another rank has the
@@ -117,7 +114,6 @@ class Executor:
                 model=model,
                 buffers=buffers,
                 attributes=attributes,
-                memos=() if memos is None else memos.of_program(program.memos),
             )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]

@@ -10,7 +10,7 @@ later stages are sent what they read::
 After the batch the home's content goes to the other ranks, so all agree between steps.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,20 +35,13 @@ class BufferWatch:
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.is_meta or id(module) in in_units:
                     continue
-                name = unit_map.parameters.get(id(buffer))
-                if name is None:
-                    continue  # a memo: it was registered by a trace
+                name = unit_map.parameters[id(buffer)]
                 self.places.setdefault(name, []).append((module, key))
                 self._before[name] = (buffer, buffer._version)
 
     def tensors(self) -> dict[str, Tensor]:
         """Buffers by first name."""
         return {name: buffer for name, (buffer, _) in self._before.items()}
-
-    def names_at(self, places: Iterable[_Place]) -> set[str]:
-        """First names of the buffers that were at some places."""
-        wanted = set(places)
-        return {name for name, own in self.places.items() if not wanted.isdisjoint(own)}
 
     def last(self, name: str) -> Tensor | None:
         """What a buffer's name refers to now."""

@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
+from shardwright.torch.attribute_content import AttributeContent, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
-from shardwright.torch.memos import Memo, filled
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
@@ -58,7 +58,6 @@ class Microbatch:
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
         attributes: OwnAttributes | None = None,
-        memos: Sequence[Memo] = (),
     ):
         self.index = index
         self.program = program
@@ -78,10 +77,8 @@ class Microbatch:
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
         self._attributes = attributes
-        self._memos = memos
-        self._left: dict[
-            int, dict[tuple[nn.Module, str], Memo]
-        ] = {}  # stage -> what its units left in their attributes
+        # Of each stage, what its units left in attributes of their own.
+        self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
         self._closing = False
 
     # ---- driven by the executor ----
@@ -108,8 +105,6 @@ class Microbatch:
         return result
 
     def _resume(self) -> None:
-        for memo in self._memos:
-            memo.fill()
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
         with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()
@@ -133,7 +128,7 @@ class Microbatch:
         A reversible layer, for example, keeps the state of the generator there.
         """
         left = self._left.pop(stage, None)
-        return nullcontext() if left is None else filled(list(left.values()))
+        return nullcontext() if left is None else held_again(list(left.values()))
 
     def close(self) -> None:
         """Ends a microbatch: a step function that has not returned is left."""
@@ -187,7 +182,8 @@ class Microbatch:
             else:
                 result = call_without_hooks(module, *args, **kwargs)
             if instruction.leaves and self.program.backward_at is not None:
-                self._note_left(instruction)
+                left = self._left.setdefault(instruction.stage, {})
+                left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)
             return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
@@ -204,11 +200,6 @@ class Microbatch:
         self._coroutine.pause()
 
     # ---- inside ----
-
-    def _note_left(self, instruction: Instruction) -> None:
-        left = self._left.setdefault(instruction.stage, {})
-        for module, key in instruction.leaves:
-            left[module, key] = Memo.of(module, key, is_buffer=False)
 
     def _run(self) -> Any:
         assert self._arguments is not None

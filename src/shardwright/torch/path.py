@@ -167,10 +167,6 @@ class PathRecorder:
         self._noted: list[_Noted] = []
         self._can_be_followed = True
 
-    def varies(self, tensor: Tensor) -> bool:
-        """Whether values of the batch, or random numbers, went into a free tensor."""
-        return _memory(tensor) in self._varying
-
     def versions(self, items: list[Any]) -> list[int | None]:
         """To be given to `note`: how often each tensor has been changed so far."""
         return [_version(item) for item in items]

@@ -24,7 +24,6 @@ from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
 from shardwright.torch.layout import Order
-from shardwright.torch.memos import Memo
 from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
@@ -136,7 +135,6 @@ class Program:
         temporary_hooks: the step function registers hooks and removes them again.
         state: buffers that the step function changes -> pipeline rank of their home.
         attributes: attributes of modules that it changes.
-        memos: what it finds in attributes and buffers of modules.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -160,7 +158,6 @@ class Program:
     temporary_hooks: bool
     state: Mapping[str, int]
     attributes: tuple[AttributeUse, ...]
-    memos: tuple[Memo, ...]
     as_planned: bool = True
 
     @property
@@ -255,7 +252,6 @@ def build_program(
         temporary_hooks=trace.temporary_hooks,
         state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
         attributes=trace.attributes,
-        memos=trace.memos,
     )
 
 

@@ -23,8 +23,6 @@ __all__ = ["ProgramCache", "signature_of"]
 # that are others in every step (a step number).
 _PATHS_KEPT = 32
 _SIGNATURES_KEPT = 512
-# Programs that go by memos hold tables in memory.
-_SIGNATURES_WITH_MEMOS_KEPT = 32
 
 _BY_VALUE = frozenset(
     {type(None), bool, int, float, complex, slice, type(Ellipsis)}
@@ -117,6 +115,5 @@ class ProgramCache:
         entries = self._entries.setdefault(signature, [])
         entries.insert(0, _Entry(program, trace.path))
         del entries[_PATHS_KEPT:]
-        most = _SIGNATURES_WITH_MEMOS_KEPT if program.memos else _SIGNATURES_KEPT
-        while len(self._entries) > most:
+        while len(self._entries) > _SIGNATURES_KEPT:
             del self._entries[next(iter(self._entries))]

@@ -11,7 +11,6 @@ from shardwright.model_graph import ModelGraph
 from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.layout import Order
-from shardwright.torch.memos import Memo
 from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -167,7 +166,6 @@ class Trace:
         attributes: changed attributes of modules that are used between units.
         shapes_asked: values whose shape Python asks for between units.
         orders: value -> the order of its dims in memory, where that is not their own.
-        memos: what code between units had computed before, and kept.
         left_in_units: attributes of modules inside units that these change.
     """
 
@@ -187,13 +185,7 @@ class Trace:
     attributes: tuple[AttributeUse, ...] = ()
     shapes_asked: frozenset[int] = frozenset()
     orders: Mapping[int, Order] = field(default_factory=dict)
-    memos: tuple[Memo, ...] = ()
     left_in_units: tuple[Place, ...] = ()
-
-    @property
-    def num_draws(self) -> int:
-        """Operations that take random numbers."""
-        return sum(len(step.draws) for step in self.steps)
 
     @property
     def digest(self) -> str:

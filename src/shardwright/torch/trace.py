@@ -1,6 +1,5 @@
 """Runs a step function once on tensors without data, and writes down what it does (see `tracer`)."""
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from shardwright.torch.attribute_use import AttributeUses, Place
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
-from shardwright.torch.memos import Memo, filled
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.trace_guard import OpenModules, Unchanged
@@ -23,11 +21,6 @@ from shardwright.torch.tree import flatten
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["trace_step"]
-
-log = logging.getLogger(__name__)
-
-# To find the memos of a model. Each shows what the one before had still to compute.
-_MOST_TRACES = 4
 
 
 def trace_step(
@@ -60,87 +53,21 @@ def trace_step(
 
 
 def _traced(run: "_Run") -> Trace:
-    found = run.trace()
-    if "" in run.unit_map.modules:
-        return _with_state(run, found)  # no code is between units
-    return _with_state(run, _with_memos(run, found) if found.memos else found)
-
-
-def _with_memos(run: "_Run", first: "_Found") -> "_Found":
-    """The trace of a microbatch that finds what the first one computes and keeps; else the first trace.
-
-    What is written again is no memo: a counter, or something that belongs to one microbatch.
-    """
-    memos = first.memos
-    for _ in range(_MOST_TRACES):
-        try:
-            found = run.trace(memos=memos)
-        except Exception as error:
-            log.info("what the step function keeps is not all that it needs (%s)", error)
-            return first
-        places = {memo.place for memo in memos}
-        new = [memo for memo in found.memos if memo.place not in places]
-        kept = [memo for memo in memos if memo not in found.rewritten]
-        if not new and len(kept) == len(memos):
-            return found if found.does_all_of(first, but=places) else first
-        memos = [*kept, *new]
-        if not memos:
-            return first
-    return first
-
-
-def _with_state(run: "_Run", first: "_Found") -> Trace:
-    """The trace in which the buffers that the step function changes are values of the graph."""
-    changed, attributes, memos = first.changed, first.attributes, first.trace.memos
+    trace, changed, attributes = run.trace()
     if "" in run.unit_map.modules:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
-        return first.trace
+        return trace
     counters: set[str] = set()
     while True:
         try:
-            return run.trace(
-                state=changed.keys() - counters, counters=counters, watched=attributes, memos=memos
-            ).trace
+            return run.trace(state=changed.keys() - counters, counters=counters, watched=attributes)[0]
         except DeferredReadError as error:
             # Python looks at a counter: every rank counts for itself.
             found = {name for name in error.buffers - counters if not changed[name]}
             if not found:
                 raise
             counters |= found
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A trace, and what else it showed.
-
-    Attributes:
-        trace: the trace.
-        changed: buffers outside of units that were changed: see `BufferWatch.changed`.
-        exchanged: those of them that are other tensors now, and may be memos.
-        attributes: attributes of modules that were changed.
-        memos: what may be one among them, and among new buffers.
-        rewritten: memos that were filled, and yet written.
-    """
-
-    trace: Trace
-    changed: dict[str, bool]
-    exchanged: set[str]
-    attributes: list[Place]
-    memos: list[Memo]
-    rewritten: list[Memo]
-
-    def does_all_of(self, other: "_Found", *, but: set[Place]) -> bool:
-        """Whether all that the other one does happens here, too, but for filling these places.
-
-        A flag that is set when weights are initialised with the first batch, for example, is no memo.
-        """
-        return (
-            self.trace.graph.fingerprint == other.trace.graph.fingerprint
-            and self.trace.num_draws == other.trace.num_draws
-            and but.union(self.attributes).issuperset(other.attributes)
-            and other.exchanged.union(self.changed).issuperset(other.changed)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +86,15 @@ class _Run:
         state: Collection[str] = frozenset(),
         counters: Collection[str] = frozenset(),
         watched: Sequence[Place] = (),
-        memos: Sequence[Memo] = (),
-    ) -> _Found:
-        """Traces.
+    ) -> tuple[Trace, dict[str, bool], list[Place]]:
+        """Traces; also tells which buffers outside of units were changed (`BufferWatch.changed`), and which
+        attributes of modules.
 
         Args:
             state: buffers whose content is a value of the graph.
             counters: changed buffers that every rank keeps.
             watched: changed attributes, whose use is of interest.
-            memos: what the microbatch finds filled.
         """
-        with filled(memos):
-            return self._trace(state, counters, watched, memos)
-
-    def _trace(
-        self,
-        state: Collection[str],
-        counters: Collection[str],
-        watched: Sequence[Place],
-        memos: Sequence[Memo],
-    ) -> _Found:
         items, structure = flatten(self.arguments)
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
         copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
@@ -194,7 +110,7 @@ class _Run:
             count_memory=self.count_memory,
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
-        use = AttributeUses(watched, lambda: tracer.position, filled=[memo.place for memo in memos])
+        use = AttributeUses(watched, lambda: tracer.position)
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         generators = get_state(self.device)
@@ -210,8 +126,6 @@ class _Run:
                 changed = watch.changed(tracer.is_value)
                 together = tracer.together()
                 attributes = use.uses(self.unit_map.model, tracer.is_value)
-                written = use.written()
-                rewritten = [m for m in memos if not m.is_there() or (id(m.module), m.key) in written]
             changes_batch = any(
                 isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)
             )
@@ -222,14 +136,9 @@ class _Run:
                 changes_batch=changes_batch,
                 temporary_hooks=registers_hooks and not unchanged.left_hooks,
                 attributes=attributes,
-                memos=tuple(memos),
                 left_in_units=tuple(unchanged.left_in_units),
             )
-            left = [memo for memo in unchanged.left if memo.is_fixed(tracer.depends)]
-            if trace.reads_data or unchanged.left_hooks:
-                left = []  # numbers may come from values of the batch, and flags say that there are hooks
-            exchanged = watch.names_at(memo.place for memo in left if memo.is_buffer)
-            return _Found(trace, changed, exchanged, unchanged.changed, left, rewritten)
+            return trace, changed, unchanged.changed
         except DeferredReadError as error:
             error.inside = open_modules.at_failure
             raise

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwright.torch.glue import Handler, active_handler
-from shardwright.torch.memos import Memo
 from shardwright.torch.module_hooks import hook_registries
 from shardwright.torch.unit_map import UnitMap
 
@@ -109,8 +108,7 @@ class Unchanged:
     Attributes:
         left_hooks: at the end there were forward hooks that were not there at the start.
         changed: attributes that were changed.
-        left: these, and new buffers, of modules outside of units.
-        left_in_units: these, of modules inside units.
+        left_in_units: those of modules inside units.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):
@@ -122,10 +120,8 @@ class Unchanged:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.left_hooks = False
         self.changed: list[tuple[nn.Module, str]] = []
-        self.left: list[Memo] = []
         self.left_in_units: list[tuple[nn.Module, str]] = []
         self._in_units = {id(sub) for unit in unit_map.modules.values() for sub in unit.modules()}
-        self._buffers_outside: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def __enter__(self) -> None:
         self._attributes = Attributes(self._unit_map.model)
@@ -142,8 +138,6 @@ class Unchanged:
                     module._buffers[key] = torch.zeros_like(buffer, device=self._device)
                 else:
                     self._buffers.append((buffer, buffer.clone()))
-            if id(module) not in self._in_units:
-                self._buffers_outside.append((module, dict(module._buffers)))
 
     def __exit__(self, *exc_info: object) -> None:
         for buffer, content in self._buffers:
@@ -153,15 +147,6 @@ class Unchanged:
         self.left_hooks = self._attributes.hooks_were_added
         self.changed = self._attributes.changed
         self.left_in_units = [(m, key) for m, key in self.changed if id(m) in self._in_units]
-        self.left = [
-            *(Memo.of(m, key, is_buffer=False) for m, key in self.changed if id(m) not in self._in_units),
-            *(
-                Memo.of(module, key, is_buffer=True)
-                for module, before in self._buffers_outside
-                for key, buffer in module._buffers.items()
-                if buffer is not None and buffer is not before.get(key)
-            ),
-        ]
         self._attributes.restore()
 
     def _lend(self, tensor: Tensor) -> Tensor:

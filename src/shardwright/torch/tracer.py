@@ -25,7 +25,6 @@ from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.layout import order_of
-from shardwright.torch.memos import Memo
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.recording import Trace
@@ -108,10 +107,6 @@ class Tracer:
     def is_value(self, item: Any) -> bool:
         """Whether a tensor is a value of the graph."""
         return self._values.find(item) is not None
-
-    def depends(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on values of the batch, on random numbers or on units."""
-        return self.is_value(tensor) or self._path.varies(tensor)
 
     # ---- what the step function calls ----
 
@@ -298,7 +293,6 @@ class Tracer:
         changes_batch: bool,
         temporary_hooks: bool,
         attributes: tuple[AttributeUse, ...],
-        memos: tuple[Memo, ...],
         left_in_units: tuple[Place, ...],
     ) -> Trace:
         """Makes the graph.
@@ -310,7 +304,6 @@ class Tracer:
             changes_batch: it changes tensors of its batch in place.
             temporary_hooks: it registers hooks, and has removed them all at its end.
             attributes: changed attributes of modules that it uses between units.
-            memos: what it found filled.
             left_in_units: attributes that units changed.
         """
         recorder, values = self._recorder, self._values
@@ -346,7 +339,6 @@ class Tracer:
             memory=tuple(storage_key(v.fake) for v in values),
             attributes=attributes,
             shapes_asked=frozenset(self._shapes_asked),
-            memos=memos,
             left_in_units=left_in_units,
             orders={
                 index: order
