@@ -1,6 +1,6 @@
 """Python attributes of modules: what a forward writes there is its own microbatch's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,9 @@ from shardwright.testing import RanksFailedError, run_ranks
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 
 
-ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
-
-
-def check(build: Any, *kinds: str, iterations: Sequence[Iteration] = ITERATIONS, **settings: Any) -> None:
+def check(build: Any, *kinds: str, **settings: Any) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
+    iterations = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
     cases = {
         kind: Case(
             config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
