@@ -254,6 +254,7 @@ VIT_PYTORCH: dict[str, dict[str, Any]] = {
 X_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rotary": {"rotary_pos_emb": True},
+    "alibi": {"alibi_pos_bias": True},
     "bias of T5": {"rel_pos_bias": True},
     "macaron": {"macaron": True},
     "SwiGLU": {"use_rmsnorm": True, "ff_swish": True, "ff_glu": True},

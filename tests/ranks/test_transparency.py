@@ -100,6 +100,11 @@ def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
     return answer.loss + torch.stack([hidden.square().mean() for hidden in answer.hidden_states]).sum()
 
 
+def test_what_the_model_recomputes_itself_is_recomputed_once():
+    full = {"activation_checkpointing": "full"}
+    check(ZOO["recomputes"], {kind: case({**SCHEDULES[kind], **full}) for kind in KINDS})
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_hidden_states_of_every_layer(name):
     recipe = replace(ZOO[name], loss=with_hidden_states)

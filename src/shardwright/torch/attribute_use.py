@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.torch.container_content import content_of, has_content, versions_of
 from shardwright.torch.glue import active_handler
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
@@ -31,7 +32,7 @@ class Access:
     Attributes:
         before: number of steps that have run; a quarter more behind ``backward``, half of one more inside
             the unit that runs.
-        writes: it is written.
+        writes: it is written, or what is in it has changed since the access before.
         line: where in the user's code.
     """
 
@@ -51,6 +52,7 @@ class AttributeUse:
         accesses: in order.
         carries_tensor: it holds a tensor of the graph when the microbatch ends.
         read_late: it is used behind ``backward``.
+        in_place: it holds tensors whose values change.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class AttributeUse:
     accesses: tuple[Access, ...]
     carries_tensor: bool
     read_late: bool
+    in_place: bool
 
     @property
     def first_read(self) -> Access | None:
@@ -67,8 +70,20 @@ class AttributeUse:
 
     @property
     def last_write(self) -> Access:
-        """The last access that may have changed it: a list may be appended to wherever it is read."""
+        """The last access by which it has changed."""
         return next((a for a in reversed(self.accesses) if a.writes), self.accesses[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    value: Any
+    inside: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, key: str) -> "_Content":
+        value = vars(module).get(key)
+        return cls(value, content_of(value), versions_of(value))
 
 
 class AttributeUses:
@@ -84,6 +99,25 @@ class AttributeUses:
         self._position = position
         self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, str]] = set()
+        self._contents = {(id(m), k): _Content.of(m, k) for m, k in places}
+        self._in_place: set[tuple[int, str]] = set()
+
+    def look(self) -> None:
+        """Looks what has changed in containers and tensors since the last time; before every step."""
+        for module, key in self._places:
+            before, now = self._contents[id(module), key], _Content.of(module, key)
+            if now.value is before.value and has_content(now.inside, before.inside):
+                if now.versions == before.versions:
+                    continue
+                self._in_place.add((id(module), key))
+            self._contents[id(module), key] = now
+            if now.value is not before.value:
+                continue  # it was written, which is noted
+            accesses = self._log[id(module), key]
+            line = accesses[-1].line if accesses else user_line()
+            if not accesses:
+                accesses.append(Access(self._position(), False, line))
+            accesses.append(Access(self._position(), True, line))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -113,6 +147,7 @@ class AttributeUses:
         accesses = self._log.get((id(module), key))
         if accesses is None:
             return
+        self.look()
         inside = active_handler() is None
         if not inside:
             self._from_glue.add((id(module), key))
@@ -125,6 +160,7 @@ class AttributeUses:
             model: the whole model.
             is_value: tells whether a tensor is a value of the traced graph.
         """
+        self.look()
         names = {id(module): name for name, module in model.named_modules()}
         found = []
         for module, key in self._places:
@@ -134,5 +170,6 @@ class AttributeUses:
                 accesses = tuple(self._log[id(module), key])
                 carries = any(is_value(item) for item in leaves(vars(module).get(key)))
                 late = any(access.before % 1 in (0.25, 0.75) for access in accesses)
-                found.append(AttributeUse(module, key, name, accesses, carries, late))
+                in_place = (id(module), key) in self._in_place
+                found.append(AttributeUse(module, key, name, accesses, carries, late, in_place))
         return tuple(found)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class Executor:
         self._begin(schedule, rank, loss_scale=loss_scale)
         uses = [use for program in programs for use in program.attributes]
         attributes = OwnAttributes(uses, num_microbatches=len(programs)) if uses else None
+        parameters = cache(lambda: frozenset(map(id, model.parameters() if model is not None else ())))
         self._microbatches = [
             Microbatch(
                 index,
@@ -111,6 +113,7 @@ class Executor:
                 args,
                 self._receive_value,
                 device=self._device,
+                parameters=parameters,
                 model=model,
                 buffers=buffers,
                 attributes=attributes,

@@ -1,29 +1,28 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
-from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.functions import gradient_of_backward, name_of_call
+from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Instruction, Place, Program
+from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.rng import GeneratorState, set_state
-from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
 
 __all__ = ["Microbatch"]
@@ -55,6 +54,7 @@ class Microbatch:
         receive: Callable[[int, Crossing], Tensor],
         *,
         device: torch.device,
+        parameters: Callable[[], Collection[int]] = frozenset,
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
         attributes: OwnAttributes | None = None,
@@ -68,8 +68,7 @@ class Microbatch:
         self.reached_backward = False
         self.tensors = MicrobatchTensors(index, program, receive, buffers)
         self.uses: dict[int, int] = {}
-        self._instructions = program.instructions
-        self._position = 0
+        self._cursor = ProgramCursor(index, program, parameters, device)
         self._device = device
         self.generator_states: dict[int, GeneratorState] = {}
         self._function = function
@@ -143,6 +142,7 @@ class Microbatch:
             )
         self._coroutine = _ENDED
         self._left.clear()
+        self._cursor.clear()
         self.tensors.clear()
         self.loss = self.loss_gradient = None
 
@@ -154,33 +154,42 @@ class Microbatch:
             return _while_leaving(func, args, kwargs)
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
-        instruction = self._next(func)
-        position = self._position
+        instruction = self._cursor.operation(func, args, kwargs)
+        if instruction is None:
+            return self._cursor.run_unknown(func, args, kwargs)
+        position = self._cursor.position
         if instruction.place is Place.FREE:
             if instruction.draws:
                 self._restore_generators(position)
             return func(*args, **kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
+        given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
-        return self.tensors.keep(instruction, func(*args, **kwargs), args, kwargs, copied)
+        result = func(*args, **kwargs)
+        self._cursor.made(result, given)
+        return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         if self._closing:
             raise GreenletExit
-        instruction = self._next(module)
-        position = self._position
+        instruction = self._cursor.unit_call(module)
+        position = self._cursor.position
         if instruction.place is Place.ELSEWHERE:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
             return _stand_in(instruction, args, kwargs)
+        given = self._given_back(instruction, args, kwargs)
         with plain_torch():
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
             if instruction.recompute:
                 result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
             else:
                 result = call_without_hooks(module, *args, **kwargs)
+            self._cursor.made(result, given)
+            for owner, key, _ in instruction.attributes:
+                self._cursor.made(vars(owner)[key], ())
             if instruction.leaves and self.program.backward_at is not None:
                 left = self._left.setdefault(instruction.stage, {})
                 left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)
@@ -190,8 +199,7 @@ class Microbatch:
         """Hands the loss to the executor; comes back when this microbatch has no backward left here."""
         if self._closing:
             raise GreenletExit
-        if self._position != self.program.backward_at:
-            self._mismatch("backward()")
+        self._cursor.backward()
         if self.program.loss_stage in self.program.stages:
             assert self.program.loss is not None
             self.loss = self.tensors.values[self.program.loss]
@@ -207,31 +215,19 @@ class Microbatch:
         self._arguments = None
         set_active_handler(self)
         with GlueMode(self):
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
+        self._cursor.end()
+        return result
 
-    def _next(self, func: Any) -> Instruction:
-        try:
-            instruction = self._instructions[self._position]
-        except IndexError:
-            self._mismatch(name_of_call(func))
-        if instruction.func is not func and instruction.func != func:
-            self._mismatch(name_of_call(func))
-        self._position += 1
-        return instruction
-
-    def _mismatch(self, found: str) -> NoReturn:
-        position = self._position
-        expected = "the end of the step function"
-        if position == self.program.backward_at:
-            expected = "backward()"
-        elif position < len(self._instructions):
-            expected = name_of_call(self._instructions[position].func)
-        raise TraceMismatchError(
-            f"{user_line()}: microbatch {self.index} calls {found} where the trace has {expected}. The "
-            "model takes another path than when it was traced, for a reason that the batch does not "
-            "show: a random choice, a counter, a global. Make the path the same in every microbatch, or "
-            "put the choice inside one module."
-        )
+    def _given_back(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """The free tensors among the arguments that a step gives back as they are."""
+        if not instruction.passed:
+            return []
+        items = flatten((args, kwargs))[0]
+        passed = (items[source] for _, source in instruction.passed)
+        return [item for item in passed if self._cursor.is_free(item)]
 
     def _begin(
         self, instruction: Instruction, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]

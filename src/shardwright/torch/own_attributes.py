@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwright.torch.attribute_use import AttributeUse, Place
+from shardwright.torch.container_content import content_of, has_content, put_content
 
 __all__ = ["OwnAttributes"]
 
@@ -26,8 +27,10 @@ class OwnAttributes:
     def __init__(self, uses: Iterable[AttributeUse], *, num_microbatches: int):
         places = {(id(use.module), use.key): use for use in uses}
         self._places: list[Place] = [(use.module, use.key) for use in places.values()]
-        # Every microbatch writes it, and nobody looks for it behind `backward`: it need not live any longer.
-        self._passing = [use.first_read is None and not use.read_late for use in places.values()]
+        # Of the graph of one microbatch, and nobody looks for it behind `backward`: it need not live longer.
+        self._passing = [
+            use.first_read is None and use.carries_tensor and not use.read_late for use in places.values()
+        ]
         self._last = num_microbatches - 1
         self._initial = [_content(place) for place in self._places]
         self._written: list[dict[int, _Content]] = [{} for _ in self._places]
@@ -68,7 +71,7 @@ class OwnAttributes:
 def _content(place: Place) -> _Content:
     module, key = place
     value = vars(module).get(key, _ABSENT)
-    return value, value.copy() if type(value) in (list, dict, set) else None
+    return value, content_of(value)
 
 
 def _put(place: Place, content: _Content) -> None:
@@ -78,23 +81,9 @@ def _put(place: Place, content: _Content) -> None:
         vars(module).pop(key, None)
         return
     vars(module)[key] = value
-    if inside is None:
-        return
-    value.clear()
-    if isinstance(value, list):
-        value.extend(inside)
-    else:
-        value.update(inside)
+    if inside is not None:
+        put_content(value, inside)
 
 
 def _same(now: _Content, before: _Content) -> bool:
-    if now[0] is not before[0]:
-        return False
-    one, other = now[1], before[1]
-    if one is None or other is None:
-        return one is other
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(one[key] is other[key] for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+    return now[0] is before[0] and has_content(now[1], before[1])

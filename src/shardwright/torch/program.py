@@ -135,6 +135,8 @@ class Program:
         temporary_hooks: the step function registers hooks and removes them again.
         state: buffers that the step function changes -> pipeline rank of their home.
         attributes: attributes of modules that it changes.
+        changes_free_tensors: operations that have a place change tensors that every rank has, or the content
+            of buffers: by its arguments alone, an operation cannot be told to be free.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -158,6 +160,7 @@ class Program:
     temporary_hooks: bool
     state: Mapping[str, int]
     attributes: tuple[AttributeUse, ...]
+    changes_free_tensors: bool
     as_planned: bool = True
 
     @property
@@ -221,7 +224,8 @@ def build_program(
         node = None if step.node is None else graph.nodes[step.node]
         wanted = node is not None and node.kind == "unit" and node.label in recompute
         instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
-        instruction.recompute = wanted and not step.changes  # else its inputs are not what they were
+        # Where it changes its inputs, they are not what they were.
+        instruction.recompute = wanted and not step.changes and not step.recomputed
         if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
             inside = set(step.func.modules())
             instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
@@ -252,6 +256,11 @@ def build_program(
         temporary_hooks=trace.temporary_hooks,
         state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
         attributes=trace.attributes,
+        changes_free_tensors=bool(trace.initial)
+        or any(
+            step.counters or any(change.before is None for change in (*step.changes, *step.bases))
+            for step in trace.steps
+        ),
     )
 
 

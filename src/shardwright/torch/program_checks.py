@@ -50,6 +50,8 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
         read, write = use.first_read, use.last_write
         if read is None:
             continue
+        if use.in_place:
+            write = use.accesses[-1]  # to all microbatches it is the same tensor, wherever they look at it
         where = f"the attribute {use.name} is read at {read.line} before the microbatch writes it"
         if use.carries_tensor:
             raise TraceError(

@@ -101,6 +101,7 @@ class Step:
         counters: names of buffers that it reads or changes on every rank.
         attributes: where a unit leaves tensors: (module, name, what another rank finds there). Among
             `writes` they follow the leaves of the result.
+        recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
     """
 
     func: Any
@@ -117,6 +118,7 @@ class Step:
     changed_parameters: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    recomputed: bool = False
 
     @property
     def numbers(self) -> tuple[tuple[int, Any], ...]:

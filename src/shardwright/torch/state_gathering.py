@@ -29,8 +29,8 @@ def gather_state(
     by_key.update(module.named_buffers(remove_duplicate=False))
     for key, value in state.items():
         name = first_names.get(id(by_key[key])) if key in by_key else None
-        if name is None or not isinstance(value, Tensor):
-            full[key] = value
+        if name is None or name not in residency.ranks or not isinstance(value, Tensor):
+            full[key] = value  # the step function has registered it, on every rank
             continue
         owner = residency.ranks[name][0]
         if owner == context.pipeline_rank:

@@ -13,6 +13,7 @@ from shardwright.torch.attribute_use import AttributeUses, Place
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.trace_guard import OpenModules, Unchanged
@@ -111,13 +112,15 @@ class _Run:
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position)
+        tracer.before_step = use.look
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         generators = get_state(self.device)
         open_modules = OpenModules(tracer)
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
+        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
         try:
-            with unchanged, open_modules, GlueMode(tracer, tracer.shape_asked):
+            with nothing_left, unchanged, open_modules, GlueMode(tracer, tracer.shape_asked):
                 hooks_before = num_hooks_registered()
                 with use.watching():
                     result = self.function(*args, **kwargs)
@@ -143,6 +146,7 @@ class _Run:
             error.inside = open_modules.at_failure
             raise
         finally:
+            del tracer.before_step  # a circle of references would keep the copies of the batch
             set_active_handler(before)
             set_state(generators, self.device)
 

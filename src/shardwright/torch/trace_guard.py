@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwright.torch.container_content import content_of, has_content, put_content, versions_of
 from shardwright.torch.glue import Handler, active_handler
 from shardwright.torch.module_hooks import hook_registries
 from shardwright.torch.unit_map import UnitMap
@@ -20,9 +21,11 @@ class Attributes:
 
     def __init__(self, module: nn.Module):
         self._saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
+        self._versions: dict[int, dict[str, tuple[int, ...]]] = {}
         for sub in module.modules():
             attributes = dict(sub.__dict__)
-            containers = [(v, _content(v)) for v in attributes.values() if isinstance(v, dict | list | set)]
+            self._versions[id(sub)] = {k: versions_of(v) for k, v in attributes.items() if k not in _OWN}
+            containers = [(v, c) for v in attributes.values() if (c := content_of(v)) is not None]
             self._saved.append((sub, attributes, containers))
 
     @property
@@ -36,14 +39,17 @@ class Attributes:
 
     @property
     def changed(self) -> list[tuple[nn.Module, str]]:
-        """What is another object now, or a container with other things in it."""
+        """What is another object now, a container with other things in it, or tensors with other values."""
         found = []
         for module, before, containers in self._saved:
             contents = {id(container): content for container, content in containers}
             for key in dict.fromkeys([*before, *vars(module)]):
                 value = vars(module).get(key)
+                if key in _OWN:
+                    continue
                 same = value is before.get(key) and (key in before) == (key in vars(module))
-                if key not in _OWN and not (same and _is_unchanged(value, contents.get(id(value)))):
+                same = same and has_content(value, contents.get(id(value)))
+                if not same or versions_of(value) != self._versions[id(module)][key]:
                     found.append((module, key))
         return found
 
@@ -63,33 +69,11 @@ class Attributes:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in containers:
-                if _is_unchanged(container, content):
-                    continue  # a configuration may refuse to be written to
-                container.clear()
-                if isinstance(container, list):
-                    container.extend(content)
-                else:
-                    container.update(content)
+                put_content(container, content)
 
 
 # What every module has: parameters, buffers, modules, hooks.
 _OWN = frozenset(vars(nn.Module()))
-
-
-def _content(container: Any) -> Any:
-    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
-    return kind(container)
-
-
-def _is_unchanged(value: Any, content: Any) -> bool:
-    if content is None or len(value) != len(content):
-        return content is None
-    if isinstance(value, dict):
-        # In the same order: hooks run in theirs.
-        return list(value) == list(content) and all(value[key] is item for key, item in content.items())
-    if isinstance(value, list):
-        return all(a is b for a, b in zip(value, content, strict=True))
-    return bool(value == content)
 
 
 class Unchanged:

@@ -88,13 +88,14 @@ class TraceRecorder:
         self.steps.append(step)
         return step
 
-    def record(self, node: Node, call: TracedCall, outcome: Outcome) -> Any:
+    def record(self, node: Node, call: TracedCall, outcome: Outcome, *, recomputed: bool = False) -> Any:
         """Adds a call that has run.
 
         Args:
             node: what is known of its node besides outputs and what is saved.
             call: the call.
             outcome: what it gave and did.
+            recomputed: the step function computes it again in the backward.
 
         Returns:
             Its result as the step function gets it: with deferred tensors.
@@ -151,6 +152,7 @@ class TraceRecorder:
             passed=tuple(passed.items()),
             changed_parameters=changed_parameters,
             attributes=tuple(left),
+            recomputed=recomputed,
         )
         self._changes.note(step)
         self.steps.append(step)

@@ -54,7 +54,12 @@ class Tracer:
         state: buffers whose content is a value of the graph.
         counters: changed buffers that every rank keeps.
         count_memory: find out what calls need for a moment.
+
+    Attributes:
+        before_step: called before every call and before ``backward``.
     """
+
+    before_step: Callable[[], None]
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class Tracer:
         """Records a torch function; executes it for real if it is free, else on fake tensors."""
         if func is Tensor.backward:
             return self.backward(args[0], functions.gradient_of_backward(*args[1:], **kwargs))
+        self.before_step()
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
@@ -150,12 +156,14 @@ class Tracer:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
+        self.before_step()
         with plain_torch(), without_hooks(module):
             return self._unit_call(module, args, kwargs)
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._unit_map.units[id(module)]
-        self._recomputes = self._recomputes or called_from("torch.utils.checkpoint")
+        recomputed = called_from("torch.utils.checkpoint")
+        self._recomputes = self._recomputes or recomputed
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         call = self._call(module, items, structure, reads, user_line())
@@ -185,10 +193,11 @@ class Tracer:
             random=outcome.cost.random,
             line=call.line,
         )
-        return self._recorder.record(node, call, outcome)
+        return self._recorder.record(node, call, outcome, recomputed=recomputed)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
+        self.before_step()
         if self._backward_at is not None:
             raise UsageError(
                 f"{user_line()}: backward is called a second time in one step function. "

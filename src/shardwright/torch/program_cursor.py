@@ -1,0 +1,210 @@
+"""Where a microbatch is in its program: each call of its step function is looked up here.
+
+Calls of units, and operations on what comes from units or on parameters, have their places on the ranks: they
+must be those of the trace, one after the other. A *free* operation rests on neither. Every rank does it for
+itself, so it matters to nobody whether the trace has it::
+
+    trace                           microbatch 0                    microbatch 1
+    arange     free                 arange     as in the trace
+    mul        free                 mul        as in the trace
+    add        on stage 0           add                             add      what is free is passed over
+
+So a table may be computed once and kept: in an attribute, a buffer, a dictionary, behind ``lru_cache``.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.functions import name_of_call
+from shardwright.torch.program import Instruction, Place, Program
+from shardwright.torch.rng import get_state
+from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves
+
+__all__ = ["ProgramCursor"]
+
+
+class ProgramCursor:
+    """Follows the calls of one microbatch.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        parameters: gives the identities of the model's parameters.
+        device: where this rank computes.
+
+    Attributes:
+        position: number of instructions that are done or passed over.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        parameters: Callable[[], Collection[int]],
+        device: torch.device,
+    ):
+        self.position = 0
+        self._index = index
+        self._program = program
+        self._parameters = parameters
+        self._device = device
+        self._behind_backward = False
+        # Tensors that steps of this rank gave: id -> the tensor, as long as it lives.
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+
+    # ---- calls ----
+
+    def operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Instruction | None:
+        """The instruction of a torch function; None for a free one that the trace does not have."""
+        if self._program.changes_free_tensors or not self._is_free(args, kwargs):
+            return self._placed(func)
+        found = self._free(func)
+        if found is not None:
+            self.position = found + 1
+            return self._program.instructions[found]
+        return None
+
+    def unit_call(self, module: nn.Module) -> Instruction:
+        """The instruction of a unit."""
+        return self._placed(module)
+
+    def backward(self) -> None:
+        """The step function calls ``backward``."""
+        self._pass_over_free()
+        if self._behind_backward or self.position != self._program.backward_at:
+            self.mismatch("backward()")
+        self._behind_backward = True
+
+    def end(self) -> None:
+        """The step function has returned."""
+        self._pass_over_free()
+        if self.position != len(self._program.instructions):
+            self.mismatch("nothing more")
+
+    def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a free operation that the trace does not have: it may not take random numbers.
+
+        Other microbatches took those that the trace said.
+        """
+        before = get_state(self._device)
+        result = func(*args, **kwargs)
+        if any(
+            now is not None and then is not None and not torch.equal(now, then)
+            for now, then in zip(get_state(self._device), before, strict=True)
+        ):
+            self.mismatch(name_of_call(func))
+        return result
+
+    # ---- what came of them ----
+
+    def made(self, result: Any, given: Iterable[Any]) -> None:
+        """Takes note of what a step of this rank gave.
+
+        Args:
+            result: with tensors in it.
+            given: free tensors that it may have given back as they were.
+        """
+        free = {id(item) for item in given}
+        for item in [result] if isinstance(result, Tensor) else leaves(result):
+            if isinstance(item, Tensor) and id(item) not in free:
+                self._made[id(item)] = weakref.ref(item)
+
+    def is_free(self, item: Any) -> bool:
+        """Whether every rank has it: it does not come from a unit, and it is no parameter."""
+        if not isinstance(item, Tensor):
+            return True
+        if isinstance(item, DeferredTensor):
+            return False
+        made = self._made.get(id(item))
+        if made is not None and made() is item:
+            return False
+        return not isinstance(item, nn.Parameter) or id(item) not in self._parameters()
+
+    def clear(self) -> None:
+        """Forgets all tensors."""
+        self._made.clear()
+
+    def mismatch(self, found: str) -> NoReturn:
+        """Refuses a step function that goes another way than the trace.
+
+        Args:
+            found: what it calls.
+        """
+        position, program = self.position, self._program
+        expected = "the end of the step function"
+        if position == program.backward_at and not self._behind_backward:
+            expected = "backward()"
+        elif position < len(program.instructions):
+            expected = name_of_call(program.instructions[position].func)
+        raise TraceMismatchError(
+            f"{user_line()}: microbatch {self._index} calls {found} where the trace has {expected}. The "
+            "model takes another path than when it was traced, for a reason that the batch does not "
+            "show: a random choice, a counter, a global. Make the path the same in every microbatch, or "
+            "put the choice inside one module."
+        )
+
+    # ---- inside ----
+
+    @property
+    def _end(self) -> int:
+        """Where instructions end for now."""
+        backward_at = self._program.backward_at
+        if backward_at is None or self._behind_backward:
+            return len(self._program.instructions)
+        return backward_at
+
+    def _is_free(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+        return all(map(self._all_free, args)) and (not kwargs or all(map(self._all_free, kwargs.values())))
+
+    def _all_free(self, item: Any) -> bool:
+        if isinstance(item, Tensor):
+            return self.is_free(item)
+        kind = type(item)
+        if kind is tuple or kind is list:
+            return all(map(self._all_free, item))
+        return kind in _NUMBERS or all(map(self.is_free, leaves(item)))
+
+    def _placed(self, func: Any) -> Instruction:
+        self._pass_over_free()
+        if self.position == self._end:
+            self.mismatch(name_of_call(func))
+        instruction = self._program.instructions[self.position]
+        if instruction.func is not func and instruction.func != func:
+            self.mismatch(name_of_call(func))
+        self.position += 1
+        return instruction
+
+    def _free(self, func: Any) -> int | None:
+        """Where the trace has a free operation, before anything that has a place or draws."""
+        instructions = self._program.instructions
+        for position in range(self.position, self._end):
+            instruction = instructions[position]
+            if instruction.place is not Place.FREE:
+                return None
+            if instruction.func is func or instruction.func == func:
+                return position
+            if instruction.draws:
+                return None
+        return None
+
+    def _pass_over_free(self) -> None:
+        if self._program.changes_free_tensors:
+            return
+        instructions, end = self._program.instructions, self._end
+        while self.position < end:
+            instruction = instructions[self.position]
+            if instruction.place is not Place.FREE or instruction.draws:
+                return
+            self.position += 1
+
+
+_NUMBERS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})

@@ -1,0 +1,362 @@
+"""Tables that code between units computes once and keeps: later microbatches take another path."""
+
+from functools import lru_cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
+from zoo import classify, features
+from zoo_modules import Block, Stack
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
+OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 15, 12, 7)), EVALUATION)
+
+
+def check(build: Any, *kinds: str, **settings: Any) -> None:
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    cases = {
+        kind: Case(
+            config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
+            iterations=OTHER_LENGTHS,
+        )
+        for kind in kinds or KINDS
+    }
+    assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
+
+
+class Table(nn.Module):
+    """Computes a table when it is asked for a longer one, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.register_buffer("scale", torch.tensor(0.1))
+
+    def compute(self, length: int) -> Tensor:
+        """Not the beginning of a longer one."""
+        return (torch.arange(length)[:, None] - length / 2) * self.scale
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or len(self.table) < length:
+            self.table = self.compute(length)
+        return self.table[:length]
+
+
+class TableOfOneLength(Table):
+    """And when it is asked for a shorter one."""
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or len(self.table) != length:
+            self.table = self.compute(length)
+        return self.table
+
+
+class TableFilledInPlace(Table):
+    """Zeros first; a part is written by later microbatches."""
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or len(self.table) != length:
+            self.table = torch.zeros(length, 1, dtype=torch.float64)
+        elif not self.table.any():
+            self.table.add_(self.compute(length))
+        return self.table
+
+
+class TableInABuffer(Table):
+    """Of which the constructor makes a short one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", self.compute(3), persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if len(self.kept) < length:
+            self.kept = self.compute(length)
+        return self.kept[:length]
+
+
+class TableInALateBuffer(Table):
+    """Which belongs to the state of the module when it is there."""
+
+    def forward(self, length: int) -> Tensor:
+        if not hasattr(self, "kept") or len(self.kept) < length:
+            self.register_buffer("kept", self.compute(length))
+        return self.kept[:length]
+
+
+class TablesByLength(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, length: int) -> Tensor:
+        if length not in self.tables:
+            self.tables[length] = self.compute(length)
+        return self.tables[length]
+
+
+class _Helper:
+    def __init__(self) -> None:
+        self.tables: list[Tensor] = []
+
+
+class TableInAnObject(Table):
+    """That is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = _Helper()
+
+    def forward(self, length: int) -> Tensor:
+        if not self.helper.tables or len(self.helper.tables[-1]) != length:
+            self.helper.tables.append(self.compute(length))
+        return self.helper.tables[-1]
+
+
+@lru_cache(maxsize=1)
+def cached_table(length: int) -> Tensor:
+    return (torch.arange(length)[:, None] - length / 2) * 0.1
+
+
+class TableBehindLruCache(Table):
+    def forward(self, length: int) -> Tensor:
+        return cached_table(length)
+
+
+class TableBehindAFlag(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: set[int] = set()
+
+    def forward(self, length: int) -> Tensor:
+        if length not in self.lengths:
+            self.table = self.compute(length)
+            self.lengths = {length}
+        return self.table
+
+
+class AddsTable(Stack):
+    """The product of the table is a free operation, the one behind it is not."""
+
+    def __init__(self, kind: type[Table]) -> None:
+        super().__init__()
+        self.positions = kind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block((x + self.positions(x.shape[1])) * 0.5)
+        return self.head(x)
+
+
+class CountsToo(AddsTable):
+    """The number of microbatches goes into what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__(Table)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x / self.calls)
+
+
+TABLES = (
+    Table,
+    TableOfOneLength,
+    TableInABuffer,
+    TableInALateBuffer,
+    TablesByLength,
+    TableInAnObject,
+    TableBehindLruCache,
+    TableBehindAFlag,
+)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_is_computed_once_and_found_by_later_microbatches(kind):
+    check(partial(AddsTable, kind))
+
+
+def test_a_table_may_be_filled_later_where_a_rank_has_one_stage():
+    check(partial(AddsTable, TableFilledInPlace), "1f1b")
+
+
+class ScalesByTheFirst(Stack):
+    """What is kept comes from the first batch, which every rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = 1 / x.std()
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return self.head(x)
+
+
+class WarmsUp(Stack):
+    """A flag that only changes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 0.1 if self.first else 1.0
+        self.first = False
+        for block in self.blocks:
+            x = block(x * scale)
+        return self.head(x)
+
+
+class CountingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x / self.calls.clone())
+
+
+class BlocksCountInPlace(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(6))
+
+
+class CountsInPlace(Stack):
+    """In tensors that are no buffers: of the module, in a list, of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+        self.more = [torch.zeros(())]
+        self.helper = _Helper()
+        self.helper.tables.append(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for counter in (self.calls, self.more[0], self.helper.tables[0]):
+            counter.add_(1)
+            x = x / counter
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("build", [BlocksCountInPlace, CountsInPlace, CountsToo, ScalesByTheFirst, WarmsUp])
+def test_what_the_first_microbatch_alone_computes_on_every_rank(build):
+    check(build)
+
+
+class ScalesOnce(WarmsUp):
+    """A flag behind which something is computed with what comes from a unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.first:
+            x = x * 0.1
+        self.first = False
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)
+
+
+class ReturnsEarlier(WarmsUp):
+    """Later microbatches leave out the last thing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, self.first = self.first, False
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        return x * 0.1 if first else x
+
+
+class DrawsOnce(WarmsUp):
+    """Random features: later microbatches draw less."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.noise = torch.rand(1, dtype=x.dtype)
+        self.first = False
+        for block in self.blocks:
+            x = block(x * self.noise)
+        return self.head(x)
+
+
+class CountsInPlaceForLater(CountsInPlace):
+    """Later stages read what other microbatches change meanwhile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (self.calls + self.more[0] + self.helper.tables[0])
+
+
+def test_a_tensor_that_microbatches_change_in_turn_needs_one_stage_a_rank():
+    check(CountsInPlaceForLater, "1f1b")
+    with pytest.raises(RanksFailedError, match=r"the attribute (calls|more) of .* stages change in between"):
+        check(CountsInPlaceForLater, "interleaved_1f1b")
+
+
+@pytest.mark.parametrize("build", [ScalesOnce, ReturnsEarlier, DrawsOnce])
+def test_other_operations_that_have_a_place_are_refused(build):
+    with pytest.raises(RanksFailedError, match="takes another path than when it was traced"):
+        check(build, "1f1b")
+
+
+def test_a_script_may_throw_a_table_away():
+    def run():
+        import shardwright.torch as sw
+
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        module = AddsTable(Table)
+        plain = AddsTable(Table)
+        plain.load_state_dict(module.state_dict())
+        sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "interleaved_1f1b"})
+        model = sw.DistributedModel(module)
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        losses = []
+        for scale in (0.1, 0.3, 0.3, 0.2):
+            x = torch.randn(8, 12, plain.head.in_features)
+            expected = plain(x).square().mean()
+            losses.append((train(model, x).reduce_mean().item(), expected.item()))
+            for table in (model.module.positions, plain.positions):
+                table.table = None if scale != 0.3 else torch.full((12, 1), scale)
+                table.scale.fill_(scale)
+        return losses
+
+    for losses in run_ranks(run, 2, timeout_s=60):
+        for found, expected in losses:
+            assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_table_that_became_a_buffer_is_in_the_state_of_the_model():
+    def run():
+        import shardwright.torch as sw
+
+        torch.manual_seed(0)
+        sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "1f1b"})
+        model = sw.DistributedModel(AddsTable(TableInALateBuffer))
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.randn(8, 12, model.module.head.in_features))
+        return model.state_dict()["positions.kept"]
+
+    for kept in run_ranks(run, 2, timeout_s=60):
+        assert torch.equal(kept, Table().compute(12))
