@@ -87,8 +87,9 @@ class ProgramCursor:
     def end(self) -> None:
         """The step function has returned."""
         self._pass_over_free()
-        if self.position != len(self._program.instructions):
-            self.mismatch("nothing more")
+        if self.position < len(self._program.instructions):
+            line = self._program.instructions[self.position].line
+            self.mismatch("nothing more", line or "the end of the step function")
 
     def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a free operation that the trace does not have: it may not take random numbers.
@@ -133,11 +134,12 @@ class ProgramCursor:
         """Forgets all tensors."""
         self._made.clear()
 
-    def mismatch(self, found: str) -> NoReturn:
+    def mismatch(self, found: str, line: str = "") -> NoReturn:
         """Refuses a step function that goes another way than the trace.
 
         Args:
             found: what it calls.
+            line: where; the line that is being executed unless given.
         """
         position, program = self.position, self._program
         expected = "the end of the step function"
@@ -146,8 +148,8 @@ class ProgramCursor:
         elif position < len(program.instructions):
             expected = name_of_call(program.instructions[position].func)
         raise TraceMismatchError(
-            f"{user_line()}: microbatch {self._index} calls {found} where the trace has {expected}. The "
-            "model takes another path than when it was traced, for a reason that the batch does not "
+            f"{line or user_line()}: microbatch {self._index} calls {found} where the trace has {expected}. "
+            "The model takes another path than when it was traced, for a reason that the batch does not "
             "show: a random choice, a counter, a global. Make the path the same in every microbatch, or "
             "put the choice inside one module."
         )

@@ -214,7 +214,7 @@ class _SplitConvolution(torch.autograd.Function):
 
 def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = left @ right
+        _accumulate(parameter, left @ right)
     else:
         # One pass over the gradient: autograd makes the product first and adds it in a second one.
         parameter.grad.addmm_(left, right)
@@ -222,7 +222,9 @@ def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient
+        # It lies in memory as the parameter does: autograd sees to that, too, and optimizers are faster.
+        same = gradient.stride() == parameter.stride()
+        parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
     else:
         parameter.grad.add_(gradient)
 

@@ -100,3 +100,17 @@ def test_a_module_is_given_back_as_it_was():
     assert len(split) == 2
     unsplit(split)
     assert not any("forward" in sub.__dict__ for sub in module.modules())
+
+
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_lies_in_memory_as_its_weight_does(of_weight, of_input):
+    module = nn.Conv2d(4, 6, 3).to(memory_format=of_weight)
+    split_modules(module)
+    x = torch.randn(2, 4, 9, 8).to(memory_format=of_input)
+    loss = module(x).square().sum()
+    with put_off_weights([loss.grad_fn]) as put_off:
+        loss.backward()
+    for work in put_off:
+        work()
+    assert module.weight.grad.stride() == module.weight.stride()
