@@ -1,7 +1,8 @@
 """Recomputation: activations of a module are dropped after its forward and computed again in the backward."""
 
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -131,38 +132,92 @@ def call_recomputed(
         return call(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _BuffersKept(module)
+        before = _BuffersBefore(module)
+        return before, _BuffersKept(module, before)
 
     return checkpoint(
         call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
     )
 
 
-class _BuffersKept:
-    """Takes back what a second forward does to buffers: running statistics count a batch once.
+_BufferPlace = tuple[nn.Module, str]
 
-    Entered once for each backward that goes through the module: one that is part of its forward
-    (`torch.autograd.grad`), and the last.
+# What forwards of a module have changed so far; a module that is not here has had none yet.
+_CHANGED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
+_SMALL_BYTES = 2**16
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[_BufferPlace, Tensor]]:
+    for sub in module.modules():
+        for key, buffer in sub._buffers.items():
+            if buffer is not None:
+                yield (sub, key), buffer
+
+
+class _BuffersBefore:
+    """Keeps what a first forward finds in the buffers that it changes.
+
+    Attributes:
+        content: of those buffers.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._kept: list[list[tuple[nn.Module, str, Tensor]]] = []
+        self.content: dict[_BufferPlace, Tensor] = {}
 
     def __enter__(self) -> None:
-        kept = [
-            (sub, key, buffer)
-            for sub in self._module.modules()
-            for key, buffer in sub._buffers.items()
-            if buffer is not None
+        changed = _CHANGED.get(self._module)
+        self._before = [
+            (
+                place,
+                buffer,
+                buffer._version,
+                # A copy of a large table that nothing changes would take time in every forward.
+                changed is None or _known(place) in changed or buffer.nbytes <= _SMALL_BYTES,
+            )
+            for place, buffer in _buffers_of(self._module)
         ]
-        self._kept.append(kept)
-        for sub, key, buffer in kept:
-            sub._buffers[key] = buffer.clone()
+        self.content = {place: buffer.clone() for place, buffer, _, wanted in self._before if wanted}
 
     def __exit__(self, *exc_info: object) -> None:
-        for sub, key, buffer in self._kept.pop():
-            sub._buffers[key] = buffer
+        now = dict(_buffers_of(self._module))
+        changed = {
+            place
+            for place, buffer, version, _ in self._before
+            if now.get(place) is not buffer or buffer._version != version
+        }
+        _CHANGED.setdefault(self._module, set()).update(map(_known, changed))
+        self._before.clear()
+        self.content = {place: content for place, content in self.content.items() if place in changed}
+
+
+def _known(place: _BufferPlace) -> tuple[int, str]:
+    return id(place[0]), place[1]
+
+
+class _BuffersKept:
+    """Gives a second forward the buffers of the first, and takes back what it does to them.
+
+    Running statistics count a batch once. What the forward reads before it changes it (the estimate of a
+    spectral norm) is what the first one read. Entered once for each backward that goes through the module: one
+    that is part of its forward (`torch.autograd.grad`), and the last.
+    """
+
+    def __init__(self, module: nn.Module, before: _BuffersBefore):
+        self._module = module
+        self._before = before
+        self._kept: list[list[tuple[_BufferPlace, Tensor]]] = []
+
+    def __enter__(self) -> None:
+        kept = list(_buffers_of(self._module))
+        self._kept.append(kept)
+        for place, buffer in kept:
+            module, key = place
+            module._buffers[key] = self._before.content.get(place, buffer).clone()
+
+    def __exit__(self, *exc_info: object) -> None:
+        for (module, key), buffer in self._kept.pop():
+            module._buffers[key] = buffer
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
