@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 from zoo import classify, features
-from zoo_modules import Block, Stack
+from zoo_modules import WIDTH, Block, Stack
 
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -360,3 +361,107 @@ def test_a_table_that_became_a_buffer_is_in_the_state_of_the_model():
 
     for kept in run_ranks(run, 2, timeout_s=60):
         assert torch.equal(kept, Table().compute(12))
+
+
+class SecondPhase(Stack):
+    """What later microbatches keep is read on later stages."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.mean: Tensor | None = None
+        self._in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.std()
+        elif self._in_place:
+            self.mean.mul_(0.9).add_(0.1 * x.std())
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * x.std()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.mean)
+
+
+class ShortensLate(Stack):
+    """Later microbatches change on a later stage what is read on the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.history.append(x.std())
+        x = x * torch.stack(self.history).mean()
+        for block in self.blocks:
+            x = block(x)
+        if len(self.history) > 2:
+            self.history.pop(0)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (partial(SecondPhase, False), "where each rank has one stage"),
+        (partial(SecondPhase, True), "where each rank has one stage"),
+        (ShortensLate, "microbatch . changes the attribute history .* later microbatches have read it"),
+    ],
+    ids=["new", "in place", "a list"],
+)
+def test_what_later_microbatches_begin_to_keep_needs_one_stage_a_rank(build, message):
+    check(build, "1f1b")
+    with pytest.raises(RanksFailedError, match=message):
+        check(build, "interleaved_1f1b")
+
+
+class ReadsWhenRecomputed(Stack):
+    """The backward runs code that reads what the forward of its microbatch has written."""
+
+    def part(self, x: Tensor, block: nn.Module) -> Tensor:
+        return block(x * self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.std()
+        x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = checkpoint(self.part, x, block, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_recomputation_finds_the_attributes_of_its_microbatch():
+    check(ReadsWhenRecomputed)
+
+
+class KeepsMask(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.last_mask = mask
+        return super().forward(x) * mask
+
+
+class ReadsKeptMask(Stack):
+    """Units keep an argument that every rank has; the model uses it as its own, and from there."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(KeepsMask() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x.mean(-1, keepdim=True) > -0.1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x * mask) / mask.sum() * self.blocks[1].last_mask.sum()
+
+
+class ParameterAsBuffer(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", nn.Parameter(torch.ones(WIDTH), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.offset * 0.5)
+
+
+@pytest.mark.parametrize("build", [ReadsKeptMask, ParameterAsBuffer])
+def test_free_tensors_in_unusual_places(build):
+    check(build)

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -199,8 +199,8 @@ class _BuffersKept:
     """Gives a second forward the buffers of the first, and takes back what it does to them.
 
     Running statistics count a batch once. What the forward reads before it changes it (the estimate of a
-    spectral norm) is what the first one read. Entered once for each backward that goes through the module: one
-    that is part of its forward (`torch.autograd.grad`), and the last.
+    spectral norm) is what the first one read. Entered once for each backward that goes through the module:
+    one that is part of its forward (`torch.autograd.grad`), and the last.
     """
 
     def __init__(self, module: nn.Module, before: _BuffersBefore):

@@ -1,4 +1,8 @@
-"""What is in a list, dictionary or set at one moment, to be compared with later and put back."""
+"""What is in a list, dictionary or set at one moment, to be compared with later and put back.
+
+Subclasses may do things when they are read (a mapping that imports what it names), so they are read as what
+they are underneath.
+"""
 
 from typing import Any
 
@@ -6,12 +10,14 @@ from torch import Tensor
 
 __all__ = ["content_of", "has_content", "put_content", "versions_of"]
 
-_KINDS = (dict, list, set)
-
 
 def content_of(value: Any) -> Any:
     """A copy of one level; None for anything else than a container."""
-    return next((kind(value) for kind in _KINDS if isinstance(value, kind)), None)
+    if isinstance(value, dict):
+        return dict(dict.items(value))
+    if isinstance(value, list):
+        return list.copy(value)
+    return set.copy(value) if isinstance(value, set) else None
 
 
 def has_content(value: Any, content: Any) -> bool:
@@ -23,19 +29,20 @@ def has_content(value: Any, content: Any) -> bool:
     """
     if content is None or value is None:
         return content is None
-    if len(value) != len(content):
+    now = content_of(value)
+    if len(now) != len(content):
         return False
-    if isinstance(value, dict):
-        return list(value) == list(content) and all(value[key] is item for key, item in content.items())
-    if isinstance(value, list):
-        return all(a is b for a, b in zip(value, content, strict=True))
-    return bool(value == content)
+    if isinstance(now, dict):
+        return list(now) == list(content) and all(now[key] is item for key, item in content.items())
+    if isinstance(now, list):
+        return all(a is b for a, b in zip(now, content, strict=True))
+    return bool(now == content)
 
 
 def versions_of(value: Any) -> tuple[int, ...]:
     """How often tensors have been changed in place: a tensor, or those in a container."""
-    content = value.values() if isinstance(value, dict) else value
-    items = content if isinstance(value, _KINDS) else (value,)
+    content = content_of(value)
+    items = (value,) if content is None else content.values() if isinstance(content, dict) else content
     return tuple(item._version for item in items if type(item) is Tensor and not item.is_inference())
 
 

@@ -102,9 +102,8 @@ class Executor:
             value.
         """
         self._begin(schedule, rank, loss_scale=loss_scale)
-        uses = [use for program in programs for use in program.attributes]
-        attributes = OwnAttributes(uses, num_microbatches=len(programs)) if uses else None
-        parameters = cache(lambda: frozenset(map(id, model.parameters() if model is not None else ())))
+        attributes = OwnAttributes(programs) if any(program.attributes for program in programs) else None
+        parameters = cache(lambda: frozenset() if model is None else _parameters_of(model))
         self._microbatches = [
             Microbatch(
                 index,
@@ -241,8 +240,8 @@ class Executor:
         if last and self._on_last_backward:
             self._on_last_backward(stage, True)
         if roots:
-            remembered = microbatch.remembering(stage) if program.recomputes else nullcontext()
-            with remembered, microbatch.as_units_left(stage):
+            again = microbatch.running_again(stage) if program.recomputes else nullcontext()
+            with again, microbatch.as_units_left(stage):
                 if split:
                     with put_off_weights(root.grad_fn for root in roots) as work:
                         run_backward(roots, gradients)
@@ -318,6 +317,12 @@ class Executor:
 
     def _finish(self, microbatch: Microbatch) -> None:
         self._results[microbatch.index] = microbatch.finish()
+
+
+def _parameters_of(model: nn.Module) -> frozenset[int]:
+    """Identities; a parameter may be registered as a buffer."""
+    tensors = (*model.parameters(), *model.buffers())
+    return frozenset(id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter))
 
 
 def _gradient_of(leaf: Tensor | None, crossing: Crossing, device: torch.device) -> Tensor:

@@ -1,17 +1,17 @@
-"""What a trace must not leave behind: fake tensors, and changes of real ones.
+"""What a trace must not leave behind: fake tensors, and what forwards changed.
 
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
-real forward. `trace_guard` puts back the attributes of modules; here fake tensors are taken out of everything
-else that forwards use for this: objects, globals, classes, ``lru_cache``. Real tensors may stay: code between
-units computes them in a trace, too. Those of modules and their objects may be changed in place: they get
-their content back.
+real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
+what they had, and tensors that were changed in place their content; and fake tensors are taken out of
+globals, classes and ``lru_cache``. Real tensors may stay there: code between units makes them, too.
 """
 
 import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,19 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor
+from shardwright.torch.container_content import content_of, put_content
+from shardwright.torch.tensor_contents import TensorContents
 
 __all__ = ["NothingLeftBehind"]
 
 _DEPTH = 3
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex})
-_LONGEST = 4096  # longer ones are data: a vocabulary, a list of files
-_LruCache: Any = type(functools.lru_cache(lambda: None))
-_SKIPPED = (nn.Module, Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_MOST = 20_000  # objects that are looked at: what is beyond is data
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
+_SKIPPED = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _NOT_OURS = ("torch.", "builtins.", "typing.", "collections.", "functools.")
+_OF_TRACE_GUARD = frozenset({"_parameters", "_buffers"})
+_LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
 class NothingLeftBehind:
-    """Puts things back at its end as they were when it was made.
+    """Puts things back at its end as they were at its start.
 
     Args:
         model: the whole model.
@@ -40,96 +44,112 @@ class NothingLeftBehind:
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]):
         self._model = model
-        self._tensors: list[tuple[Tensor, Tensor, int]] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._classes: list[tuple[type, dict[str, Any]]] = []
-        self._seen: set[int] = set()
-        self._look_around(model, function)
+        self._function = function
 
     def __enter__(self) -> None:
-        pass
+        self._owned: list[tuple[Any, Any]] = []
+        self._shared: list[tuple[Any, Any]] = []
+        self._classes: list[tuple[type, dict[str, Any]]] = []
+        self._tensors = TensorContents()
+        self._seen: set[int] = set()
+        for module in self._model.modules():
+            for key, item in list(vars(module).items()):
+                if key not in _OF_TRACE_GUARD:
+                    self._look_into(item, _DEPTH, owned=True)
+        files = {getattr(self._function, "__module__", ""): None}
+        for kind in dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__):
+            if not _is_of(kind, _NOT_OURS):
+                self._classes.append((kind, dict(vars(kind))))
+                files[kind.__module__] = None
+        for _, names in self._classes:
+            for item in names.values():
+                self._look_into(item, _DEPTH - 1, owned=False)
+        for name in files:
+            if name in sys.modules:
+                self._look_into(vars(sys.modules[name]), _DEPTH - 1, owned=False)
 
     def __exit__(self, *exc_info: object) -> None:
-        for now, before in self._dicts:
-            for key in [key for key, item in now.items() if _holds_fake(item)]:
-                if key not in before:
-                    del now[key]
-                elif now[key] is not before[key]:
-                    now[key] = before[key]
-        for items, earlier in self._lists:
-            if any(map(_holds_fake, items)):
-                items[:] = earlier
+        for container, content in self._owned:
+            put_content(container, content)
+        for container, content in self._shared:
+            if any(self._is_new_fake(item) for item in _items(container)):
+                _take_fakes_out(container, content, self._is_new_fake)
         for kind, names in self._classes:
-            for name in [name for name, item in vars(kind).items() if _holds_fake(item)]:
-                if name not in names:
-                    delattr(kind, name)
-                elif vars(kind)[name] is not names[name]:
-                    setattr(kind, name, names[name])
-        for tensor, content, version in self._tensors:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(content)
+            for name, item in list(vars(kind).items()):
+                if self._is_new_fake(item):
+                    _restore_name(kind, name, names)
+        self._tensors.restore()
         for cache in _lru_caches(self._model):
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
-            if cache.cache_info().currsize and any(map(_holds_fake, gc.get_referents(cache))):
+            if cache.cache_info().currsize and any(map(self._is_new_fake, gc.get_referents(cache))):
                 cache.cache_clear()
 
-    def _look_around(self, model: nn.Module, function: Callable[..., Any]) -> None:
-        namespaces = [getattr(function, "__globals__", {})]
-        for module in model.modules():
-            for key, item in vars(module).items():
-                if key not in _TENSORS_OF_ITS_OWN:
-                    self._look_into(item, _DEPTH, tensors=True)
-            for kind in type(module).__mro__:
-                if not _is_of(kind, _NOT_OURS) and id(kind) not in self._seen:
-                    self._seen.add(id(kind))
-                    self._classes.append((kind, dict(vars(kind))))
-                    for item in vars(kind).values():
-                        self._look_into(item, _DEPTH - 1)
-                    namespaces.append(vars(sys.modules.get(kind.__module__, sys)))
-        for namespace in namespaces:
-            self._look_into(namespace, _DEPTH - 1)
-
-    def _look_into(self, item: Any, depth: int, *, tensors: bool = False) -> None:
+    def _look_into(self, item: Any, depth: int, *, owned: bool) -> None:
         """Takes note of containers, and of what they and plain objects hold.
 
         Args:
             item: an object.
             depth: how far to look into it.
-            tensors: keep the content of tensors.
+            owned: a module holds it.
         """
-        if tensors and isinstance(item, Tensor) and id(item) not in self._seen and _is_real(item):
-            self._seen.add(id(item))
-            self._tensors.append((item, item.detach().clone(), item._version))
-        if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen or depth == 0:
+        if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen:
+            return
+        if len(self._seen) > _MOST:
             return
         self._seen.add(id(item))
-        if isinstance(item, dict | list | tuple) and len(item) > _LONGEST:
+        if isinstance(item, Tensor):
+            if owned:
+                self._tensors.keep(item)
             return
-        if isinstance(item, dict):
-            held = list(item.values())
-            self._dicts.append((item, dict(item)))
-        elif isinstance(item, list):
-            held = list(item)
-            self._lists.append((item, held))
+        if depth == 0:
+            return
+        held: Collection[Any]
+        if type(item) in _CONTAINERS:
+            (self._owned if owned else self._shared).append((item, content_of(item)))
+            held = _items(item)
         elif isinstance(item, tuple):
-            held = list(item)
+            held = item
         elif _is_plain_object(item):
-            held = [vars(item)]
+            held = (vars(item),)
             depth += 1  # its namespace is not one more step
         else:
             return
         for inner in held:
-            self._look_into(inner, depth - 1, tensors=tensors)
+            self._look_into(inner, depth - 1, owned=owned)
+
+    def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
+        """Whether it is a fake tensor, or a container of some that was not there."""
+        if type(item) in _PLAIN:
+            return False
+        if isinstance(item, FakeTensor):
+            return True
+        if depth == 0 or id(item) in self._seen or not isinstance(item, dict | list | tuple | set):
+            return False
+        held = item.values() if isinstance(item, dict) else item
+        return len(item) <= _MOST and any(self._is_new_fake(inner, depth - 1) for inner in list(held))
 
 
-# `trace_guard` sees to parameters and buffers.
-_TENSORS_OF_ITS_OWN = frozenset({"_parameters", "_buffers"})
+def _items(container: Any) -> list[Any]:
+    return list(container.values() if isinstance(container, dict) else container)
 
 
-def _is_real(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and not tensor.is_meta and not tensor.is_inference()
+def _take_fakes_out(container: Any, content: Any, is_fake: Callable[[Any], bool]) -> None:
+    if isinstance(container, list):
+        container[:] = content
+        return
+    for key, item in list(container.items()):
+        if is_fake(item):
+            if key in content:
+                container[key] = content[key]
+            else:
+                del container[key]
+
+
+def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:
+    if name in names:
+        setattr(kind, name, names[name])
+    else:
+        delattr(kind, name)
 
 
 def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
@@ -137,16 +157,7 @@ def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
 
 
 def _is_plain_object(item: Any) -> bool:
-    return not _is_of(type(item), _NOT_OURS) and isinstance(getattr(item, "__dict__", None), dict)
-
-
-def _holds_fake(item: Any, depth: int = _DEPTH) -> bool:
-    if isinstance(item, FakeTensor):
-        return True
-    if depth == 0 or not isinstance(item, dict | list | tuple | set) or len(item) > _LONGEST:
-        return False
-    held = item.values() if isinstance(item, dict) else item
-    return any(_holds_fake(inner, depth - 1) for inner in held)
+    return not _is_of(type(item), _NOT_OURS) and type(getattr(item, "__dict__", None)) is dict
 
 
 _caches: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()

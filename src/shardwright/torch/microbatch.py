@@ -1,8 +1,8 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -110,7 +110,8 @@ class Microbatch:
         if self.reached_backward and self._attributes is not None:
             self._attributes.backward_reached(self.index)
 
-    def remembering(self, stage: int) -> Realised:
+    @contextmanager
+    def running_again(self, stage: int) -> Iterator[None]:
         """For a backward of this stage: what its forward got is there again when it is recomputed."""
 
         def realise(item: Any) -> Any:
@@ -119,7 +120,10 @@ class Microbatch:
             leaf = self.tensors.leaves.get((item.value, stage))
             return item if leaf is None else leaf
 
-        return Realised(realise)
+        attributes = self._attributes
+        own = nullcontext() if attributes is None else attributes.of(self.index, takes_turn=False)
+        with own, Realised(realise):
+            yield
 
     def as_units_left(self, stage: int) -> AbstractContextManager[None]:
         """For a backward of this stage: what its units left in their own attributes is there again.
@@ -167,7 +171,7 @@ class Microbatch:
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         result = func(*args, **kwargs)
-        self._cursor.made(result, given)
+        self._cursor.note_made(result, given)
         return self.tensors.keep(instruction, result, args, kwargs, copied)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,6 +183,10 @@ class Microbatch:
         if instruction.place is Place.ELSEWHERE:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
+            if instruction.passed_attributes:
+                items = flatten((args, kwargs))[0]
+                for owner, key, place in instruction.passed_attributes:
+                    vars(owner)[key] = items[place]
             return _stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         with plain_torch():
@@ -187,9 +195,9 @@ class Microbatch:
                 result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
             else:
                 result = call_without_hooks(module, *args, **kwargs)
-            self._cursor.made(result, given)
+            self._cursor.note_made(result, given)
             for owner, key, _ in instruction.attributes:
-                self._cursor.made(vars(owner)[key], ())
+                self._cursor.note_made(vars(owner)[key], ())
             if instruction.leaves and self.program.backward_at is not None:
                 left = self._left.setdefault(instruction.stage, {})
                 left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)

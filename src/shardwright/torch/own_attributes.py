@@ -3,12 +3,14 @@
 What it has not written yet it finds as the microbatch before it left it (see `attribute_use`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from shardwright.torch.attribute_use import AttributeUse, Place
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.attribute_use import Place
 from shardwright.torch.container_content import content_of, has_content, put_content
+from shardwright.torch.program import Program
 
 __all__ = ["OwnAttributes"]
 
@@ -20,27 +22,42 @@ class OwnAttributes:
     """The attributes that the microbatches of one batch change.
 
     Args:
-        uses: of all programs of the batch.
-        num_microbatches: of the batch.
+        programs: of all microbatches.
     """
 
-    def __init__(self, uses: Iterable[AttributeUse], *, num_microbatches: int):
-        places = {(id(use.module), use.key): use for use in uses}
-        self._places: list[Place] = [(use.module, use.key) for use in places.values()]
-        # Of the graph of one microbatch, and nobody looks for it behind `backward`: it need not live longer.
+    def __init__(self, programs: Sequence[Program]):
+        self._uses = list({(id(u.module), u.key): u for p in programs for u in p.attributes}.values())
+        self._places: list[Place] = [(use.module, use.key) for use in self._uses]
+        # Of the graph of one microbatch, and nobody looks for it later: it need not live longer.
+        late = any(program.recomputes for program in programs)
         self._passing = [
-            use.first_read is None and use.carries_tensor and not use.read_late for use in places.values()
+            use.first_read is None and use.carries_tensor and not use.read_late and not late
+            for use in self._uses
         ]
-        self._last = num_microbatches - 1
+        self._read_in = [
+            min((p.read_in[place] for p in programs if (place := (id(m), key)) in p.read_in), default=None)
+            for m, key in self._places
+        ]
+        self._turns = [0] * len(programs)
+        self._last = len(programs) - 1
         self._initial = [_content(place) for place in self._places]
         self._written: list[dict[int, _Content]] = [{} for _ in self._places]
 
     @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Has the modules hold what this microbatch finds; takes note of what it writes."""
+    def of(self, microbatch: int, *, takes_turn: bool = True) -> Iterator[None]:
+        """Has the modules hold what this microbatch finds; takes note of what it writes.
+
+        Args:
+            microbatch: which.
+            takes_turn: its step function goes on; False for a backward that runs parts of it again.
+
+        Raises:
+            TraceMismatchError: it writes what a later one has read already.
+        """
         found = [self._found_by(number, microbatch) for number in range(len(self._places))]
         for place, content in zip(self._places, found, strict=True):
             _put(place, content)
+        changed = []
         try:
             yield
         finally:
@@ -49,6 +66,20 @@ class OwnAttributes:
                 # The same object may have been written again.
                 if self._passing[number] or not _same(now, before):
                     self._written[number][microbatch] = now
+                    changed.append(number)
+        if takes_turn:
+            for number in changed:
+                self._check_not_read_yet(number, microbatch)
+            self._turns[microbatch] += 1
+
+    def _check_not_read_yet(self, number: int, microbatch: int) -> None:
+        read_in = self._read_in[number]
+        if read_in is not None and any(turns > read_in for turns in self._turns[microbatch + 1 :]):
+            raise TraceMismatchError(
+                f"microbatch {microbatch} changes the attribute {self._uses[number].name} on a later stage "
+                "than in the trace, and later microbatches have read it already. Read and change it in one "
+                "place, or have one stage on each rank (pipeline: 1f1b)."
+            )
 
     def backward_reached(self, microbatch: int) -> None:
         """Lets go of what nobody will ask this microbatch for."""

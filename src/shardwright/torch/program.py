@@ -24,7 +24,7 @@ from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
 from shardwright.torch.layout import Order
-from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters
+from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters, pauses_of
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -90,6 +90,7 @@ class Instruction:
         recompute: drop its activations, and compute them again in the backward.
         numbers: (position in the result, value) of what other ranks know from the trace alone.
         attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
+        passed_attributes: where it leaves free arguments: (module, name, position in the arguments).
         leaves: attributes that change inside the unit, which its backward may look at.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
     """
@@ -106,6 +107,7 @@ class Instruction:
     recompute: bool = False
     numbers: tuple[tuple[int, Any], ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     leaves: tuple[tuple[nn.Module, str], ...] = ()
     shapes: tuple[tuple[int, int], ...] = ()
 
@@ -135,8 +137,13 @@ class Program:
         temporary_hooks: the step function registers hooks and removes them again.
         state: buffers that the step function changes -> pipeline rank of their home.
         attributes: attributes of modules that it changes.
+        read_in: attribute (id of the module, name) that is read before it is written -> how often a
+            microbatch has paused on this rank by then.
         changes_free_tensors: operations that have a place change tensors that every rank has, or the content
             of buffers: by its arguments alone, an operation cannot be told to be free.
+        takes_unknown: microbatches may do free operations that the trace does not have: what they keep for
+            later is found by the others in the order of a plain loop. Not where microbatches take turns, and
+            not where the backward runs code of the step function again.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -160,7 +167,9 @@ class Program:
     temporary_hooks: bool
     state: Mapping[str, int]
     attributes: tuple[AttributeUse, ...]
+    read_in: Mapping[tuple[int, str], int]
     changes_free_tensors: bool
+    takes_unknown: bool
     as_planned: bool = True
 
     @property
@@ -256,11 +265,13 @@ def build_program(
         temporary_hooks=trace.temporary_hooks,
         state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
         attributes=trace.attributes,
+        read_in=_read_in(trace, pauses_of(trace, homes, stage_ranks, rank)),
         changes_free_tensors=bool(trace.initial)
         or any(
             step.counters or any(change.before is None for change in (*step.changes, *step.bases))
             for step in trace.steps
         ),
+        takes_unknown=len(local) == 1 and not trace.recomputes,
     )
 
 
@@ -299,7 +310,17 @@ def _instruction(
         draws=step.draws,
         numbers=step.numbers,
         attributes=step.attributes,
+        passed_attributes=step.passed_attributes,
     )
+
+
+def _read_in(trace: Trace, pauses: Sequence[int]) -> dict[tuple[int, str], int]:
+    reads = {(id(use.module), use.key): use.first_read for use in trace.attributes}
+    return {
+        place: sum(pause <= read.before for pause in pauses)
+        for place, read in reads.items()
+        if read is not None
+    }
 
 
 def _read_after_backward(trace: Trace) -> frozenset[int]:

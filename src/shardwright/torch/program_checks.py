@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from shardwright.errors import TraceError
 from shardwright.torch.recording import Trace
 
-__all__ = ["check_after_backward", "check_attributes", "check_counters"]
+__all__ = ["check_after_backward", "check_attributes", "check_counters", "pauses_of"]
 
 
 def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
@@ -59,7 +59,7 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
                 "do not have it. Keep it as a buffer (register_buffer), or write the attribute first."
             )
         for rank in set(stage_ranks):
-            pauses = _pauses(trace, homes, stage_ranks, rank)
+            pauses = pauses_of(trace, homes, stage_ranks, rank)
             if any(read.before <= pause < write.before for pause in pauses):
                 raise TraceError(
                     f"{where}, at {write.line}, and stages change in between, where other microbatches come "
@@ -67,7 +67,7 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
                 )
 
 
-def _pauses(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:
+def pauses_of(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:
     """Positions of the steps before which a rank leaves a microbatch for others."""
     stage = list(stage_ranks).index(rank)
     pauses = [] if trace.backward_at is None else [trace.backward_at]

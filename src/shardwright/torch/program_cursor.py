@@ -65,13 +65,14 @@ class ProgramCursor:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Instruction | None:
         """The instruction of a torch function; None for a free one that the trace does not have."""
-        if self._program.changes_free_tensors or not self._is_free(args, kwargs):
+        if self._program.changes_free_tensors or not self._rests_on_nothing(args, kwargs):
             return self._placed(func)
-        found = self._free(func)
+        found = self._find_free(func)
+        if found is None and not self._program.takes_unknown:
+            self.mismatch(name_of_call(func))
         if found is not None:
             self.position = found + 1
-            return self._program.instructions[found]
-        return None
+        return None if found is None else self._program.instructions[found]
 
     def unit_call(self, module: nn.Module) -> Instruction:
         """The instruction of a unit."""
@@ -107,7 +108,7 @@ class ProgramCursor:
 
     # ---- what came of them ----
 
-    def made(self, result: Any, given: Iterable[Any]) -> None:
+    def note_made(self, result: Any, given: Iterable[Any]) -> None:
         """Takes note of what a step of this rank gave.
 
         Args:
@@ -150,11 +151,22 @@ class ProgramCursor:
         raise TraceMismatchError(
             f"{line or user_line()}: microbatch {self._index} calls {found} where the trace has {expected}. "
             "The model takes another path than when it was traced, for a reason that the batch does not "
-            "show: a random choice, a counter, a global. Make the path the same in every microbatch, or "
-            "put the choice inside one module."
+            f"show: a random choice, a counter, a global. {self._remedy}"
         )
 
     # ---- inside ----
+
+    @property
+    def _remedy(self) -> str:
+        program = self._program
+        remedy = "Make the path the same in every microbatch, or put the choice inside one module."
+        if not program.takes_unknown and not program.changes_free_tensors:
+            remedy += (
+                " What rests on neither modules nor parameters (a table that is kept) may be more than in "
+                "the trace where each rank has one stage (pipeline: 1f1b) and code between modules is not "
+                "recomputed."
+            )
+        return remedy
 
     @property
     def _end(self) -> int:
@@ -164,16 +176,18 @@ class ProgramCursor:
             return len(self._program.instructions)
         return backward_at
 
-    def _is_free(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
-        return all(map(self._all_free, args)) and (not kwargs or all(map(self._all_free, kwargs.values())))
+    def _rests_on_nothing(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+        return all(map(self._is_all_free, args)) and (
+            not kwargs or all(map(self._is_all_free, kwargs.values()))
+        )
 
-    def _all_free(self, item: Any) -> bool:
+    def _is_all_free(self, item: Any) -> bool:
         if isinstance(item, Tensor):
             return self.is_free(item)
         kind = type(item)
         if kind is tuple or kind is list:
-            return all(map(self._all_free, item))
-        return kind in _NUMBERS or all(map(self.is_free, leaves(item)))
+            return all(map(self._is_all_free, item))
+        return kind in _NO_TENSORS or all(map(self.is_free, leaves(item)))
 
     def _placed(self, func: Any) -> Instruction:
         self._pass_over_free()
@@ -185,7 +199,7 @@ class ProgramCursor:
         self.position += 1
         return instruction
 
-    def _free(self, func: Any) -> int | None:
+    def _find_free(self, func: Any) -> int | None:
         """Where the trace has a free operation, before anything that has a place or draws."""
         instructions = self._program.instructions
         for position in range(self.position, self._end):
@@ -209,4 +223,4 @@ class ProgramCursor:
             self.position += 1
 
 
-_NUMBERS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})

@@ -101,6 +101,7 @@ class Step:
         counters: names of buffers that it reads or changes on every rank.
         attributes: where a unit leaves tensors: (module, name, what another rank finds there). Among
             `writes` they follow the leaves of the result.
+        passed_attributes: where a unit leaves free arguments: (module, name, position in the arguments).
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
     """
 
@@ -118,6 +119,7 @@ class Step:
     changed_parameters: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
+    passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     recomputed: bool = False
 
     @property

@@ -152,6 +152,7 @@ class TraceRecorder:
             passed=tuple(passed.items()),
             changed_parameters=changed_parameters,
             attributes=tuple(left),
+            passed_attributes=tuple(outcome.passed_attributes),
             recomputed=recomputed,
         )
         self._changes.note(step)

@@ -22,12 +22,14 @@ class Outcome:
         versions: of the leaves of its arguments before it ran; None for those that are no tensors.
         cost: what was counted.
         attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
+        passed_attributes: free arguments that it left there: (module, name, position among the arguments).
     """
 
     output: Any
     versions: list[int | None]
     cost: CostCounter
     attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

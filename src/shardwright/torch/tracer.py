@@ -275,11 +275,27 @@ class Tracer:
             for sub, key, fake in outcome.attributes:
                 vars(sub)[key] = fake
         else:
-            left = tuple(a for a in attributes.new_tensors if self._values.is_made(a[2]))
-            outcome = replace(outcome, attributes=left)
+            outcome = self._with_attributes(call, outcome, attributes)
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
         return outcome
+
+    def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:
+        """Adds what a unit left in attributes; the step function finds its own tensors there, if free."""
+        given = {
+            id(fake): position
+            for position, (item, fake) in enumerate(zip(call.items, call.fakes, strict=True))
+            if self._values.is_free(item)
+        }
+        left: list[tuple[nn.Module, str, Tensor]] = []
+        passed: list[tuple[nn.Module, str, int]] = []
+        for module, key, fake in attributes.new_tensors:
+            if id(fake) in given:
+                passed.append((module, key, given[id(fake)]))
+                vars(module)[key] = call.items[given[id(fake)]]
+            elif self._values.is_made(fake):
+                left.append((module, key, fake))
+        return replace(outcome, attributes=left, passed_attributes=passed)
 
     def _unreadable(self, message: str, reads: list[tuple[int, int]]) -> DeferredReadError:
         error = DeferredReadError(message)

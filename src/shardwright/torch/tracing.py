@@ -54,7 +54,7 @@ def trace_parts(
     recomputed = frozenset(
         id(module)
         for name, module in model.named_modules()
-        if is_marked(module) or (name in costs and costs[name].recomputed)
+        if is_marked(module) or _recomputes_itself(module) or (name in costs and costs[name].recomputed)
     )
     while True:
         names = choose_units(
@@ -86,6 +86,12 @@ def trace_parts(
         finally:
             for module in unit_map.modules.values():
                 restore_calls(module)
+
+
+def _recomputes_itself(module: nn.Module) -> bool:
+    """Whether it is a layer of transformers that recomputes itself in training, unlike in evaluation."""
+    is_layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+    return is_layer and bool(getattr(module, "gradient_checkpointing", False))
 
 
 def _smallest_around(error: DeferredReadError, model: nn.Module, forced: set[int]) -> nn.Module | None:

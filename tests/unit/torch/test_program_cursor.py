@@ -19,13 +19,13 @@ FREE, HERE, ELSEWHERE = Place.FREE, Place.HERE, Place.ELSEWHERE
 A_DRAW: Any = object()
 
 
-def cursor(*steps, backward_at=None, exact=False, parameters=()):
+def cursor(*steps, backward_at=None, exact=False, unknown=True, parameters=()):
     instructions = [
         Instruction(func=func, place=place, draws=(A_DRAW,) if draws else (), line=f"user.py:{number}")
         for number, (func, place, *draws) in enumerate(steps)
     ]
     program: Any = SimpleNamespace(
-        instructions=instructions, backward_at=backward_at, changes_free_tensors=exact
+        instructions=instructions, backward_at=backward_at, changes_free_tensors=exact, takes_unknown=unknown
     )
     return ProgramCursor(0, program, lambda: {id(p) for p in parameters}, torch.device("cpu"))
 
@@ -55,6 +55,11 @@ def test_free_calls_may_be_more():
     calls = [(torch.arange, (3,)), (torch.mul, (table, 2)), (torch.mul, (x, 2)), (torch.add, (x, table))]
     assert places(calls, at) == [None, None, ELSEWHERE, ELSEWHERE]
     at.end()
+
+
+def test_free_calls_may_not_be_more_where_other_microbatches_would_see_it():
+    with pytest.raises(TraceMismatchError, match="where each rank has one stage"):
+        cursor(*TABLE[2:], unknown=False).operation(torch.arange, (3,), {})
 
 
 def test_calls_that_have_a_place_may_not():
@@ -106,7 +111,7 @@ def test_backward_comes_where_it_came_in_the_trace():
 def test_what_a_step_of_this_rank_gave_is_not_free():
     at = cursor()
     made, given_back = torch.ones(2), torch.ones(2)
-    at.made({"made": made, "mask": given_back}, [given_back])
+    at.note_made({"made": made, "mask": given_back}, [given_back])
     assert not at.is_free(made)
     assert at.is_free(given_back)
     assert at.is_free(torch.ones(2))
@@ -118,7 +123,7 @@ def test_a_tensor_that_died_does_not_make_another_one_bound():
     at, identities = cursor(), set()
     for _ in range(1000):
         made = torch.empty(1)
-        at.made(made, ())
+        at.note_made(made, ())
         identities.add(id(made))
         del made
         other = torch.empty(1)
@@ -145,7 +150,7 @@ arguments = st.recursive(
 def test_one_bound_tensor_anywhere_binds_the_call(args, kwargs):
     at = cursor((torch.add, ELSEWHERE))
     made = torch.ones(1)
-    at.made(made, ())
+    at.note_made(made, ())
     tensors = {"free": torch.ones(1), "deferred": deferred(1), "made": made}
 
     def fill(item):

@@ -1,0 +1,58 @@
+"""The content of tensors, to be put back where it was changed in place."""
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import TraceError
+
+__all__ = ["TensorContents"]
+
+_MOST_BYTES = 2**30
+
+
+class TensorContents:
+    """Keeps what is in the memory of tensors, once for those that share it.
+
+    Args:
+        most_bytes: of all copies together; what is larger is only watched.
+    """
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._bytes_left = most_bytes
+        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._versions: list[tuple[Tensor, int, int]] = []
+
+    def keep(self, tensor: Tensor) -> None:
+        """Takes note of a tensor; those without data, and of other kinds, are left out."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return
+        if tensor.is_meta or tensor.is_inference() or tensor.is_quantized:
+            return
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self._kept:
+            # One dimension over all of it: views may have holes, or one entry many times.
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+            fits = whole.nbytes <= self._bytes_left
+            self._bytes_left -= whole.nbytes if fits else 0
+            self._kept[key] = (whole, whole.clone() if fits else None)
+        self._versions.append((tensor, tensor._version, key))
+
+    def restore(self) -> None:
+        """Puts back what was changed.
+
+        Raises:
+            TraceError: a tensor of which there is no copy was changed.
+        """
+        for key in dict.fromkeys(
+            key for tensor, version, key in self._versions if tensor._version != version
+        ):
+            whole, content = self._kept[key]
+            if content is None:
+                raise TraceError(
+                    f"a tensor of {whole.nbytes / 2**30:.1f} GiB, in an attribute of a module or in an "
+                    "object that it holds, is changed in place when the model is traced, and is too large "
+                    "to be put back. Register it as a buffer: "
+                    "module.register_buffer(name, tensor, persistent=False)."
+                )
+            whole.copy_(content)
