@@ -25,7 +25,7 @@ from shardwright.torch.tensor_contents import TensorContents
 __all__ = ["NothingLeftBehind"]
 
 _DEPTH = 3
-_MOST = 20_000  # objects that are looked at: what is beyond is data
+_MOST = 100_000  # objects that are looked at, entries of containers included: what is beyond is data
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _SKIPPED = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -52,6 +52,7 @@ class NothingLeftBehind:
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._tensors = TensorContents()
         self._seen: set[int] = set()
+        self._left = _MOST
         for module in self._model.modules():
             for key, item in list(vars(module).items()):
                 if key not in _OF_TRACE_GUARD:
@@ -94,8 +95,10 @@ class NothingLeftBehind:
         """
         if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen:
             return
-        if len(self._seen) > _MOST:
+        size = 1 + (len(item) if type(item) in _CONTAINERS else 0)
+        if size > self._left:
             return
+        self._left -= size
         self._seen.add(id(item))
         if isinstance(item, Tensor):
             if owned:

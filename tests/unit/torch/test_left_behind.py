@@ -121,10 +121,13 @@ def test_mappings_of_other_kinds_are_not_read():
 
 def test_many_objects_do_not_take_long():
     model = KeepsEverywhere()
+    model.ids = list(range(1_000_000))
     model.samples = [[list(range(20)) for _ in range(1000)] for _ in range(100)]
     guard = NothingLeftBehind(model, model.forward)
     with guard:
         assert len(guard._owned) + len(guard._shared) < 30_000
+        model.helper.last = torch.zeros(1)
+    assert model.helper.last is None
 
 
 class CountsEverywhere(nn.Module):
