@@ -14,7 +14,7 @@ from zoo_modules import WIDTH, Block, Stack
 from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
-OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 15, 12, 7)), EVALUATION)
+OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 12)), EVALUATION)
 
 
 def check(build: Any, *kinds: str, **settings: Any) -> None:
@@ -179,7 +179,7 @@ TABLES = (
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_computed_once_and_found_by_later_microbatches(kind):
-    check(partial(AddsTable, kind))
+    check(partial(AddsTable, kind), "1f1b", KINDS[1 + TABLES.index(kind) % 2])
 
 
 def test_a_table_may_be_filled_later_where_a_rank_has_one_stage():
@@ -251,7 +251,7 @@ class CountsInPlace(Stack):
 
 @pytest.mark.parametrize("build", [BlocksCountInPlace, CountsInPlace, CountsToo, ScalesByTheFirst, WarmsUp])
 def test_what_the_first_microbatch_alone_computes_on_every_rank(build):
-    check(build)
+    check(build, "1f1b", "interleaved_1f1b")
 
 
 class ScalesOnce(WarmsUp):
@@ -405,7 +405,7 @@ class ShortensLate(Stack):
     [
         (partial(SecondPhase, False), "where each rank has one stage"),
         (partial(SecondPhase, True), "where each rank has one stage"),
-        (ShortensLate, "microbatch . changes the attribute history .* later microbatches have read it"),
+        (ShortensLate, "changes the attribute history .* microbatch . has read it"),
     ],
     ids=["new", "in place", "a list"],
 )

@@ -142,8 +142,8 @@ def call_recomputed(
 
 _BufferPlace = tuple[nn.Module, str]
 
-# What forwards of a module have changed so far; a module that is not here has had none yet.
-_CHANGED: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
+# Buffers that forwards have changed so far; a module that is not here has had none yet.
+_CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _SMALL_BYTES = 2**16
 
 
@@ -166,33 +166,34 @@ class _BuffersBefore:
         self.content: dict[_BufferPlace, Tensor] = {}
 
     def __enter__(self) -> None:
-        changed = _CHANGED.get(self._module)
-        self._before = [
-            (
-                place,
-                buffer,
-                buffer._version,
-                # A copy of a large table that nothing changes would take time in every forward.
-                changed is None or _known(place) in changed or buffer.nbytes <= _SMALL_BYTES,
-            )
-            for place, buffer in _buffers_of(self._module)
-        ]
-        self.content = {place: buffer.clone() for place, buffer, _, wanted in self._before if wanted}
+        self._before = [(place, buffer, _version(buffer)) for place, buffer in _buffers_of(self._module)]
+        for (module, key), buffer, _ in self._before:
+            # A copy of a large table that nothing changes would take time in every forward.
+            changed = _CHANGED.get(module)
+            if changed is None or key in changed or buffer.nbytes <= _SMALL_BYTES:
+                self.content[module, key] = buffer.clone()
 
     def __exit__(self, *exc_info: object) -> None:
         now = dict(_buffers_of(self._module))
-        changed = {
-            place
-            for place, buffer, version, _ in self._before
-            if now.get(place) is not buffer or buffer._version != version
-        }
-        _CHANGED.setdefault(self._module, set()).update(map(_known, changed))
+        for place, buffer, version in self._before:
+            module, key = place
+            changed = _CHANGED.setdefault(module, set())
+            if now.get(place) is buffer and _version(buffer) == version:
+                self.content.pop(place, None)
+                continue
+            changed.add(key)
+            if place not in self.content:
+                log.warning(
+                    "the buffer %s of a %s is changed for the first time by a forward that is recomputed: "
+                    "this one time its backward finds the changed one",
+                    key,
+                    type(module).__name__,
+                )
         self._before.clear()
-        self.content = {place: content for place, content in self.content.items() if place in changed}
 
 
-def _known(place: _BufferPlace) -> tuple[int, str]:
-    return id(place[0]), place[1]
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 class _BuffersKept:

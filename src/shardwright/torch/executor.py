@@ -265,6 +265,7 @@ class Executor:
                 # The loss, which the step function holds on to, leads through the graph to this leaf.
                 leaf.data = leaf.new_empty(0)
         self._free(stage, microbatch)
+        microbatch.backward_ran()
 
     def _backward_weight(self, stage: int, microbatch: Microbatch) -> None:
         last = self._is_last(stage)

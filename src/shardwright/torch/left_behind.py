@@ -25,12 +25,18 @@ from shardwright.torch.tensor_contents import TensorContents
 __all__ = ["NothingLeftBehind"]
 
 _DEPTH = 3
-_MOST = 100_000  # objects that are looked at, entries of containers included: what is beyond is data
+# What is beyond is data. Entries of containers count; of what modules hold, and of the rest.
+_LONGEST = 10_000
+_MOST = 200_000
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _SKIPPED = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_NOT_OURS = ("torch.", "builtins.", "typing.", "collections.", "functools.")
-_OF_TRACE_GUARD = frozenset({"_parameters", "_buffers"})
+# Classes of these keep things that are not the model's: registries, locks, queues.
+_NOT_OURS = (
+    *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
+    *("multiprocessing.", "queue.", "threading.", "weakref."),
+)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -52,12 +58,12 @@ class NothingLeftBehind:
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._tensors = TensorContents()
         self._seen: set[int] = set()
-        self._left = _MOST
+        self._left = {True: _MOST, False: _MOST}
         for module in self._model.modules():
             for key, item in list(vars(module).items()):
-                if key not in _OF_TRACE_GUARD:
+                if key not in _OF_EVERY_MODULE:
                     self._look_into(item, _DEPTH, owned=True)
-        files = {getattr(self._function, "__module__", ""): None}
+        files: dict[str, None] = {}
         for kind in dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__):
             if not _is_of(kind, _NOT_OURS):
                 self._classes.append((kind, dict(vars(kind))))
@@ -65,6 +71,7 @@ class NothingLeftBehind:
         for _, names in self._classes:
             for item in names.values():
                 self._look_into(item, _DEPTH - 1, owned=False)
+        self._look_into(getattr(self._function, "__globals__", {}), _DEPTH - 1, owned=False)
         for name in files:
             if name in sys.modules:
                 self._look_into(vars(sys.modules[name]), _DEPTH - 1, owned=False)
@@ -79,11 +86,13 @@ class NothingLeftBehind:
             for name, item in list(vars(kind).items()):
                 if self._is_new_fake(item):
                     _restore_name(kind, name, names)
-        self._tensors.restore()
         for cache in _lru_caches(self._model):
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
             if cache.cache_info().currsize and any(map(self._is_new_fake, gc.get_referents(cache))):
                 cache.cache_clear()
+        too_large = self._tensors.restore()
+        if too_large is not None and exc_info[0] is None:
+            raise too_large
 
     def _look_into(self, item: Any, depth: int, *, owned: bool) -> None:
         """Takes note of containers, and of what they and plain objects hold.
@@ -95,17 +104,18 @@ class NothingLeftBehind:
         """
         if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen:
             return
-        size = 1 + (len(item) if type(item) in _CONTAINERS else 0)
-        if size > self._left:
+        size = len(item) if type(item) in _CONTAINERS else 1
+        if size > min(self._left[owned], _LONGEST):
             return
-        self._left -= size
-        self._seen.add(id(item))
+        self._left[owned] -= size
         if isinstance(item, Tensor):
             if owned:
+                self._seen.add(id(item))
                 self._tensors.keep(item)
             return
         if depth == 0:
             return
+        self._seen.add(id(item))
         held: Collection[Any]
         if type(item) in _CONTAINERS:
             (self._owned if owned else self._shared).append((item, content_of(item)))
@@ -126,10 +136,9 @@ class NothingLeftBehind:
             return False
         if isinstance(item, FakeTensor):
             return True
-        if depth == 0 or id(item) in self._seen or not isinstance(item, dict | list | tuple | set):
+        if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False
-        held = item.values() if isinstance(item, dict) else item
-        return len(item) <= _MOST and any(self._is_new_fake(inner, depth - 1) for inner in list(held))
+        return len(item) <= _LONGEST and any(self._is_new_fake(i, depth - 1) for i in _items(item))
 
 
 def _items(container: Any) -> list[Any]:

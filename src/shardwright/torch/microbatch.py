@@ -76,6 +76,7 @@ class Microbatch:
         self._coroutine = Coroutine(self._run)
         self._hooks = OwnHooks(model) if program.temporary_hooks and model is not None else None
         self._attributes = attributes
+        self._backwards_left = len(program.stages)
         # Of each stage, what its units left in attributes of their own.
         self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
         self._closing = False
@@ -121,7 +122,7 @@ class Microbatch:
             return item if leaf is None else leaf
 
         attributes = self._attributes
-        own = nullcontext() if attributes is None else attributes.of(self.index, takes_turn=False)
+        own = nullcontext() if attributes is None else attributes.again_for(self.index)
         with own, Realised(realise):
             yield
 
@@ -132,6 +133,12 @@ class Microbatch:
         """
         left = self._left.pop(stage, None)
         return nullcontext() if left is None else held_again(list(left.values()))
+
+    def backward_ran(self) -> None:
+        """The backward of one stage has ended, but for gradients of weights that are left for later."""
+        self._backwards_left -= 1
+        if self._backwards_left == 0 and self._attributes is not None:
+            self._attributes.backward_done(self.index)
 
     def close(self) -> None:
         """Ends a microbatch: a step function that has not returned is left."""

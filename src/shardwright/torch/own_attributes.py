@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.attribute_use import Place
+from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.container_content import content_of, has_content, put_content
 from shardwright.torch.program import Program
 
@@ -26,63 +26,83 @@ class OwnAttributes:
     """
 
     def __init__(self, programs: Sequence[Program]):
-        self._uses = list({(id(u.module), u.key): u for p in programs for u in p.attributes}.values())
+        places: dict[tuple[int, str], list[AttributeUse]] = {}
+        for use in (use for program in programs for use in program.attributes):
+            places.setdefault((id(use.module), use.key), []).append(use)
+        self._uses = [uses[0] for uses in places.values()]
         self._places: list[Place] = [(use.module, use.key) for use in self._uses]
-        # Of the graph of one microbatch, and nobody looks for it later: it need not live longer.
-        late = any(program.recomputes for program in programs)
+        # Of the graph of one microbatch, and nobody looks for it behind `backward`: it need not live longer.
         self._passing = [
-            use.first_read is None and use.carries_tensor and not use.read_late and not late
-            for use in self._uses
+            all(use.first_read is None and use.carries_tensor and not use.read_late for use in uses)
+            for uses in places.values()
         ]
-        self._read_in = [
-            min((p.read_in[place] for p in programs if (place := (id(m), key)) in p.read_in), default=None)
-            for m, key in self._places
-        ]
+        self._runs_again = any(program.recomputes for program in programs)
+        self._read_in = [[program.read_in.get(place) for program in programs] for place in places]
         self._turns = [0] * len(programs)
         self._last = len(programs) - 1
         self._initial = [_content(place) for place in self._places]
         self._written: list[dict[int, _Content]] = [{} for _ in self._places]
 
     @contextmanager
-    def of(self, microbatch: int, *, takes_turn: bool = True) -> Iterator[None]:
+    def of(self, microbatch: int) -> Iterator[None]:
         """Has the modules hold what this microbatch finds; takes note of what it writes.
-
-        Args:
-            microbatch: which.
-            takes_turn: its step function goes on; False for a backward that runs parts of it again.
 
         Raises:
             TraceMismatchError: it writes what a later one has read already.
         """
-        found = [self._found_by(number, microbatch) for number in range(len(self._places))]
-        for place, content in zip(self._places, found, strict=True):
-            _put(place, content)
+        found = self._put_for(microbatch)
         changed = []
         try:
             yield
         finally:
             for number, (place, before) in enumerate(zip(self._places, found, strict=True)):
                 now = _content(place)
+                if not _same(now, before):
+                    changed.append(number)
                 # The same object may have been written again.
                 if self._passing[number] or not _same(now, before):
                     self._written[number][microbatch] = now
-                    changed.append(number)
-        if takes_turn:
-            for number in changed:
-                self._check_not_read_yet(number, microbatch)
-            self._turns[microbatch] += 1
+        for number in changed:
+            self._check_not_read_yet(number, microbatch)
+        self._turns[microbatch] += 1
+
+    @contextmanager
+    def again_for(self, microbatch: int) -> Iterator[None]:
+        """Has the modules hold what this microbatch wrote, for a backward that runs parts of it again.
+
+        What these write is not kept: they have been run once.
+        """
+        self._put_for(microbatch)
+        yield
+
+    def _put_for(self, microbatch: int) -> list[_Content]:
+        found = [self._found_by(number, microbatch) for number in range(len(self._places))]
+        for place, content in zip(self._places, found, strict=True):
+            _put(place, content)
+        return found
 
     def _check_not_read_yet(self, number: int, microbatch: int) -> None:
-        read_in = self._read_in[number]
-        if read_in is not None and any(turns > read_in for turns in self._turns[microbatch + 1 :]):
-            raise TraceMismatchError(
-                f"microbatch {microbatch} changes the attribute {self._uses[number].name} on a later stage "
-                "than in the trace, and later microbatches have read it already. Read and change it in one "
-                "place, or have one stage on each rank (pipeline: 1f1b)."
-            )
+        read_in, turns = self._read_in[number], self._turns
+        for later in range(microbatch + 1, len(turns)):
+            turn = read_in[later]
+            if turn is not None and turns[later] > turn:
+                raise TraceMismatchError(
+                    f"microbatch {microbatch} changes the attribute {self._uses[number].name} on a later "
+                    f"stage than in the trace, and microbatch {later} has read it already. Read and change "
+                    "it in one place, or have one stage on each rank (pipeline: 1f1b)."
+                )
 
     def backward_reached(self, microbatch: int) -> None:
         """Lets go of what nobody will ask this microbatch for."""
+        if not self._runs_again:
+            self._let_go(microbatch)
+
+    def backward_done(self, microbatch: int) -> None:
+        """Lets go of what was kept for its backward, which has ended on this rank."""
+        if self._runs_again:
+            self._let_go(microbatch)
+
+    def _let_go(self, microbatch: int) -> None:
         if microbatch != self._last:
             for written, passing in zip(self._written, self._passing, strict=True):
                 if passing:

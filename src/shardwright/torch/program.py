@@ -317,7 +317,7 @@ def _instruction(
 def _read_in(trace: Trace, pauses: Sequence[int]) -> dict[tuple[int, str], int]:
     reads = {(id(use.module), use.key): use.first_read for use in trace.attributes}
     return {
-        place: sum(pause <= read.before for pause in pauses)
+        place: sum(pause < read.before for pause in pauses)
         for place, read in reads.items()
         if read is not None
     }

@@ -78,8 +78,13 @@ class RealExecution:
         finally:
             torch.random.set_rng_state(generators)
         originals = dict(zip(twin.modules(), module.modules(), strict=True))
-        left = [(originals[sub], key, self._fake_result(t)) for sub, key, t in attributes.new_tensors]
-        return replace(self._faked(output, call.fakes, spare, before, cost), attributes=left)
+        own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
+        new = [(originals[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
+        return replace(
+            self._faked(output, call.fakes, spare, before, cost),
+            attributes=[(m, key, self._fake_result(t)) for m, key, t in new if id(t) not in own],
+            passed_attributes=[(m, key, own[id(t)]) for m, key, t in new if id(t) in own],
+        )
 
     def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
         """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.

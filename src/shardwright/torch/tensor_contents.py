@@ -38,21 +38,20 @@ class TensorContents:
             self._kept[key] = (whole, whole.clone() if fits else None)
         self._versions.append((tensor, tensor._version, key))
 
-    def restore(self) -> None:
-        """Puts back what was changed.
-
-        Raises:
-            TraceError: a tensor of which there is no copy was changed.
-        """
+    def restore(self) -> TraceError | None:
+        """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""
+        error = None
         for key in dict.fromkeys(
             key for tensor, version, key in self._versions if tensor._version != version
         ):
             whole, content = self._kept[key]
             if content is None:
-                raise TraceError(
+                error = TraceError(
                     f"a tensor of {whole.nbytes / 2**30:.1f} GiB, in an attribute of a module or in an "
                     "object that it holds, is changed in place when the model is traced, and is too large "
                     "to be put back. Register it as a buffer: "
                     "module.register_buffer(name, tensor, persistent=False)."
                 )
-            whole.copy_(content)
+            else:
+                whole.copy_(content)
+        return error

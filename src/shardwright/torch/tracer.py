@@ -274,6 +274,8 @@ class Tracer:
             outcome = self._real.unit(call, name, kept, cost, error)
             for sub, key, fake in outcome.attributes:
                 vars(sub)[key] = fake
+            for sub, key, position in outcome.passed_attributes:
+                vars(sub)[key] = call.items[position]
         else:
             outcome = self._with_attributes(call, outcome, attributes)
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
