@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ class NothingLeftBehind:
         self._owned: list[tuple[Any, Any]] = []
         self._shared: list[tuple[Any, Any]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
+        self._caches = [(cache, cache.cache_info().misses) for cache in _lru_caches()]
         self._tensors = TensorContents()
         self._seen: set[int] = set()
         self._left = {True: _MOST, False: _MOST}
@@ -86,9 +87,10 @@ class NothingLeftBehind:
             for name, item in list(vars(kind).items()):
                 if self._is_new_fake(item):
                     _restore_name(kind, name, names)
-        for cache in _lru_caches(self._model):
+        for cache, misses in self._caches:
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
-            if cache.cache_info().currsize and any(map(self._is_new_fake, gc.get_referents(cache))):
+            filled = cache.cache_info().misses != misses
+            if filled and any(map(self._is_new_fake, gc.get_referents(cache))):
                 cache.cache_clear()
         too_large = self._tensors.restore()
         if too_large is not None and exc_info[0] is None:
@@ -116,6 +118,9 @@ class NothingLeftBehind:
         if depth == 0:
             return
         self._seen.add(id(item))
+        if type(item) is _LruCache:
+            self._caches.append((item, item.cache_info().misses))
+            return
         held: Collection[Any]
         if type(item) in _CONTAINERS:
             (self._owned if owned else self._shared).append((item, content_of(item)))
@@ -172,13 +177,16 @@ def _is_plain_object(item: Any) -> bool:
     return not _is_of(type(item), _NOT_OURS) and type(getattr(item, "__dict__", None)) is dict
 
 
-_caches: weakref.WeakKeyDictionary[nn.Module, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+class _Found:
+    """All ``lru_cache`` that there were when so many Python modules had been imported."""
+
+    num_modules = 0
+    caches: ClassVar[list[weakref.ref[Any]]] = []
 
 
-def _lru_caches(model: nn.Module) -> list[Any]:
-    """All that there are; they come with Python modules, and with the model."""
-    imported, found = _caches.get(model, (0, []))
-    if imported != len(sys.modules):
+def _lru_caches() -> list[Any]:
+    """Those that came with Python modules; what is made later is found where the model holds it."""
+    if _Found.num_modules != len(sys.modules):
         found = [item for item in gc.get_objects() if type(item) is _LruCache]
-        _caches[model] = len(sys.modules), found
-    return found
+        _Found.num_modules, _Found.caches = len(sys.modules), [weakref.ref(item) for item in found]
+    return [cache for reference in _Found.caches if (cache := reference()) is not None]
