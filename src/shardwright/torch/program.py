@@ -225,23 +225,10 @@ def build_program(
     check_after_backward(trace, homes, home_of)
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
-    instructions = [
-        _instruction(step, flow, homes, stage_ranks, rank)
-        for step, flow in zip(trace.steps, dataflow.flows, strict=True)
-    ]
-    for step, instruction in zip(trace.steps, instructions, strict=True):
-        node = None if step.node is None else graph.nodes[step.node]
-        wanted = node is not None and node.kind == "unit" and node.label in recompute
-        instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
-        # Where it changes its inputs, they are not what they were.
-        instruction.recompute = wanted and not step.changes and not step.recomputed
-        if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
-            inside = set(step.func.modules())
-            instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)
     return Program(
-        instructions=instructions,
+        instructions=_instructions(trace, dataflow, homes, stage_ranks, rank, recompute),
         crossings=crossings,
         sends={
             s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local
@@ -266,12 +253,15 @@ def build_program(
         state={name: stage_ranks[home_of[value]] for value, name in trace.initial.items()},
         attributes=trace.attributes,
         read_in=_read_in(trace, pauses_of(trace, homes, stage_ranks, rank)),
-        changes_free_tensors=bool(trace.initial)
-        or any(
-            step.counters or any(change.before is None for change in (*step.changes, *step.bases))
-            for step in trace.steps
-        ),
+        changes_free_tensors=_changes_free_tensors(trace),
         takes_unknown=len(local) == 1 and not trace.recomputes,
+    )
+
+
+def _changes_free_tensors(trace: Trace) -> bool:
+    return bool(trace.initial) or any(
+        step.counters or any(change.before is None for change in (*step.changes, *step.bases))
+        for step in trace.steps
     )
 
 
@@ -290,6 +280,29 @@ def _crossings(
         has_gradient = (before is not None and before.has_gradient) or (gradient and reader in contributes)
         pair[value] = Crossing(value, source, target, spec, has_gradient, trace.orders.get(value))
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
+
+
+def _instructions(
+    trace: Trace,
+    dataflow: Dataflow,
+    homes: Sequence[int],
+    stage_ranks: Sequence[int],
+    rank: int,
+    recompute: frozenset[str],
+) -> list[Instruction]:
+    instructions = []
+    for step, flow in zip(trace.steps, dataflow.flows, strict=True):
+        instruction = _instruction(step, flow, homes, stage_ranks, rank)
+        node = None if step.node is None else trace.graph.nodes[step.node]
+        wanted = node is not None and node.kind == "unit" and node.label in recompute
+        instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
+        # Where it changes its inputs, they are not what they were.
+        instruction.recompute = wanted and not step.changes and not step.recomputed
+        if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
+            inside = set(step.func.modules())
+            instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
+        instructions.append(instruction)
+    return instructions
 
 
 def _instruction(
