@@ -1,7 +1,7 @@
 """Measures pipelines side by side with `torch.distributed.pipelining`, and plans against what happened.
 
-python benchmarks/pipeline.py                       # everything, about 45 minutes on two quiet cores
-python benchmarks/pipeline.py --only A,B --repeats 9
+python benchmarks/pipeline.py                       # everything, about 75 minutes on two quiet cores
+python benchmarks/pipeline.py --only A,B --ranks 2
 python benchmarks/pipeline.py --quick               # a minute: does it still run?
 
 A  the same layers on the same ranks, the same kind of schedule: 1F1B, interleaved, zero bubble
@@ -146,7 +146,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny models, two rounds, some cases")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
     parser.add_argument("--only", type=_letters, help="sections, for example A,C")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds of every final (default 9)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="rounds of every turn of a final, of which there are two to five (default 5)",
+    )
     parser.add_argument(
         "--patience", type=float, default=0.0, help="seconds a race may take longer to get quiet runs"
     )

@@ -1,17 +1,18 @@
 """One race: contestants of both sides on one model, with one loss.
 
 In the heats all run in turns. In the finals each of ours meets its fastest rival alone, so that the two run
-right after one another, and ratios are taken round by round::
+right after one another, and ratios are taken round by round. Finals take turns, too, because a machine may be
+slow for a minute: twice all of them, then, up to five times, those whose median is not known to a percent::
 
     heats     peer A   peer B   peer C   ours 1   ours 2     peer A   peer B ...
-    finals    ours 1   peer B   peer B   ours 1   ours 1   peer B ...
+    finals    ours 1   peer B   peer B   ours 1     ours 2   peer C   peer C   ours 2     ours 1   peer B ...
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from duel import QUIET_CORES, Patience, Times, alternate, ratios
 from models import Task
@@ -22,6 +23,8 @@ __all__ = ["Final", "Match", "Result", "race"]
 
 _SAME_LOSS = 1e-4
 _HEATS = 3
+_LEAST_TURNS, _MOST_TURNS = 2, 5
+_KNOWN_TO = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,8 @@ class Final:
         ranks: number of ranks.
         microbatches: parts into which a batch was split.
         rival: whom it met.
-        ours_s: its median.
-        rival_s: the rival's.
-        ratios: ours / rival, of the rounds that count.
+        ours_times: its runs.
+        rival_times: those of the rival.
     """
 
     match: Match
@@ -90,9 +92,23 @@ class Final:
     ranks: int
     microbatches: int
     rival: str
-    ours_s: float
-    rival_s: float
-    ratios: list[float]
+    ours_times: Times = field(default_factory=Times)
+    rival_times: Times = field(default_factory=Times)
+
+    @property
+    def ours_s(self) -> float:
+        """Median of ours."""
+        return self.ours_times.median_s
+
+    @property
+    def rival_s(self) -> float:
+        """The rival's."""
+        return self.rival_times.median_s
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours / rival, of the rounds that count."""
+        return ratios(self.ours_times, self.rival_times)
 
     @property
     def ratio(self) -> float:
@@ -106,6 +122,11 @@ class Final:
             return 0.0
         low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
         return high - low
+
+    @property
+    def error(self) -> float:
+        """Standard error of the median, for ratios that are spread normally."""
+        return 0.93 * self.spread / math.sqrt(len(self.ratios))
 
 
 def race(
@@ -128,7 +149,7 @@ def race(
         matches: the finals.
         ranks: processes of each.
         microbatches: parts into which a batch is split.
-        rounds: of each final; the heats have no more than three.
+        rounds: of each turn of a final; the heats have no more than three.
         patience_s: seconds that may be spent on that.
 
     Raises:
@@ -146,26 +167,26 @@ def race(
         runs = {name: team.run for name, team in teams.items()}
         # Ours has run a step by now, the peer none, and its first one finds out shapes.
         times = alternate(runs, rounds=min(rounds, _HEATS), patience=patience, warm_up=2)
-        finals = []
-        for match in matches:
-            rival = min(match.rivals, key=lambda name: times[name].median_s)
-            pair = alternate(
-                {name: runs[name] for name in (match.ours, rival)}, rounds=rounds, patience=patience
+        finals = [
+            Final(
+                match=match,
+                task=task.name,
+                ranks=ranks,
+                microbatches=microbatches,
+                rival=min(match.rivals, key=lambda name: times[name].median_s),
             )
-            finals.append(
-                Final(
-                    match=match,
-                    task=task.name,
-                    ranks=ranks,
-                    microbatches=microbatches,
-                    rival=rival,
-                    ours_s=pair[match.ours].median_s,
-                    rival_s=pair[rival].median_s,
-                    ratios=ratios(pair[match.ours], pair[rival]),
-                )
-            )
-            for name, more in pair.items():
-                times[name].add(more)
+            for match in matches
+        ]
+        for turn in range(_MOST_TURNS):
+            for final in finals:
+                if turn < _LEAST_TURNS or final.error > _KNOWN_TO:
+                    pair = {name: runs[name] for name in (final.match.ours, final.rival)}
+                    ours, rival = alternate(pair, rounds=rounds, patience=patience).values()
+                    final.ours_times.add(ours)
+                    final.rival_times.add(rival)
+        for final in finals:
+            times[final.match.ours].add(final.ours_times)
+            times[final.rival].add(final.rival_times)
         _check_losses({name: team.loss() for name, team in teams.items()})
     results = [
         _result(section, task, name, entered[name], times[name], ranks=ranks, microbatches=microbatches)

@@ -66,6 +66,7 @@ def finals_table(finals: Sequence[Final]) -> list[list[str]]:
             "time of ours",
             "of the rival",
             "ours / rival",
+            "error",
             "IQR",
             "rounds",
         ]
@@ -82,6 +83,7 @@ def finals_table(finals: Sequence[Final]) -> list[list[str]]:
                 f"{final.ours_s * 1e3:.1f} ms",
                 f"{final.rival_s * 1e3:.1f} ms",
                 f"{final.ratio:.3f}",
+                f"{final.error:.3f}",
                 f"{final.spread:.3f}",
                 str(len(final.ratios)),
             ]
