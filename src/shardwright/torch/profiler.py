@@ -3,12 +3,14 @@
 import hashlib
 import json
 import logging
+import math
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +24,11 @@ from shardwright.torch.machine import cores_of_host, device_name
 from shardwright.torch.measure import Timing, measure_class, unit_cost
 from shardwright.torch.recording import Trace
 
-__all__ = ["Profiler", "cache_folder", "undisturbed"]
+__all__ = ["Profiler", "cache_folder", "rounds_of", "typical"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Of the cache: another one for another meaning of what is in it.
 _FORMAT = 2
@@ -32,9 +36,10 @@ _FORMAT = 2
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
 
-# What slows a shared machine down lasts longer than the runs of one class, so each gets more turns later.
-_ROUNDS = 3
-_DISTURBED = 1.1
+# What slows a shared machine down lasts longer than the runs of one class, often a second or two: each class
+# gets more turns later, until the turns have gone on for longer than that.
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 8
+_WINDOW_S = 4.0
 
 
 def cache_folder() -> Path:
@@ -61,15 +66,8 @@ class Profiler:
         known = self._agreed_cache()
         timings = {key: Timing(**known[key]) for key in classes if key in known}
         missing = [key for key in classes if key not in timings]
-        measured: dict[str, list[Timing]] = {}
-        for number, key in enumerate(missing * _ROUNDS, start=1):
-            phase.update(number, total=len(missing) * _ROUNDS)
-            if number > len(missing) and key not in measured:
-                continue  # no rank could run it
-            timing = self._measure_together(classes[key], key)
-            if timing is not None:
-                measured.setdefault(key, []).append(timing)
-        timings.update((key, undisturbed(found)) for key, found in measured.items())
+        measured = self._measure_in_rounds({key: classes[key] for key in missing}, phase)
+        timings.update((key, typical(found)) for key, found in measured.items())
         give_back_freed_memory()  # the copies that were measured
         if missing and self._context.rank == 0:
             self._store({key: asdict(timings[key]) for key in missing if key in timings})
@@ -79,6 +77,24 @@ class Profiler:
                 if node.cost_class in timings and node.cost_class not in costs:
                     costs[node.cost_class] = unit_cost(node, trace.graph, timings[node.cost_class])
         return costs
+
+    def _measure_in_rounds(self, classes: dict[str, Trace], phase: Phase) -> dict[str, list[Timing]]:
+        """The timings of every class that can be run, one of each round."""
+        measured: dict[str, list[Timing]] = {key: [] for key in classes}
+        done, rounds = 0, _LEAST_ROUNDS
+        started = time.perf_counter()
+        while measured and done < rounds:
+            for number, key in enumerate(list(measured), start=1):
+                phase.update(done * len(measured) + number, total=rounds * len(measured))
+                timing = self._measure_together(classes[key], key)
+                if timing is None:
+                    del measured[key]  # no rank could run it
+                else:
+                    measured[key].append(timing)
+            done += 1
+            if done == 1:
+                rounds = rounds_of(max(self._gathered(time.perf_counter() - started)))
+        return measured
 
     def _measure_together(self, trace: Trace, key: str) -> Timing | None:
         """Times one class on all ranks of a host at once."""
@@ -99,12 +115,11 @@ class Profiler:
             torch.random.set_rng_state(generators)
         return _mean(self._gathered(mine))
 
-    def _gathered(self, mine: Timing | None) -> list[Timing | None]:
-        world_size = self._context.mesh.world_size
-        if world_size == 1:
-            return [mine]
-        gathered: list[Timing | None] = [None] * world_size
-        dist.all_gather_object(gathered, mine)
+    def _gathered(self, mine: T) -> list[T]:
+        """What every rank gave."""
+        gathered = [mine] * self._context.mesh.world_size
+        if len(gathered) > 1:
+            dist.all_gather_object(gathered, mine)
         return gathered
 
     # ---- the cache ----
@@ -157,27 +172,27 @@ def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:
     return found
 
 
-def undisturbed(timings: Sequence[Timing]) -> Timing:
-    """The mean of the two fastest, or the fastest where the other is slower by more than chance."""
-    fast, *others = sorted(timings, key=_seconds)[:2]
-    mean = _mean([fast, *(other for other in others if _seconds(other) <= _DISTURBED * _seconds(fast))])
-    assert mean is not None
-    return mean
+def rounds_of(first_s: float) -> int:
+    """How many rounds there are, where the first took `first_s` seconds."""
+    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, math.ceil(_WINDOW_S / first_s)))
 
 
-def _seconds(timing: Timing) -> float:
-    return timing.forward_s + timing.backward_s
+def typical(timings: Sequence[Timing]) -> Timing:
+    """The medians of all rounds: a run is disturbed as often as they were, and as little."""
+    return _combined(timings, statistics.median)
 
 
 def _mean(timings: Sequence[Timing | None]) -> Timing | None:
     there = [timing for timing in timings if timing is not None]
-    if not there:
-        return None
-    inputs = [t.input_s for t in there if t.input_s is not None]
+    return _combined(there, statistics.fmean) if there else None
+
+
+def _combined(timings: Sequence[Timing], average: Callable[[Iterable[float]], float]) -> Timing:
+    inputs = [t.input_s for t in timings if t.input_s is not None]
     return Timing(
-        forward_s=statistics.fmean(t.forward_s for t in there),
-        backward_s=statistics.fmean(t.backward_s for t in there),
-        input_s=statistics.fmean(inputs) if len(inputs) == len(there) else None,
-        weight_s=statistics.fmean(t.weight_s for t in there),
-        spread=statistics.fmean(t.spread for t in there),
+        forward_s=average([t.forward_s for t in timings]),
+        backward_s=average([t.backward_s for t in timings]),
+        input_s=average(inputs) if len(inputs) == len(timings) else None,
+        weight_s=average([t.weight_s for t in timings]),
+        spread=average([t.spread for t in timings]),
     )

@@ -1,15 +1,19 @@
 """Units are timed in one piece and in two parts."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.torch import measure
 from shardwright.torch import model as model_module
 from shardwright.torch.measure import _timing, measure_class
 from shardwright.torch.recording import Sample
+from shardwright.torch.samples import copy_of_module
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.tree import flatten
 
@@ -80,6 +84,23 @@ def test_a_module_that_was_split_before_is_timed_in_one_piece_too():
     timing = measure_class(sample_of(module), device=CPU)
     assert timing.input_s is not None
     assert timing.weight_s > 0
+
+
+def test_the_copy_that_is_timed_is_gone_at_once(monkeypatch):
+    copies = []
+
+    def copy(*args, **kwargs):
+        twin = copy_of_module(*args, **kwargs)
+        copies.append(weakref.ref(twin))
+        return twin
+
+    monkeypatch.setattr(measure, "copy_of_module", copy)
+    gc.disable()
+    try:
+        measure_class(sample_of(nn.Linear(256, 256)), device=CPU)
+        assert [twin() for twin in copies] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("keep", [True, False])
