@@ -22,7 +22,8 @@ __all__ = ["Progress", "format_loss", "format_rate"]
 class Progress:
     """Prints one line for the first step, then one every log interval, averaged over its steps.
 
-    The first step stands alone because it does what later steps do not: it traces, plans and places.
+    The first step stands alone because it does what later steps do not: it traces, plans and places. So it
+    tells nothing about the time of arrival.
 
     Args:
         console: where to.
@@ -54,8 +55,6 @@ class Progress:
         """Counts a step, and prints a line when one is due."""
         if self._interval is None:
             self._interval = _Interval()
-            if self._first:
-                self._interval_start = self._clock() - record.seconds
         self._interval.add(record)
         if self._first or record.step % self._log_interval == 0:
             self.flush()
@@ -66,7 +65,7 @@ class Progress:
         if interval is None:
             return
         parts = _parts(interval, self._world_size)
-        if self._total_steps is not None:
+        if self._total_steps is not None and not self._first:
             # By the clock on the wall, not by the steps' own seconds: loading data and saving take time too.
             step_s = (now - self._interval_start) / interval.steps
             parts.append(f"eta {_format_eta(max(0, self._total_steps - interval.last_step) * step_s)}")
