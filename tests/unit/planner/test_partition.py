@@ -1,7 +1,7 @@
 """Cutting the chain: literals, and brute force on small chains."""
 
+import collections
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -113,17 +113,23 @@ def test_more_stages_than_atoms() -> None:
         split(4, num_stages=5, cost_of_stage=lambda stage: additive([1, 1, 1, 1]))
 
 
-def test_a_thousand_atoms_on_64_stages_in_a_second() -> None:
+def test_a_thousand_atoms_on_64_stages_look_at_each_table_a_few_times() -> None:
+    """One reduction over it for each stage; seconds are in ``benchmarks/planning.py``."""
     objective = build_objective(
         build_tables(build_chain(chain_graph(998, tied=True), profile_of())),
         link=Link(latency_s=1e-5, bandwidth_Bps=1e9),
         limit_bytes=10**9,
     )
     cost = objective.cost(1)
-    start = time.process_time()
-    assert split(1000, num_stages=64, cost_of_stage=lambda stage: cost) is not None
-    # 0.1 s on the machine where this was written.
-    assert time.process_time() - start < 1.0
+    looks = collections.Counter[int]()
+
+    def cost_of_stage(stage: int) -> Floats:
+        looks[stage] += 1
+        return cost
+
+    assert split(1000, num_stages=64, cost_of_stage=cost_of_stage) is not None
+    assert sorted(looks) == list(range(64))
+    assert max(looks.values()) <= 3
 
 
 def test_improve_escapes_no_cut_past_its_neighbour() -> None:

@@ -1,7 +1,5 @@
 """The simulator against hand-made timelines, and against slow, exact replays written apart from it."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -297,29 +295,6 @@ def test_a_deadlock_is_an_error_not_an_endless_loop(cores):
     schedule = schedule_of("0F0 2F0 0F1 2F1", "1F1 1F0")
     with pytest.raises(ScheduleError, match="the schedule deadlocks: 2F0 on rank 0 waits for ever"):
         simulate(schedule, unit_costs(3), cores=cores)
-
-
-def best_of(repeats, function):
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def test_it_is_fast_enough_for_the_planner():
-    """Promised are 0.1 s and about 1 ms; one idle core takes 14 ms with shared cores, 0.2 ms without."""
-    large = build_schedule(
-        "interleaved_1f1b", stage_ranks=place_stages("interleaved_1f1b", num_ranks=8), num_microbatches=64
-    )
-    small = build_schedule("1f1b", stage_ranks=(0, 1, 2, 3), num_microbatches=8)
-    edges = chain_edges(16, num_bytes=1000)
-    link = constant_link(1e-3, 1e6)
-    large_s = best_of(3, lambda: simulate(large, unit_costs(16), edges=edges, link=link, cores=2))
-    small_s = best_of(5, lambda: simulate(small, unit_costs(4), edges=edges[:3], link=link))
-    assert large_s < 0.1
-    assert small_s < 0.005
 
 
 def test_a_link_that_occupies_cores_takes_time_from_both_ends():
