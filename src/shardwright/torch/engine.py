@@ -100,43 +100,19 @@ class PipelineEngine:
         if self._residency is None:
             self._place(function, arguments, splitter)
         assert context.plan is not None
-        assert self.executor is not None
-        microbatches = context.plan.schedule.microbatches
-        parts = splitter.split(arguments, microbatches)
+        parts = splitter.split(arguments, context.plan.schedule.microbatches)
         path, attributes = (function, *settings.values()), self._attributes.step_begins()
         programs = [self._program(function, part, path, attributes) for part in parts]
         _check_one_order(programs)
-        train = any(program.backward_at is not None for program in programs)
-        schedule = self._schedule(programs, train=train)
+        schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
-        # Another replica may have a backward in its batch.
-        reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
-        if reduces and self.reducer is not None:
-            self.reducer.begin(overlap=all(program.as_planned for program in programs))
         state = _homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
         try:
-            results = self.executor.run(
-                schedule,
-                context.pipeline_rank,
-                programs,
-                function,
-                own,
-                loss_scale=1.0 / microbatches if self._model.average_grads_across_microbatches else 1.0,
-                model=self._model.module,
-                buffers=buffers,
-            )
-            if buffers is not None:
-                assert context.pipeline_group is not None
-                buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
-            if train:
-                gradients.hand_back(context.pipeline_group)
-            if reduces:
-                found = self.reducer is not None and self.reducer.finish()
-                train = train or self._agreement.on_any(found)
+            results, train = self._execute(schedule, programs, function, own, gradients, buffers)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -144,6 +120,7 @@ class PipelineEngine:
             for part, changed in zip(parts, own, strict=True):
                 copy_back(part, changed)
         results, losses = exchange_outputs(context, results, programs)
+        assert self.executor is not None
         return EngineRun(
             results=results,
             losses=losses if train else None,
@@ -154,6 +131,47 @@ class PipelineEngine:
             schedule=schedule,
             edges=merged_edges(programs),
         )
+
+    def _execute(
+        self,
+        schedule: Schedule,
+        programs: list[Program],
+        function: Callable[..., Any],
+        parts: list[Arguments],
+        gradients: BatchGradients,
+        buffers: GlueBuffers | None,
+    ) -> tuple[list[Any], bool]:
+        """Computes all microbatches and sums what ranks share.
+
+        Returns:
+            What each microbatch returned, and whether any rank of any replica has trained.
+        """
+        context = self._context
+        assert self.executor is not None
+        train = _trains(programs)
+        # Another replica may have a backward in its batch.
+        reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
+        if reduces and self.reducer is not None:
+            self.reducer.begin(overlap=all(program.as_planned for program in programs))
+        results = self.executor.run(
+            schedule,
+            context.pipeline_rank,
+            programs,
+            function,
+            parts,
+            loss_scale=1.0 / len(parts) if self._model.average_grads_across_microbatches else 1.0,
+            model=self._model.module,
+            buffers=buffers,
+        )
+        if buffers is not None:
+            assert context.pipeline_group is not None
+            buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
+        if train:
+            gradients.hand_back(context.pipeline_group)
+        if reduces:
+            found = self.reducer is not None and self.reducer.finish()
+            train = train or self._agreement.on_any(found)
+        return results, train
 
     def _refuse_after_failure(self) -> None:
         if self._failure:
@@ -295,6 +313,10 @@ class PipelineEngine:
             )
             self._schedules[key] = lower(schedule, merged_edges(programs))
         return self._schedules[key]
+
+
+def _trains(programs: list[Program]) -> bool:
+    return any(program.backward_at is not None for program in programs)
 
 
 def _check_one_order(programs: list[Program]) -> None:

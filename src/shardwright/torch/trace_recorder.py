@@ -108,21 +108,7 @@ class TraceRecorder:
         changed_parameters = self._changes.parameters(call, outcome)
         changes = self._changes.of_call(index, call, outcome)
         results, structure = flatten(outcome.output)
-        sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
-        sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
-        writes: list[tuple[int, int]] = []
-        passed: dict[int, int] = {}
-        returned: list[Any] = []
-        for position, result in enumerate(results):
-            if id(result) in sources:
-                passed[position] = sources[id(result)]
-                returned.append(call.items[passed[position]])
-            elif isinstance(result, Tensor):
-                value = self._values.new(index, len(writes), self._values.as_fake(result))
-                writes.append((position, value))
-                returned.append(self._values[value].holder)
-            else:
-                returned.append(result)
+        returned, writes, passed = self._results(results, call, index)
         left: list[tuple[nn.Module, str, DeferredTensor]] = []
         for module, key, fake in outcome.attributes:
             # Units find the fake tensor itself in the attribute, and so does the step function.
@@ -158,6 +144,32 @@ class TraceRecorder:
         self._changes.note(step)
         self.steps.append(step)
         return structure.rebuild(returned)
+
+    def _results(
+        self, results: list[Any], call: TracedCall, node: int
+    ) -> tuple[list[Any], list[tuple[int, int]], dict[int, int]]:
+        """What the step function gets for the results of a call, which are fake tensors.
+
+        Returns:
+            The results with deferred tensors; (position, value) of those that are new; and position ->
+            position of the argument for those that are arguments passed on.
+        """
+        sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
+        sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
+        returned: list[Any] = []
+        writes: list[tuple[int, int]] = []
+        passed: dict[int, int] = {}
+        for position, result in enumerate(results):
+            if id(result) in sources:
+                passed[position] = sources[id(result)]
+                returned.append(call.items[passed[position]])
+            elif isinstance(result, Tensor):
+                value = self._values.new(node, len(writes), self._values.as_fake(result))
+                writes.append((position, value))
+                returned.append(self._values[value].holder)
+            else:
+                returned.append(result)
+        return returned, writes, passed
 
     def _note_region(self, node: int) -> None:
         region = outermost_checkpoint() if torch.is_grad_enabled() else None
