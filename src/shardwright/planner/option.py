@@ -17,12 +17,13 @@ from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
 from shardwright.planner.fabric import ACTION_OVERHEAD_S, STEP_OVERHEAD_S, Fabric
 from shardwright.planner.layout import Layout
+from shardwright.planner.lower_bound import least_seconds
 from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
 from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
 from shardwright.planner.partition import improve, split
 from shardwright.planner.recompute import choose_recompute
 from shardwright.planner.tables import build_tables
-from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate
+from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate, splits_backward
 
 __all__ = ["Demands", "Draft", "Option", "Workload"]
 
@@ -112,10 +113,11 @@ class Workload:
         """Moves cuts while the simulated step gets shorter: the slowest stage is not the whole story.
 
         Args:
-            option: where to start; made from this workload.
+            option: where to start; made from this workload, and it fits.
             max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
         """
         actions = sum(map(len, option.schedule.actions))
+        shortest_s = option.step_s
         if 2 * option.layout.num_stages * actions > max_actions:
             return option
         atom_at = {call: atom for atom, call in enumerate(self.chain.starts)}
@@ -123,12 +125,18 @@ class Workload:
         tried: dict[tuple[int, ...], Option] = {start: option}
 
         def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
+            nonlocal shortest_s
             if cuts not in tried:
                 if len(tried) * actions >= max_actions:
                     return (inf,)
                 calls = tuple(self.chain.starts[cut] for cut in cuts)
-                tried[cuts] = self.draft(option.kind, option.layout.ranks, cuts=calls).work_out()
+                draft = self.draft(option.kind, option.layout.ranks, cuts=calls)
+                if draft.least_s > shortest_s:
+                    return (inf,)
+                tried[cuts] = draft.work_out()
             found = tried[cuts]
+            if found.fits:
+                shortest_s = min(shortest_s, found.step_s)
             return max(0, found.overflow_bytes), found.step_s
 
         return tried[improve(start, key=key)]
@@ -224,6 +232,20 @@ class Draft:
         if cores:
             step_s = max(step_s, m * float(total.sum()) / cores)
         return step_s + self.workload.fabric.tie_seconds(layout)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that a step takes at least, whatever the order of its actions and what memory requires."""
+        workload, layout = self.workload, self.layout
+        if workload.demands.recompute == "auto":
+            layout = layout.with_recompute(())
+        step_s = least_seconds(
+            layout,
+            num_microbatches=workload.num_microbatches,
+            may_split=splits_backward(self.kind),
+            overhead_s=ACTION_OVERHEAD_S,
+        )
+        return _whole_step_s(step_s, layout, workload.fabric)
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -321,20 +343,20 @@ class Option:
         """Parts into which a batch is split."""
         return self.schedule.num_microbatches
 
-    @cached_property
+    @property
     def tie_s(self) -> float:
         """Seconds of summing the gradients of parameters that several pipeline ranks hold, once a step."""
         return self.workload.fabric.tie_seconds(self.layout)
 
-    @cached_property
+    @property
     def replica_s(self) -> float:
         """Seconds of summing the gradients over the replicas, once a step."""
         return self.workload.fabric.replica_seconds(self.layout)
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-        return self.simulation.step_s + self.tie_s + self.replica_s + STEP_OVERHEAD_S
+        return _whole_step_s(self.simulation.step_s, self.layout, self.workload.fabric)
 
     @property
     def peak_bytes(self) -> int:
@@ -351,3 +373,8 @@ class Option:
     def fits(self) -> bool:
         """Every rank has enough memory."""
         return self.overflow_bytes <= 0
+
+
+def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
+    """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
+    return schedule_s + fabric.tie_seconds(layout) + fabric.replica_seconds(layout) + STEP_OVERHEAD_S

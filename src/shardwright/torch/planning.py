@@ -57,16 +57,17 @@ class Planner:
         with context.reporter.phase("measuring units") as phase:
             profiles = self._profiles(traces, cluster, phase)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
-        return context.from_first_rank(
-            lambda: make_plan(
-                candidates,
-                cluster=cluster,
-                config=context.config,
-                mesh=context.mesh,
-                placement=self._placement(traces[counts[0]].graph),
-                optimizer_factor=_optimizer_factor(context),
+        with context.reporter.phase("planning"):
+            return context.from_first_rank(
+                lambda: make_plan(
+                    candidates,
+                    cluster=cluster,
+                    config=context.config,
+                    mesh=context.mesh,
+                    placement=self._placement(traces[counts[0]].graph),
+                    optimizer_factor=_optimizer_factor(context),
+                )
             )
-        )
 
     def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
