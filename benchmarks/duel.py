@@ -6,7 +6,7 @@
     round 1    ours   peer                    to the last that ends
 
 Every time comes with what other processes took of the machine meanwhile. A run in which that is much is
-disturbed: it is run again while `Patience` lasts, and left out of the median if enough others are quiet.
+disturbed: it is run again while `Patience` lasts, and left out of the median if most others are quiet.
 """
 
 import os
@@ -25,7 +25,6 @@ QUIET_CORES = 0.1
 Run = tuple[float, float]
 """Seconds, and cores that others kept busy meanwhile."""
 
-_FEWEST_QUIET = 3
 _STILL_S = 0.3
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -57,12 +56,12 @@ class Times:
 
     @property
     def disturbed(self) -> bool:
-        """Too few runs were quiet, so all count."""
-        return self.num_quiet < min(_FEWEST_QUIET, len(self.seconds))
+        """Most runs were not quiet, so all count: a few are known less well than many."""
+        return 2 * self.num_quiet < len(self.seconds)
 
     @property
     def counted(self) -> list[float]:
-        """The quiet runs where there are a few, else all."""
+        """The quiet runs where most are, else all."""
         if self.disturbed:
             return self.seconds
         return [s for s, cores in zip(self.seconds, self.foreign, strict=True) if cores < QUIET_CORES]
@@ -145,13 +144,13 @@ def alternate(
 
 
 def ratios(ours: Times, rival: Times) -> list[float]:
-    """Ours / rival, round by round: of the rounds in which both were quiet where there are a few, else all.
+    """Ours / rival, round by round: of the rounds in which both were quiet where most are so, else all.
 
     What slows the machine for seconds hits both of a round, so these vary less than their parts.
     """
     rounds = list(zip(ours.by_round, rival.by_round, strict=True))
     quiet = [(a, b) for a, b in rounds if a[1] < QUIET_CORES and b[1] < QUIET_CORES]
-    return [a / b for (a, _), (b, _) in (quiet if len(quiet) >= _FEWEST_QUIET else rounds)]
+    return [a / b for (a, _), (b, _) in (quiet if 2 * len(quiet) >= len(rounds) else rounds)]
 
 
 def clocked(run: Callable[[], object], *, times: int = 1) -> Run:
