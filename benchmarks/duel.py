@@ -6,7 +6,7 @@
     round 1    ours   peer                    to the last that ends
 
 Every time comes with what other processes took of the machine meanwhile. A run in which that is much is
-disturbed: it is run again while `Patience` lasts, and left out of the median if most others are quiet.
+disturbed: it is run again while `Patience` lasts, and left out of the median if at least half are quiet.
 """
 
 import os
@@ -50,21 +50,19 @@ class Times:
         self.by_round += other.by_round
 
     @property
-    def num_quiet(self) -> int:
-        """Runs in which others hardly took anything."""
-        return sum(cores < QUIET_CORES for cores in self.foreign)
+    def quiet(self) -> list[float]:
+        """The runs of rounds in which others hardly took anything."""
+        return [seconds for seconds, foreign in self.by_round if foreign < QUIET_CORES]
 
     @property
     def disturbed(self) -> bool:
-        """Most runs were not quiet, so all count: a few are known less well than many."""
-        return 2 * self.num_quiet < len(self.seconds)
+        """Less than half of the rounds were quiet, so all count: a few are known less well than many."""
+        return 2 * len(self.quiet) < len(self.by_round)
 
     @property
     def counted(self) -> list[float]:
-        """The quiet runs where most are, else all."""
-        if self.disturbed:
-            return self.seconds
-        return [s for s, cores in zip(self.seconds, self.foreign, strict=True) if cores < QUIET_CORES]
+        """The quiet runs if at least half were quiet, else all; without those that were repeated."""
+        return [seconds for seconds, _ in self.by_round] if self.disturbed else self.quiet
 
     @property
     def median_s(self) -> float:
@@ -144,7 +142,7 @@ def alternate(
 
 
 def ratios(ours: Times, rival: Times) -> list[float]:
-    """Ours / rival, round by round: of the rounds in which both were quiet where most are so, else all.
+    """Ours / rival, round by round: of those in which both were quiet, if these are at least half; else all.
 
     What slows the machine for seconds hits both of a round, so these vary less than their parts.
     """

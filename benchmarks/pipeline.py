@@ -143,7 +143,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="tiny models, two rounds, some cases")
+    parser.add_argument("--quick", action="store_true", help="tiny models, turns of two rounds, some cases")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
     parser.add_argument("--only", type=_letters, help="sections, for example A,C")
     parser.add_argument(

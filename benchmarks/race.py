@@ -125,7 +125,9 @@ class Final:
 
     @property
     def error(self) -> float:
-        """Standard error of the median, for ratios that are spread normally."""
+        """Standard error of the median, for ratios that are spread normally; infinite for one ratio."""
+        if len(self.ratios) < 2:
+            return math.inf
         return 0.93 * self.spread / math.sqrt(len(self.ratios))
 
 
@@ -180,10 +182,11 @@ def race(
         for turn in range(_MOST_TURNS):
             for final in finals:
                 if turn < _LEAST_TURNS or final.error > _KNOWN_TO:
-                    pair = {name: runs[name] for name in (final.match.ours, final.rival)}
-                    ours, rival = alternate(pair, rounds=rounds, patience=patience).values()
-                    final.ours_times.add(ours)
-                    final.rival_times.add(rival)
+                    names_in_turn = (final.match.ours, final.rival)[:: -1 if turn % 2 else 1]
+                    pair = {name: runs[name] for name in names_in_turn}
+                    found = alternate(pair, rounds=rounds, patience=patience)
+                    final.ours_times.add(found[final.match.ours])
+                    final.rival_times.add(found[final.rival])
         for final in finals:
             times[final.match.ours].add(final.ours_times)
             times[final.rival].add(final.rival_times)

@@ -47,6 +47,10 @@ class Demands:
     optimizer_factor: float = 2.0
 
 
+# Sums of the same seconds in another order differ by less.
+_ROUNDING = 1 + 1e-9
+
+
 @lru_cache(maxsize=512)
 def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: int | None) -> tuple[int, ...]:
     """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
@@ -113,25 +117,27 @@ class Workload:
         """Moves cuts while the simulated step gets shorter: the slowest stage is not the whole story.
 
         Args:
-            option: where to start; made from this workload, and it fits.
+            option: where to start; made from this workload.
             max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
         """
         actions = sum(map(len, option.schedule.actions))
-        shortest_s = option.step_s
         if 2 * option.layout.num_stages * actions > max_actions:
             return option
         atom_at = {call: atom for atom, call in enumerate(self.chain.starts)}
         start = tuple(atom_at[cut] for cut in option.layout.cuts)
         tried: dict[tuple[int, ...], Option] = {start: option}
+        shortest_s = option.step_s if option.fits else inf
+        hopeless: set[tuple[int, ...]] = set()
 
         def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
             nonlocal shortest_s
             if cuts not in tried:
-                if len(tried) * actions >= max_actions:
+                if cuts in hopeless or len(tried) * actions >= max_actions:
                     return (inf,)
                 calls = tuple(self.chain.starts[cut] for cut in cuts)
                 draft = self.draft(option.kind, option.layout.ranks, cuts=calls)
-                if draft.least_s > shortest_s:
+                if draft.least_s > shortest_s * _ROUNDING:
+                    hopeless.add(cuts)
                     return (inf,)
                 tried[cuts] = draft.work_out()
             found = tried[cuts]

@@ -17,7 +17,6 @@ from torch import nn
 from shardwright.cluster import Cluster
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
-from shardwright.observe.console import Phase
 from shardwright.plan import Plan
 from shardwright.planner import estimate_profile, make_plan, microbatch_counts
 from shardwright.profile import Profile, UnitCost
@@ -54,8 +53,7 @@ class Planner:
         with context.reporter.phase("tracing the model"):
             traces = self._traces(function, arguments, splitter, counts)
         context.cluster = cluster = present_cluster(context)
-        with context.reporter.phase("measuring units") as phase:
-            profiles = self._profiles(traces, cluster, phase)
+        profiles = self._profiles(traces, cluster)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
         with context.reporter.phase("planning"):
             return context.from_first_rank(
@@ -98,12 +96,14 @@ class Planner:
             count_memory=True,
         )
 
-    def _profiles(self, traces: dict[int, Trace], cluster: Cluster, phase: Phase) -> dict[int, Profile]:
-        device = cluster.device
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+        context, device = self._context, cluster.device
         estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
-        if self._context.config.profile == "estimated":
+        if context.config.profile == "estimated":
             return estimated
-        measured = Profiler(self._context).measure(list(traces.values()), phase=phase)
+        assert context.reporter is not None
+        with context.reporter.phase("measuring units") as phase:
+            measured = Profiler(context).measure(list(traces.values()), phase=phase)
         profiles = {}
         for m, profile in estimated.items():
             costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}

@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Of the cache: another one for another meaning of what is in it.
-_FORMAT = 2
+_FORMAT = 3
 
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
 
 # What slows a shared machine down lasts longer than the runs of one class, often a second or two: each class
-# gets more turns later, until the turns have gone on for longer than that.
+# gets more turns later, until the turns have gone on for longer than that, or eight times.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 8
 _WINDOW_S = 4.0
 
@@ -67,7 +67,7 @@ class Profiler:
         timings = {key: Timing(**known[key]) for key in classes if key in known}
         missing = [key for key in classes if key not in timings]
         measured = self._measure_in_rounds({key: classes[key] for key in missing}, phase)
-        timings.update((key, typical(found)) for key, found in measured.items())
+        timings.update((key, typical(found)) for key, found in measured.items() if found)
         give_back_freed_memory()  # the copies that were measured
         if missing and self._context.rank == 0:
             self._store({key: asdict(timings[key]) for key in missing if key in timings})
@@ -79,16 +79,17 @@ class Profiler:
         return costs
 
     def _measure_in_rounds(self, classes: dict[str, Trace], phase: Phase) -> dict[str, list[Timing]]:
-        """The timings of every class that can be run, one of each round."""
+        """The timings of every class, one of each round; none of those that cannot be run."""
         measured: dict[str, list[Timing]] = {key: [] for key in classes}
+        pending = list(classes)
         done, rounds = 0, _LEAST_ROUNDS
         started = time.perf_counter()
-        while measured and done < rounds:
-            for number, key in enumerate(list(measured), start=1):
-                phase.update(done * len(measured) + number, total=rounds * len(measured))
+        while pending and done < rounds:
+            for number, key in enumerate(list(pending), start=1):
+                phase.update(done * len(pending) + number, total=rounds * len(pending))
                 timing = self._measure_together(classes[key], key)
                 if timing is None:
-                    del measured[key]  # no rank could run it
+                    pending.remove(key)
                 else:
                     measured[key].append(timing)
             done += 1
@@ -97,12 +98,13 @@ class Profiler:
         return measured
 
     def _measure_together(self, trace: Trace, key: str) -> Timing | None:
-        """Times one class on all ranks of a host at once."""
+        """Times one class on all ranks of a host at once; None where no rank can run it."""
         context = self._context
         share_cores = (
             context.device.type == "cpu" and context.local_size * torch.get_num_threads() > cores_of_host()
         )
         mine: Timing | None = None
+        failure = ""
         if context.mesh.world_size > 1:
             dist.barrier()
         generators = torch.random.get_rng_state()
@@ -110,10 +112,13 @@ class Profiler:
             with self._cores.in_force():
                 mine = measure_class(trace.samples[key], device=context.device, share_cores=share_cores)
         except Exception as error:
-            log.warning("%s cannot be run on random data (%s): its cost is estimated", key, error)
+            failure = f"{type(error).__name__}: {error}"
         finally:
             torch.random.set_rng_state(generators)
-        return _mean(self._gathered(mine))
+        found = _mean(self._gathered(mine))
+        if found is None:
+            log.warning("%s cannot be run on random data (%s): its cost is estimated", key, failure)
+        return found
 
     def _gathered(self, mine: T) -> list[T]:
         """What every rank gave."""

@@ -20,11 +20,21 @@ from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
 
 
-def workload(graph: ModelGraph, profile: Profile, *, ranks: int, m: int, **demands: Any) -> Workload:
+def workload(
+    graph: ModelGraph,
+    profile: Profile,
+    *,
+    ranks: int,
+    m: int,
+    replicas: int = 1,
+    cores: int = 0,
+    **demands: Any,
+) -> Workload:
+    mesh = Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas)
     return Workload(
         build_chain(graph, profile),
         num_microbatches=m,
-        fabric=Fabric(machines(), Mesh(world_size=ranks, pipeline=ranks)),
+        fabric=Fabric(machines(cores_per_node=cores), mesh),
         demands=Demands(**demands),
     )
 
@@ -43,21 +53,26 @@ def test_one_stage_a_rank_reaches_the_bound() -> None:
     kind=st.sampled_from(KINDS),
     ranks=st.integers(1, 3),
     m=st.integers(1, 6),
+    replicas=st.integers(1, 2),
+    cores=st.integers(0, 2),
     recompute=st.sampled_from(["auto", "none", "full"]),
-    limit_bytes=st.sampled_from([0, 100_000]),
+    limit_bytes=st.sampled_from([0, 3000, 10_000]),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_no_schedule_is_faster(
     graph: ModelGraph,
     kind: str,
     ranks: int,
     m: int,
+    replicas: int,
+    cores: int,
     recompute: str,
     limit_bytes: int,
     data: st.DataObject,
 ) -> None:
-    made = workload(graph, PROFILE, ranks=ranks, m=m, recompute=recompute, limit_bytes=limit_bytes)
+    demands = {"recompute": recompute, "limit_bytes": limit_bytes}
+    made = workload(graph, PROFILE, ranks=ranks, m=m, replicas=replicas, cores=cores, **demands)
     stages = place_stages(kind, num_ranks=ranks)
     calls = made.chain.num_calls
     assume(calls >= len(stages))

@@ -24,7 +24,7 @@ def test_rounds_in_which_the_machine_was_slow_do_not_count():
     assert typical([slow, fast, fast]) == typical([fast, slow, fast, slow, fast]) == typical([fast]) == fast
 
 
-def test_a_small_model_is_measured_for_as_long_as_a_disturbance_lasts():
+def test_a_model_is_measured_for_as_long_as_a_disturbance_lasts_or_eight_times():
     assert rounds_of(1e-3) == 8
     assert 3 < rounds_of(1.0) < 8
     assert rounds_of(60.0) == 3
