@@ -6,10 +6,11 @@
     Draft.work_out:  build_schedule ─► simulate ─► memory               the schedule that the runtime executes
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import inf
+from math import comb, inf
 
 import numpy as np
 
@@ -46,6 +47,9 @@ class Demands:
     active_microbatches: int | None = None
     optimizer_factor: float = 2.0
 
+
+# So many ways to cut are all looked at.
+_FEW_PARTITIONS = 100
 
 # Sums of the same seconds in another order differ by less.
 _ROUNDING = 1 + 1e-9
@@ -116,6 +120,8 @@ class Workload:
     def refine(self, option: "Option", *, max_actions: int) -> "Option":
         """Moves cuts while the simulated step gets shorter: the slowest stage is not the whole story.
 
+        Where there are only a few ways to cut, it finds the best of all.
+
         Args:
             option: where to start; made from this workload.
             max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
@@ -145,7 +151,13 @@ class Workload:
                 shortest_s = min(shortest_s, found.step_s)
             return max(0, found.overflow_bytes), found.step_s
 
-        return tried[improve(start, key=key)]
+        best = improve(start, key=key)
+        inner = len(start) - 2
+        if comb(self.chain.num_atoms - 1, inner) <= _FEW_PARTITIONS:
+            # One cut or a few neighbours at a time do not lead everywhere; the bound makes looking cheap.
+            others = itertools.combinations(range(1, self.chain.num_atoms), inner)
+            best = min([best, *((0, *cuts, start[-1]) for cuts in others)], key=key)
+        return tried[best]
 
     @property
     def batch_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from graphs import GraphBuilder, chain_graph, profile_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
@@ -120,8 +120,9 @@ def test_active_microbatches_bound_memory() -> None:
     pipeline=st.integers(2, 3),
     kind=st.sampled_from(["1f1b", "gpipe", "zb_h1"]),
 )
+@example(costs=[1.25, 0.5, 1.25, 2.5], pipeline=3, kind="1f1b")  # moving single cuts ended at 1.056 of it
 @settings(max_examples=25)
-def test_close_to_the_best_of_all_partitions(costs: list[float], pipeline: int, kind: str) -> None:
+def test_the_best_of_all_partitions_of_a_small_model(costs: list[float], pipeline: int, kind: str) -> None:
     classes = {f"c{i}": (cost, 2 * cost) for i, cost in enumerate(costs)}
     graph = chain_graph(len(costs), classes=list(classes))
     profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.5, 1.0)})
@@ -134,7 +135,7 @@ def test_close_to_the_best_of_all_partitions(costs: list[float], pipeline: int, 
         for inner in itertools.combinations(range(1, num_calls), pipeline - 1)
     )
     assert found.prediction is not None
-    assert found.prediction.step_s <= best * 1.03
+    assert found.prediction.step_s <= best * 1.01  # near ties go to the simplest
 
 
 def test_transfers_decide_between_equal_splits() -> None:
