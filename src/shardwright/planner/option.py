@@ -6,11 +6,9 @@
     Draft.work_out:  build_schedule ─► simulate ─► memory               the schedule that the runtime executes
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import comb, inf
 
 import numpy as np
 
@@ -46,13 +44,6 @@ class Demands:
     recompute: RecomputePolicy = "auto"
     active_microbatches: int | None = None
     optimizer_factor: float = 2.0
-
-
-# So many ways to cut are all looked at.
-_FEW_PARTITIONS = 100
-
-# Sums of the same seconds in another order differ by less.
-_ROUNDING = 1 + 1e-9
 
 
 @lru_cache(maxsize=512)
@@ -116,48 +107,6 @@ class Workload:
                 batch_bytes=self.batch_bytes,
             )
         return Draft(workload=self, kind=kind, layout=layout, in_flight=flying)
-
-    def refine(self, option: "Option", *, max_actions: int) -> "Option":
-        """Moves cuts while the simulated step gets shorter: the slowest stage is not the whole story.
-
-        Where there are only a few ways to cut, it finds the best of all.
-
-        Args:
-            option: where to start; made from this workload.
-            max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
-        """
-        actions = sum(map(len, option.schedule.actions))
-        if 2 * option.layout.num_stages * actions > max_actions:
-            return option
-        atom_at = {call: atom for atom, call in enumerate(self.chain.starts)}
-        start = tuple(atom_at[cut] for cut in option.layout.cuts)
-        tried: dict[tuple[int, ...], Option] = {start: option}
-        shortest_s = option.step_s if option.fits else inf
-        hopeless: set[tuple[int, ...]] = set()
-
-        def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
-            nonlocal shortest_s
-            if cuts not in tried:
-                if cuts in hopeless or len(tried) * actions >= max_actions:
-                    return (inf,)
-                calls = tuple(self.chain.starts[cut] for cut in cuts)
-                draft = self.draft(option.kind, option.layout.ranks, cuts=calls)
-                if draft.least_s > shortest_s * _ROUNDING:
-                    hopeless.add(cuts)
-                    return (inf,)
-                tried[cuts] = draft.work_out()
-            found = tried[cuts]
-            if found.fits:
-                shortest_s = min(shortest_s, found.step_s)
-            return max(0, found.overflow_bytes), found.step_s
-
-        best = improve(start, key=key)
-        inner = len(start) - 2
-        if comb(self.chain.num_atoms - 1, inner) <= _FEW_PARTITIONS:
-            # One cut or a few neighbours at a time do not lead everywhere; the bound makes looking cheap.
-            others = itertools.combinations(range(1, self.chain.num_atoms), inner)
-            best = min([best, *((0, *cuts, start[-1]) for cuts in others)], key=key)
-        return tried[best]
 
     @property
     def batch_bytes(self) -> int:

@@ -29,6 +29,7 @@ from shardwright.planner.infeasible import infeasible
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.option import Demands, Draft, Option, Workload
 from shardwright.planner.partition import manual_stages
+from shardwright.planner.refine import refine
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 
@@ -258,7 +259,7 @@ def _promising(drafts: Sequence[Draft]) -> list[Draft]:
 def _refined(options: Sequence[Option]) -> list[Option]:
     """The options, the best few of them with their cuts moved to where the simulated step is shortest."""
     best = rank([option for option in options if option.fits], memory_weight=0.0)[:_NUM_REFINED]
-    better = {id(option): option.workload.refine(option, max_actions=_MOST_ACTIONS // 4) for option in best}
+    better = {id(option): refine(option, max_actions=_MOST_ACTIONS // 4) for option in best}
     return [better.get(id(option), option) for option in options]
 
 
