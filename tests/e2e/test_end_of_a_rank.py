@@ -25,7 +25,7 @@ SCRIPT = """
         for task in Path("/proc/self/task").iterdir():
             if "runloop" in (task / "comm").read_text():
                 os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
-        for _ in range(20):
+        for _ in range(4):
             dist.all_reduce(torch.ones(100), group=group)
 
     def free_port():

@@ -35,6 +35,7 @@ from shardwright.torch.placement import (
 )
 from shardwright.torch.program import Program, build_program, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
+from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
@@ -43,6 +44,7 @@ from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
+    from shardwright.torch.planning import Planner
 
 __all__ = ["PipelineEngine"]
 
@@ -61,7 +63,7 @@ class PipelineEngine:
         self,
         context: Context,
         model: "DistributedModel",
-        planner: Callable[[Callable[..., Any], Arguments, Splitter], Any],
+        planner: "Planner",
         materialiser: Materialiser,
     ):
         self._context = context
@@ -75,6 +77,7 @@ class PipelineEngine:
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._recompute: frozenset[str] = frozenset()
+        self._first_trace: tuple[Hashable, Trace] | None = None
         self._attributes = AttributeWatch(model.module)
         self._failure = ""
         self.reducer: GradientReducer | None = None
@@ -103,6 +106,7 @@ class PipelineEngine:
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
         path, attributes = (function, *settings.values()), self._attributes.step_begins()
         programs = [self._program(function, part, path, attributes) for part in parts]
+        self._first_trace = None
         _check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
@@ -199,7 +203,9 @@ class PipelineEngine:
         # Before the trace, in which a module around several units must not recompute itself.
         marked = marked_inside(module, set(self._unit_map.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
-        trace = trace_step(self._unit_map, function, part, device=self._context.device)
+        trace = self._planner.take_trace(plan.schedule.microbatches)
+        if trace is None or marked or list(trace.unit_names) != names:
+            trace = trace_step(self._unit_map, function, part, device=context.device)
         self._agreement.on_trace(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
@@ -217,6 +223,7 @@ class PipelineEngine:
             if node.kind == "unit" and id(self._unit_map.modules[node.name]) in marked
         ).union(*(stage.recompute for stage in plan.stages))
         self._residency = residency
+        self._first_trace = signature_of(part), trace
         self._model.placed(residency)
         if splits_backward(plan.schedule.kind):
             for unit in self._unit_map.modules.values():
@@ -260,7 +267,9 @@ class PipelineEngine:
         assert self._unit_map is not None
         assert self._context.plan is not None
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-        trace = trace_step(self._unit_map, function, part, device=self._context.device)
+        trace = self._trace_of_plan(part) or trace_step(
+            self._unit_map, function, part, device=self._context.device
+        )
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,
@@ -278,6 +287,13 @@ class PipelineEngine:
         self._programs.keep(signature, trace, program)
         self._attributes.traced(plain, trace.digest)
         return program
+
+    def _trace_of_plan(self, part: Arguments) -> Trace | None:
+        """In the first batch, the trace by which units were placed, if it holds for this microbatch."""
+        if self._first_trace is None or self._first_trace[0] != signature_of(part):
+            return None
+        trace = self._first_trace[1]
+        return trace if trace.holds_for(part) else None
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
         """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""

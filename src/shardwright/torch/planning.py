@@ -39,6 +39,7 @@ class Planner:
         self._context = context
         self._model = model
         self._materialiser = materialiser
+        self._traces: dict[int, Trace] = {}
 
     def __call__(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> Plan:
         """Returns the plan, the same on every rank.
@@ -51,7 +52,7 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            traces = self._traces(function, arguments, splitter, counts)
+            self._traces = traces = self._trace(function, arguments, splitter, counts)
         context.cluster = cluster = present_cluster(context)
         profiles = self._profiles(traces, cluster)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
@@ -67,6 +68,11 @@ class Planner:
                 )
             )
 
+    def take_trace(self, microbatches: int) -> Trace | None:
+        """The trace that a plan of so many microbatches rests on, if one was made; forgets all of them."""
+        traces, self._traces = self._traces, {}
+        return traces.get(microbatches)
+
     def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
         batch_size = splitter.batch_size(arguments)
@@ -77,7 +83,7 @@ class Planner:
             )
         return microbatch_counts(batch_size, config=config, pipeline=pipeline)
 
-    def _traces(
+    def _trace(
         self,
         function: Callable[..., Any],
         arguments: Arguments,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.attribute_use import AttributeUse, Place
+from shardwright.torch.batch import Arguments
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.layout import Order
 from shardwright.torch.path import Path
@@ -155,6 +156,7 @@ class Trace:
 
     Attributes:
         graph: the nodes that are placed on stages.
+        unit_names: names of all units, also of those that are not called.
         steps: everything that is intercepted, free operations included.
         backward_at: number of steps before ``backward``; None without one.
         result_values: (position among the leaves of what the step function returned, value).
@@ -174,6 +176,7 @@ class Trace:
     """
 
     graph: ModelGraph
+    unit_names: tuple[str, ...]
     steps: list[Step]
     backward_at: int | None
     result_values: tuple[tuple[int, int], ...]
@@ -190,6 +193,12 @@ class Trace:
     shapes_asked: frozenset[int] = frozenset()
     orders: Mapping[int, Order] = field(default_factory=dict)
     left_in_units: tuple[Place, ...] = ()
+
+    def holds_for(self, part: Arguments) -> bool:
+        """Whether another microbatch of the same signature is known to take the same path."""
+        if self.path is None:
+            return not self.reads_data
+        return self.path.taken_by(part)
 
     @property
     def digest(self) -> str:

@@ -352,6 +352,7 @@ class Tracer:
         )
         return Trace(
             graph=graph,
+            unit_names=tuple(self._unit_map.modules),
             steps=recorder.steps,
             backward_at=self._backward_at,
             result_values=result_values,
