@@ -6,13 +6,12 @@ No framework is imported here: a model of any size is planned on a laptop.
 from shardwright.planner.adopt import read_plan, schedule_of, stage_costs_of
 from shardwright.planner.chain import Chain
 from shardwright.planner.estimate import estimate_profile
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, STEP_OVERHEAD_S
+from shardwright.planner.fabric import ACTION_OVERHEAD_S
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.search import Candidates, make_plan, microbatch_counts
 
 __all__ = [
     "ACTION_OVERHEAD_S",
-    "STEP_OVERHEAD_S",
     "Candidates",
     "Chain",
     "build_chain",

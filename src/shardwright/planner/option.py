@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, STEP_OVERHEAD_S, Fabric
+from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
 from shardwright.planner.layout import Layout
 from shardwright.planner.lower_bound import least_seconds
 from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
@@ -212,7 +212,7 @@ class Draft:
             may_split=splits_backward(self.kind),
             overhead_s=ACTION_OVERHEAD_S,
         )
-        return _whole_step_s(step_s, layout, workload.fabric)
+        return _whole_step_s(step_s, layout, workload)
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -323,7 +323,7 @@ class Option:
     @cached_property
     def step_s(self) -> float:
         """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-        return _whole_step_s(self.simulation.step_s, self.layout, self.workload.fabric)
+        return _whole_step_s(self.simulation.step_s, self.layout, self.workload)
 
     @property
     def peak_bytes(self) -> int:
@@ -342,6 +342,8 @@ class Option:
         return self.overflow_bytes <= 0
 
 
-def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
+def _whole_step_s(schedule_s: float, layout: Layout, workload: Workload) -> float:
     """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-    return schedule_s + fabric.tie_seconds(layout) + fabric.replica_seconds(layout) + STEP_OVERHEAD_S
+    fabric = workload.fabric
+    sums_s = fabric.tie_seconds(layout) + fabric.replica_seconds(layout)
+    return schedule_s + sums_s + fabric.overhead_seconds(workload.num_microbatches)

@@ -11,14 +11,8 @@ from shardwright.config import Config
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import (
-    ACTION_OVERHEAD_S,
-    STEP_OVERHEAD_S,
-    make_plan,
-    read_plan,
-    schedule_of,
-    stage_costs_of,
-)
+from shardwright.planner import ACTION_OVERHEAD_S, make_plan, read_plan, schedule_of, stage_costs_of
+from shardwright.planner.fabric import Fabric
 from shardwright.schedule import build_schedule, simulate
 
 GRAPH = chain_graph(4)
@@ -104,5 +98,6 @@ def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> No
     assert any(stage.recompute for stage in plan.stages)
     again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_OVERHEAD_S)
     assert plan.prediction is not None
-    assert again.step_s + STEP_OVERHEAD_S == pytest.approx(plan.prediction.step_s)
+    overhead_s = Fabric(cluster=instant, mesh=mesh).overhead_seconds(4)
+    assert again.step_s + overhead_s == pytest.approx(plan.prediction.step_s)
     assert again.peak_bytes == tuple(memory.activations for memory in plan.prediction.memory)

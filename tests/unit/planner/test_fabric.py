@@ -59,3 +59,17 @@ def test_ties_cost_only_between_ranks() -> None:
 def test_replicas_sum_what_their_rank_holds() -> None:
     fabric = Fabric(machines(intra=(0, 100)), Mesh(world_size=4, pipeline=2, data=2))
     assert fabric.replica_seconds(layout((0, 3, 4), (0, 1), tied=False)) == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "world_size", "crowd"), [(0, 4, 1), (4, 4, 1), (8, 4, 1), (2, 4, 2), (1, 4, 4)]
+)
+def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
+    cores: int, world_size: int, crowd: int
+) -> None:
+    def overhead_s(cores: int) -> float:
+        mesh = Mesh(world_size=world_size, pipeline=world_size)
+        return Fabric(machines(ranks_per_node=world_size, cores_per_node=cores), mesh).overhead_seconds(8)
+
+    assert overhead_s(cores) == pytest.approx(crowd * overhead_s(0))
+    assert overhead_s(cores) > 0
