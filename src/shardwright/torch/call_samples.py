@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.torch._private import num_hooks_registered
 from shardwright.torch.cost import cost_class
 from shardwright.torch.recording import Sample
 from shardwright.torch.traced_call import TracedCall
@@ -24,10 +25,12 @@ class CallSamples:
 
     Attributes:
         samples: cost class -> arguments of its first call.
+        num_hooks: hooks that counting has registered, which are none of the step function's.
     """
 
     def __init__(self, values: TracedValues, *, count_memory: bool):
         self.samples: dict[str, Sample] = {}
+        self.num_hooks = 0
         self._values = values
         self._count_memory = count_memory
         self._memory: dict[str, WorkingMemory] = {}
@@ -55,8 +58,10 @@ class CallSamples:
             return WorkingMemory()
         if key not in self._memory:
             given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
+            before = num_hooks_registered()
             with self._values.fake_mode:
                 self._memory[key] = working_memory(call.func, call.fakes, call.structure, given=given)
+            self.num_hooks += num_hooks_registered() - before
         return self._memory[key]
 
     def _is_somebody_elses(self, item: Any) -> bool:

@@ -124,7 +124,7 @@ class _Run:
                 hooks_before = num_hooks_registered()
                 with use.watching():
                     result = self.function(*args, **kwargs)
-                registers_hooks = num_hooks_registered() > hooks_before
+                registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
                 changed = watch.changed(tracer.is_value)
                 together = tracer.together()

@@ -57,6 +57,7 @@ class Tracer:
 
     Attributes:
         before_step: called before every call and before ``backward``.
+        samples: calls of each cost class.
     """
 
     before_step: Callable[[], None]
@@ -77,7 +78,7 @@ class Tracer:
         self._values = TracedValues(unit_map.parameters, device)
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
         self._recorder = TraceRecorder(self._values, self._buffers)
-        self._samples = CallSamples(self._values, count_memory=count_memory)
+        self.samples = CallSamples(self._values, count_memory=count_memory)
         self._path = PathRecorder(batch)
         self._real = RealExecution(self._values, self._path, device)
         self._loss: int | None = None
@@ -135,8 +136,8 @@ class Tracer:
                 reads,
             )
         call = self._call(func, items, structure, reads, line)
-        key = self._samples.cost_class(call, functions.name_of(func))
-        memory = self._samples.working_memory(key, call)
+        key = self.samples.cost_class(call, functions.name_of(func))
+        memory = self.samples.working_memory(key, call)
         outcome = self._execute_operation(call)
         node = Node(
             kind="op",
@@ -172,8 +173,8 @@ class Tracer:
             copy_of_object(fake) if is_opaque(item) else fake
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
-        key = self._samples.cost_class(call, class_key(module), kept)
-        memory = self._samples.working_memory(key, call)
+        key = self.samples.cost_class(call, class_key(module), kept)
+        memory = self.samples.working_memory(key, call)
         own = self._values.names_in(module)
         outcome = self._execute_unit(call, module, kept)
         ordinal = self._calls.get(name, 0)
@@ -360,7 +361,7 @@ class Tracer:
             path=self._path.path(self._unit_map.model, values.names),
             recomputes=self._recomputes,
             changes_batch=changes_batch,
-            samples=self._samples.samples,
+            samples=self.samples.samples,
             temporary_hooks=temporary_hooks,
             state=tuple(dict.fromkeys(self._buffers.initial.values())),
             initial=self._buffers.initial,
