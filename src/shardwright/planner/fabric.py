@@ -18,12 +18,10 @@ also counts for both parts of a backward that is split.
 """
 
 _STEP_OVERHEAD_S = 4e-3
-_MICROBATCH_OVERHEAD_S = 6e-4
-"""Seconds that it takes before the first action of a step and after the last one: for the step (agreeing on
-the batch, looking at attributes, handing out results), and for every microbatch (freeing its graph).
+"""Seconds for which a rank keeps its core busy before the first action of a step and after the last one.
 
-Measured as a rank's time on a core outside of actions, 2 and 4 ranks on two cores: 11 ms with 8 microbatches
-of 8 small blocks, 8 to 12 ms with 4 microbatches of 12 to 16 blocks.
+It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
+to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
 """
 
 
@@ -66,13 +64,14 @@ class Fabric:
         on_host = min(self.cluster.ranks_per_node, self.mesh.world_size)
         return max(1, self.cluster.cores_per_node * self.ranks_per_node // on_host)
 
-    def overhead_seconds(self, num_microbatches: int) -> float:
-        """What the runtime takes before the first action of a step and after the last one.
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that the runtime takes before the first action of a step and after the last one.
 
-        All ranks take it at the same time: those that share a core wait for one another.
+        All ranks take them at the same time: those that share a core wait for one another.
         """
         crowd = max(1.0, self.ranks_per_node / self.cores) if self.cores else 1.0
-        return crowd * (_STEP_OVERHEAD_S + num_microbatches * _MICROBATCH_OVERHEAD_S)
+        return crowd * _STEP_OVERHEAD_S
 
     def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.

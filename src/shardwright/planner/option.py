@@ -212,7 +212,7 @@ class Draft:
             may_split=splits_backward(self.kind),
             overhead_s=ACTION_OVERHEAD_S,
         )
-        return _whole_step_s(step_s, layout, workload)
+        return _whole_step_s(step_s, layout, workload.fabric)
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -323,7 +323,7 @@ class Option:
     @cached_property
     def step_s(self) -> float:
         """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-        return _whole_step_s(self.simulation.step_s, self.layout, self.workload)
+        return _whole_step_s(self.simulation.step_s, self.layout, self.workload.fabric)
 
     @property
     def peak_bytes(self) -> int:
@@ -342,8 +342,6 @@ class Option:
         return self.overflow_bytes <= 0
 
 
-def _whole_step_s(schedule_s: float, layout: Layout, workload: Workload) -> float:
+def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
     """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-    fabric = workload.fabric
-    sums_s = fabric.tie_seconds(layout) + fabric.replica_seconds(layout)
-    return schedule_s + sums_s + fabric.overhead_seconds(workload.num_microbatches)
+    return schedule_s + fabric.tie_seconds(layout) + fabric.replica_seconds(layout) + fabric.overhead_s

@@ -98,6 +98,6 @@ def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> No
     assert any(stage.recompute for stage in plan.stages)
     again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_OVERHEAD_S)
     assert plan.prediction is not None
-    overhead_s = Fabric(cluster=instant, mesh=mesh).overhead_seconds(4)
+    overhead_s = Fabric(cluster=instant, mesh=mesh).overhead_s
     assert again.step_s + overhead_s == pytest.approx(plan.prediction.step_s)
     assert again.peak_bytes == tuple(memory.activations for memory in plan.prediction.memory)

@@ -69,7 +69,7 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
 ) -> None:
     def overhead_s(cores: int) -> float:
         mesh = Mesh(world_size=world_size, pipeline=world_size)
-        return Fabric(machines(ranks_per_node=world_size, cores_per_node=cores), mesh).overhead_seconds(8)
+        return Fabric(machines(ranks_per_node=world_size, cores_per_node=cores), mesh).overhead_s
 
     assert overhead_s(cores) == pytest.approx(crowd * overhead_s(0))
     assert overhead_s(cores) > 0
