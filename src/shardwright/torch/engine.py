@@ -105,8 +105,10 @@ class PipelineEngine:
         assert context.plan is not None
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
         path, attributes = (function, *settings.values()), self._attributes.step_begins()
-        programs = [self._program(function, part, path, attributes) for part in parts]
-        self._first_trace = None
+        try:
+            programs = [self._program(function, part, path, attributes) for part in parts]
+        finally:
+            self._first_trace = None  # it holds for the settings of this batch
         _check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
@@ -267,7 +269,7 @@ class PipelineEngine:
         assert self._unit_map is not None
         assert self._context.plan is not None
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-        trace = self._trace_of_plan(part) or trace_step(
+        trace = self._trace_of_plan(plain[1], part) or trace_step(
             self._unit_map, function, part, device=self._context.device
         )
         placed = call_placement(trace.graph, self._context.plan, self._residency)
@@ -288,9 +290,9 @@ class PipelineEngine:
         self._attributes.traced(plain, trace.digest)
         return program
 
-    def _trace_of_plan(self, part: Arguments) -> Trace | None:
+    def _trace_of_plan(self, signature: Hashable, part: Arguments) -> Trace | None:
         """In the first batch, the trace by which units were placed, if it holds for this microbatch."""
-        if self._first_trace is None or self._first_trace[0] != signature_of(part):
+        if self._first_trace is None or self._first_trace[0] != signature:
             return None
         trace = self._first_trace[1]
         return trace if trace.holds_for(part) else None
