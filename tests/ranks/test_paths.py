@@ -234,3 +234,39 @@ def test_a_mark_around_several_units_is_taken_off_before_the_trace():
     for num_traces, _, found in run_ranks(programs_and_differences, 2, recipe, Case(config=CONFIG)):
         assert found == []
         assert num_traces == 1
+
+
+class DropsBetweenBlocks(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5, self.training)
+        return self.head(x)
+
+
+def evaluates_after_a_batch_that_could_not_be_traced() -> bool:
+    sw.init({**CONFIG, "run_dir": "off"})
+    torch.manual_seed(0)
+    plain = DropsBetweenBlocks().double()
+    x = torch.randn(8, 12, WIDTH, dtype=torch.double)
+    expected = plain.eval()(x).square().mean()
+    model = sw.DistributedModel(plain.train())
+    refused = [True]
+
+    @sw.step
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        if refused and len(x) == 1:
+            raise ValueError("too small")
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    with pytest.raises(ValueError, match="too small"):
+        loss_of(model, x[:7])
+    refused.clear()
+    model.eval()
+    return torch.allclose(loss_of(model, x).reduce_mean(), expected)
+
+
+def test_the_planners_trace_does_not_outlive_a_first_batch_that_fails():
+    """A batch with other settings took it: dropout in evaluation."""
+    assert run_ranks(evaluates_after_a_batch_that_could_not_be_traced, 2) == [True, True]
