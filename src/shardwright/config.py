@@ -62,7 +62,7 @@ _NO_PINS = frozenset(
 # Features of later versions: the value that means "off", and what to use instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
     "bf16": (False, "cast the model with model.to(torch.bfloat16), or use torch.autocast"),
-    "delayed_parameter_initialization": (False, "create the model on the CPU"),
+    "delayed_parameter_initialization": (False, "build the model under torch.device('meta')"),
     "fp16": (False, "use torch.autocast"),
     "fp16_params": (False, "cast the model with model.half()"),
     "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
@@ -131,7 +131,9 @@ class Config(BaseModel):
     )
     plan: str | None = Field(None, description="Plan file to follow instead of planning.")
     ddp: bool | None = Field(None, description="Data parallelism; false: refuse more than one replica.")
-    ddp_port: Port | None = Field(None, description="TCP port of the rendezvous.")
+    ddp_port: Port | None = Field(
+        None, description="TCP port at which rank 0 serves the rendezvous, without MASTER_PORT."
+    )
     ddp_dist_backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="torch.distributed backend; auto: nccl on GPUs, gloo on CPUs."
     )
@@ -311,6 +313,11 @@ class Config(BaseModel):
             given = "ddp_port" if self.ddp_port is not None else "ddp_dist_backend"
             yield f"{given} is set, but ddp is false. Remove one of the two."
         stages = self.virtual_stages
+        if stages is not None and not self.auto_partition:
+            yield (
+                f"virtual_stages is {stages}, but auto_partition is false: sw.partition says what runs "
+                "where, and so how many stages there are. Remove one of the two."
+            )
         if stages is not None and stages > 1 and self.pipeline in ("gpipe", "1f1b", "zb_h1"):
             yield (
                 f"virtual_stages is {stages}, but pipeline {self.pipeline} runs one stage on each rank. "

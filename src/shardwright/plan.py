@@ -235,6 +235,11 @@ class Plan(_Record):
                     f"replicated.{name} names stages {list(holders)}, "
                     f"but stages run from 0 to {len(self.stages) - 1}"
                 )
+        if self.prediction is not None and len(self.prediction.stages) != len(self.stages):
+            raise ValueError(
+                f"prediction.stages has {len(self.prediction.stages)} entries, but there are "
+                f"{len(self.stages)} stages: remove prediction, which is not needed to run a plan"
+            )
         placed = [unit for stage in self.stages for unit in stage.units]
         if placed != list(self.model.units):
             raise ValueError(_placement_difference(self.model.units, placed))

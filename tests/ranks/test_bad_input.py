@@ -238,9 +238,11 @@ def test_a_plan_file_reproduces_the_run_and_a_stale_one_is_refused(tmp_path):
     with pytest.raises(RanksFailedError, match=r"the plan is for .* = 2 ranks, but 3 are running"):
         run_ranks(follow, 3, path)
 
-    overruled = r"the plan file decides: microbatches 2 \(the setting is 4\)"
-    with pytest.raises(RanksFailedError, match=overruled):  # a warning, which tests take for an error
-        run_ranks(train_once, 2, {"plan": str(path), "microbatches": 4})
+    with pytest.raises(RanksFailedError, match="the plan decides otherwise") as caught:
+        # a warning, which tests take for an error
+        run_ranks(train_once, 2, {"plan": str(path), "microbatches": 4, "virtual_stages": 3})
+    assert "microbatches is 4, but the plan has 2." in str(caught.value)
+    assert "virtual_stages is 3, but the plan has 1." in str(caught.value)
 
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])

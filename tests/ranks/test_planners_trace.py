@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 from transparency import Recipe
-from zoo import TRANSFORMERS, ZOO
+from zoo import TRANSFORMERS, ZOO, classify, features
+from zoo_modules import Block, Stack
 
 from shardwright.torch.recording import Trace
 from shardwright.torch.tracing import trace_parts
@@ -56,7 +57,35 @@ def what_counts(trace: Trace) -> dict[str, Any]:
     return found | {"digest": trace.digest}
 
 
+class Weighs(Block):
+    """Leaves something for others to read, as a router its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aside = y.square().mean()
+        return y
+
+
+class AddsWhatBlocksLeave(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Weighs() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + sum(block.aside for block in self.blocks)
+
+
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in TRANSFORMERS] + ["GPT-2"])
 def test_counting_memory_changes_nothing_else(name):
     with_memory, without = (traced(ZOO[name], count_memory=count) for count in (True, False))
+    assert what_counts(with_memory) == what_counts(without)
+
+
+def test_calls_that_are_only_counted_read_and_write_no_attributes():
+    """Counted, they made another program, so that the second step was traced once more."""
+    recipe = Recipe(build=AddsWhatBlocksLeave, batch=features, loss=classify)
+    with_memory, without = (traced(recipe, count_memory=count) for count in (True, False))
+    assert with_memory.attributes
+    assert [a.accesses for a in with_memory.attributes] == [a.accesses for a in without.attributes]
     assert what_counts(with_memory) == what_counts(without)

@@ -193,6 +193,10 @@ def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> No
         ({"ddp": False, "ddp_dist_backend": "nccl"}, "ddp_dist_backend is set, but ddp is false."),
         ({"pipeline": "interleaved", "virtual_stages": 2}, "virtual_stages is 2, but pipeline 1f1b runs one"),
         ({"pipeline": "zb_v", "virtual_stages": 3}, "virtual_stages is 3, but pipeline zb_v runs 2 stages"),
+        (
+            {"auto_partition": False, "default_partition": 0, "virtual_stages": 1},
+            "virtual_stages is 1, but auto_partition is false",
+        ),
     ],
 )
 def test_contradictions(settings: dict[str, Any], text: str) -> None:

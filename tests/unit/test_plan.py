@@ -97,6 +97,16 @@ def test_table() -> None:
     assert make_plan().table().splitlines()[1].split() == ["0", "0", "2", "embed", "..", "h.0", *"----"]
 
 
+def test_a_stage_that_was_added_by_hand_has_no_prediction() -> None:
+    """The table of its stages ended with an IndexError, on all ranks."""
+    document = json.loads(with_prediction().to_json())
+    document["prediction"]["stages"].pop()
+    message = refusal(json.dumps(document))
+    assert "prediction.stages has 1 entries, but there are 2 stages: remove prediction" in message
+    del document["prediction"]
+    assert Plan.parse(json.dumps(document)).table()
+
+
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_cut_off(fraction: float) -> None:
     text = make_plan().to_json().strip()

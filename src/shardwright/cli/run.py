@@ -77,6 +77,10 @@ def run(
 
     shardwright run -n 2 --set microbatches=4 train.py --epochs 3
     """
+    if as_json and not dry_run:
+        raise UsageError(
+            "--json is for --dry-run: what a script prints is its own. Add --dry-run, or drop it."
+        )
     if num_nodes > 1 and name is None:
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
     request = LaunchRequest(
@@ -93,6 +97,7 @@ def run(
         config=config,
         settings=parse_settings(settings or ()),
         grace_s=grace_s,
+        quiet=quiet,
     )
     _check_settings(request)
     if not quiet:

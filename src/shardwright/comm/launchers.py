@@ -235,7 +235,7 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
         raise LaunchError(
             f"SM_NUM_GPUS says that this host has {num_gpus} GPUs, but one process uses one. Start more: "
             f"shardwright run -n {num_gpus} --nnodes {len(hosts)} --node-rank {hosts.index(host)} "
-            f"--rdzv-endpoint {hosts[0]}:{_DEFAULT_PORT} train.py"
+            f"--rdzv-endpoint {hosts[0]}:{_DEFAULT_PORT} --name NAME train.py"
         )
     return LaunchEnvironment(
         rank=hosts.index(host),

@@ -31,6 +31,7 @@ class LaunchRequest:
         config: a settings file for the ranks.
         settings: single settings for the ranks, stronger than the file.
         grace_s: seconds that ranks may take to end after a signal.
+        quiet: the ranks show no progress.
 
     Raises:
         UsageError: the values do not go together.
@@ -49,6 +50,7 @@ class LaunchRequest:
     config: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.target).is_file():
@@ -90,6 +92,8 @@ class LaunchRequest:
             chosen["SHARDWRIGHT_CONFIG"] = str(self.config.absolute())
         if self.settings:
             chosen["SHARDWRIGHT_SET"] = json.dumps(dict(self.settings))
+        if self.quiet:
+            chosen["SHARDWRIGHT_QUIET"] = "1"
         if "OMP_NUM_THREADS" not in environ:
             chosen["OMP_NUM_THREADS"] = str(max(1, _num_cores() // self.num_ranks))
         return chosen

@@ -29,7 +29,6 @@ class Metric(StrEnum):
 
     LOSS = "train/loss"
     LEARNING_RATE = "train/learning_rate"
-    GRAD_NORM = "train/grad_norm"
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
     STEP_ERROR = "time/prediction_error(share)"
@@ -61,7 +60,6 @@ class StepRecord:
         memory_bytes: peak memory of each rank.
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
-        grad_norm: norm of all gradients.
     """
 
     step: int
@@ -76,7 +74,6 @@ class StepRecord:
     memory_bytes: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
-    grad_norm: float | None = None
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
@@ -94,7 +91,6 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
     found: dict[str, MetricValue | None] = {
         Metric.LOSS: record.loss,
         Metric.LEARNING_RATE: record.learning_rate,
-        Metric.GRAD_NORM: record.grad_norm,
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
         Metric.BUBBLE: record.bubble_measured,

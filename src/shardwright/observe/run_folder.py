@@ -53,7 +53,7 @@ class RunFolder:
 
         The contract with launchers: where ``SHARDWRIGHT_RUN_DIR`` names a folder that holds ``logs/``, that
         folder *is* the run folder, and `base` and `name` are not looked at. Otherwise the run folder is made
-        inside `base`.
+        inside the folder that it names, or inside `base`.
 
         A run with a given name that is there already is continued in its folder: a job that was requeued
         appends to its own metrics. A name made from the time is never shared.
@@ -72,6 +72,7 @@ class RunFolder:
             return cls(Path(launched).absolute())
         if name is not None:
             _check(name)
+        base = launched or base
         try:
             path = _make(Path(base).absolute(), name, now)
             (path / _LOGS).mkdir(exist_ok=True)

@@ -3,7 +3,7 @@
 No framework is imported here: a model of any size is planned on a laptop.
 """
 
-from shardwright.planner.adopt import read_plan, schedule_of, stage_costs_of
+from shardwright.planner.adopt import overruled_settings, schedule_of, stage_costs_of
 from shardwright.planner.chain import Chain
 from shardwright.planner.estimate import estimate_profile
 from shardwright.planner.fabric import ACTION_OVERHEAD_S
@@ -18,7 +18,7 @@ __all__ = [
     "estimate_profile",
     "make_plan",
     "microbatch_counts",
-    "read_plan",
+    "overruled_settings",
     "schedule_of",
     "stage_costs_of",
 ]

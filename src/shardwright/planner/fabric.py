@@ -61,16 +61,21 @@ class Fabric:
         """CPU cores for the ranks of one replica on one host; 0 where every rank has a device of its own."""
         if not self.cluster.cores_per_node:
             return 0
-        on_host = min(self.cluster.ranks_per_node, self.mesh.world_size)
-        return max(1, self.cluster.cores_per_node * self.ranks_per_node // on_host)
+        return max(1, self.cluster.cores_per_node * self.ranks_per_node // self._ranks_on_host)
 
     @property
-    def overhead_s(self) -> float:
+    def _ranks_on_host(self) -> int:
+        """Ranks of all replicas that share a host."""
+        return min(self.cluster.ranks_per_node, self.mesh.world_size)
+
+    @property
+    def step_overhead_s(self) -> float:
         """Seconds that the runtime takes before the first action of a step and after the last one.
 
         All ranks take them at the same time: those that share a core wait for one another.
         """
-        crowd = max(1.0, self.ranks_per_node / self.cores) if self.cores else 1.0
+        cores = self.cluster.cores_per_node
+        crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
         return crowd * _STEP_OVERHEAD_S
 
     def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:

@@ -266,6 +266,7 @@ def _refined(options: Sequence[Option]) -> list[Option]:
 def _too_many_stages(chain: Chain, pipeline: int, stages_per_rank: int) -> str:
     fit = chain.num_atoms
     per_rank = "" if stages_per_rank == 1 else f", {stages_per_rank} a rank"
+    fewer = "" if stages_per_rank == 1 else "lower virtual_stages, take another pipeline, "
     merged, instead = "", "use a model with more, smaller blocks."
     if chain.num_calls > fit:
         bonds = _longest_bonds(chain, stages_per_rank)[:_MOST_BONDS]
@@ -274,8 +275,8 @@ def _too_many_stages(chain: Chain, pipeline: int, stages_per_rank: int) -> str:
         instead = f"change the model: {bonds[0].remedy}"
     return (
         f"{pipeline} pipeline ranks need at least {pipeline * stages_per_rank} stages{per_rank}, but the "
-        f"model has {fit} units to place{merged}. Use at most {fit} stages: start fewer ranks, or let them "
-        f"train replicas by a smaller pipeline_parallel_degree. Or {instead}"
+        f"model has {fit} units to place{merged}. Use at most {fit} stages: {fewer}start fewer ranks, or "
+        f"let them train replicas by a smaller pipeline_parallel_degree. Or {instead}"
     )
 
 

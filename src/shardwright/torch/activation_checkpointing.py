@@ -14,7 +14,13 @@ from shardwright.errors import UsageError
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.tree import flatten, leaves
 
-__all__ = ["call_recomputed", "is_marked", "marked_inside", "set_activation_checkpointing"]
+__all__ = [
+    "call_recomputed",
+    "is_marked",
+    "mark_recomputed",
+    "marked_inside",
+    "set_activation_checkpointing",
+]
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +78,13 @@ def set_activation_checkpointing(
             raise UsageError(
                 f"strategy {strategy!r} is for nn.Sequential, but this is a {type(module).__name__}."
             )
-        _mark(module, preserve_rng_state)
+        mark_recomputed(module, preserve_rng_state=preserve_rng_state)
         return
     if size == 1:
         for child in module:
             # An activation by itself keeps no less when recomputed, and may work in place on its input.
             if next(child.parameters(), None) is not None:
-                _mark(child, preserve_rng_state)
+                mark_recomputed(child, preserve_rng_state=preserve_rng_state)
         return
     module.__dict__["forward"] = _GroupedForward(module, size, preserve_rng_state)
 
@@ -234,7 +240,8 @@ def _is_cache(item: Any) -> bool:
     return callable(getattr(item, "update", None)) and callable(getattr(item, "get_seq_length", None))
 
 
-def _mark(module: nn.Module, preserve_rng_state: bool) -> None:
+def mark_recomputed(module: nn.Module, *, preserve_rng_state: bool = True) -> None:
+    """Has a module recompute its activations whenever it is called."""
     vars(module)[_MARK] = preserve_rng_state
     user_class = type(module)
     if issubclass(user_class, _Recomputed):

@@ -14,10 +14,11 @@ from shardwright.torch.autocast import autocast_state
 from shardwright.torch.batch import Arguments, BatchBroadcast
 from shardwright.torch.context import Context
 from shardwright.torch.module_tree import all_modules
+from shardwright.torch.python_random import state_as_tensor, state_from_tensor
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 
-__all__ = ["Agreement", "early_settings", "path_settings"]
+__all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]
 
 
 def path_settings(module: nn.Module) -> dict[str, Any]:
@@ -31,7 +32,26 @@ def path_settings(module: nn.Module) -> dict[str, Any]:
         "requires_grad or dtype of parameters": tuple(
             (p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None
         ),
+        "number of forward hooks of modules": tuple(
+            (place, len(sub._forward_hooks), len(sub._forward_pre_hooks))
+            for place, sub in enumerate(modules)
+            if sub._forward_hooks or sub._forward_pre_hooks
+        ),
     }
+
+
+def hooks_between_steps(module: nn.Module) -> tuple[Any, ...]:
+    """The forward hooks that are there now: which module, which code."""
+    return tuple(
+        (place, *map(_code_of, (*sub._forward_pre_hooks.values(), *sub._forward_hooks.values())))
+        for place, sub in enumerate(all_modules(module))
+        if sub._forward_hooks or sub._forward_pre_hooks
+    )
+
+
+def _code_of(hook: Callable[..., Any]) -> Any:
+    """Equal for the same function made again, as a lambda in a loop is; each callable object is another."""
+    return getattr(hook, "__code__", None) or id(hook)
 
 
 def early_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +142,14 @@ class Agreement:
             agreed.append(state)
         assert agreed[0] is not None
         set_state((agreed[0], agreed[1]), context.device)
+
+    def on_random_numbers_of_python(self) -> None:
+        """Gives all ranks of the replica the generators of Python and NumPy of its first."""
+        context = self._context
+        assert context.replica is not None
+        shared = state_as_tensor().to(context.device)
+        context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+        state_from_tensor(shared)
 
     def on_any(self, found: bool) -> bool:
         """Whether one of the ranks of the replica has found something; collective over the replica."""

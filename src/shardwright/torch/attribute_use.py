@@ -92,11 +92,15 @@ class AttributeUses:
     Args:
         places: which.
         position: tells where the trace is.
+        rehearses: tells whether a call runs that the step function does not make.
     """
 
-    def __init__(self, places: Sequence[Place], position: Callable[[], float]):
+    def __init__(
+        self, places: Sequence[Place], position: Callable[[], float], *, rehearses: Callable[[], bool]
+    ):
         self._places = list(places)
         self._position = position
+        self._rehearses = rehearses
         self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, str]] = set()
         self._contents = {(id(m), k): _Content.of(m, k) for m, k in places}
@@ -145,7 +149,7 @@ class AttributeUses:
 
     def _note(self, module: nn.Module, key: str, *, writes: bool) -> None:
         accesses = self._log.get((id(module), key))
-        if accesses is None:
+        if accesses is None or self._rehearses():
             return
         self.look()
         inside = active_handler() is None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from shardwright.torch.tree import Structure, flatten
 __all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_PLAIN = (bool, int, float, str, bytes, complex, slice, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class _Leaf:
 class BatchBroadcast:
     """Gives all ranks of a replica the arguments of its first rank.
 
-    Tensors and plain values (numbers, text, None) come from the first rank; anything else (the model, an
-    optimizer, a namespace of options) is each rank's own object at the same place.
+    Tensors and plain values (numbers, text, None, arrays of NumPy) come from the first rank; anything else
+    (the model, an optimizer, a namespace of options) is each rank's own object at the same place.
 
     Args:
         replica: collectives of the ranks of the replica.
@@ -140,17 +143,7 @@ def _describe(item: Any) -> _Leaf:
         order = order_of(item)
         shape = tuple(in_memory_order(item, order).shape)
         return _Leaf("tensor", shape, item.dtype, item.requires_grad, order)
-    if item is None or type(item) in (
-        bool,
-        int,
-        float,
-        str,
-        bytes,
-        complex,
-        slice,
-        torch.dtype,
-        torch.device,
-    ):
+    if item is None or type(item) in _PLAIN or isinstance(item, np.generic | np.ndarray):
         return _Leaf("value", value=item)
     return _Leaf("local", value=type(item).__name__)
 

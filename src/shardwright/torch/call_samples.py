@@ -25,11 +25,13 @@ class CallSamples:
 
     Attributes:
         samples: cost class -> arguments of its first call.
+        counts: a call runs to be counted, and not because the step function makes it.
         num_hooks: hooks that counting has registered, which are none of the step function's.
     """
 
     def __init__(self, values: TracedValues, *, count_memory: bool):
         self.samples: dict[str, Sample] = {}
+        self.counts = False
         self.num_hooks = 0
         self._values = values
         self._count_memory = count_memory
@@ -59,8 +61,12 @@ class CallSamples:
         if key not in self._memory:
             given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
             before = num_hooks_registered()
-            with self._values.fake_mode:
-                self._memory[key] = working_memory(call.func, call.fakes, call.structure, given=given)
+            self.counts = True
+            try:
+                with self._values.fake_mode:
+                    self._memory[key] = working_memory(call.func, call.fakes, call.structure, given=given)
+            finally:
+                self.counts = False
             self.num_hooks += num_hooks_registered() - before
         return self._memory[key]
 

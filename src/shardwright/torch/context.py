@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
+from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt
 from shardwright.comm.small_collectives import SmallCollectives
@@ -20,7 +21,10 @@ from shardwright.comm.transport import Transport
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.mesh import GroupKind, Mesh
+from shardwright.observe.console import Console
 from shardwright.plan import Plan
+from shardwright.planner import overruled_settings
+from shardwright.problems import join
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Context", "context", "is_initialized", "set_context"]
 
 _T = TypeVar("_T")
+_PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
 
 
 @dataclass(slots=True)
@@ -145,7 +150,7 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     """Settings that the launcher passes by environment variables, weakest first.
 
     ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
-    ``SHARDWRIGHT_PLAN`` names a plan file, ``SHARDWRIGHT_RUN_DIR`` a folder.
+    ``SHARDWRIGHT_PLAN`` names a plan file. (``SHARDWRIGHT_RUN_DIR`` is for `RunFolder.create`.)
 
     Raises:
         ConfigError: a file or a variable cannot be read.
@@ -168,8 +173,8 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
         except ValueError:
             found = text
         layers.append(_object("SHARDWRIGHT_SET", found))
-    named = {"plan": "SHARDWRIGHT_PLAN", "run_dir": "SHARDWRIGHT_RUN_DIR"}
-    layers.append({key: environ[name] for key, name in named.items() if environ.get(name)})
+    if path := environ.get("SHARDWRIGHT_PLAN"):
+        layers.append({"plan": path})
     return layers
 
 
@@ -188,7 +193,10 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     from shardwright.comm.process_group import init_process_group
 
     environment = detect(os.environ)
+    if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
+        environment = replace(environment, master_port=config.ddp_port)
     device = _device(environment.local_rank)
+    _announce(environment)
     if not dist.is_initialized() and environment.world_size > 1:
         backend = config.ddp_dist_backend
         if backend == "auto":
@@ -198,15 +206,18 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:
         plan.check_world(world_size)
-        decided = {
-            "pipeline_parallel_degree": plan.mesh.pipeline,
-            "data_parallel_degree": plan.mesh.data,
-            "microbatches": plan.schedule.microbatches,
-            "placement_strategy": plan.mesh.placement_strategy,
-        }
-        if rank == 0:
-            _point_out_overruled(config, decided)
-        config = Config.merge(config, decided)
+        overruled = list(overruled_settings(plan, config))
+        if overruled and rank == 0:
+            warnings.warn(join("the plan decides otherwise than the settings:", overruled), stacklevel=3)
+        config = Config.merge(
+            config,
+            {
+                "pipeline_parallel_degree": plan.mesh.pipeline,
+                "data_parallel_degree": plan.mesh.data,
+                "microbatches": plan.schedule.microbatches,
+                "placement_strategy": plan.mesh.placement_strategy,
+            },
+        )
     mesh = config.resolve_world(world_size)
     made = Context(
         config=config,
@@ -240,14 +251,13 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     return made
 
 
-def _point_out_overruled(config: Config, decided: Mapping[str, Any]) -> None:
-    overruled = [
-        f"{name} {value} (the setting is {config.pins[name]})"
-        for name, value in decided.items()
-        if config.pins.get(name, value) != value
-    ]
-    if overruled:
-        warnings.warn(f"the plan file decides: {', '.join(overruled)}.", stacklevel=4)
+def _announce(environment: LaunchEnvironment) -> None:
+    """Says which ranks there are, and who said so: before the first one waits for the others."""
+    num, source = environment.world_size, environment.source
+    if dist.is_initialized():
+        num, source = dist.get_world_size(), "torch.distributed's process group"
+    rank = dist.get_rank() if dist.is_initialized() else environment.rank
+    Console(prints=rank == 0).status(f"shardwright: {num} rank{'s' * (num > 1)} ({source})")
 
 
 def _own_group(mesh: Mesh, rank: int, kind: GroupKind, *, use: str, timeout_s: float) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,29 @@ from shardwright.torch._private import storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.rng import Draw, describe_draw
 
-__all__ = ["CostCounter", "class_key", "cost_class"]
+__all__ = ["CostCounter", "Counts", "class_key", "cost_class"]
 
 aten = torch.ops.aten
+
+
+class Counts(NamedTuple):
+    """Counts of a stretch of operations.
+
+    Attributes:
+        flops: floating-point operations.
+        draws: operations that took random numbers.
+        reads: operations that looked at values.
+    """
+
+    flops: int = 0
+    draws: int = 0
+    reads: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":  # type: ignore[override]
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(*(a - b for a, b in zip(self, other, strict=True)))
 
 
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,7 +54,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
-    _total = 0
+    _so_far = Counts()
     _active: "list[CostCounter]" = []  # noqa: RUF012  (one stack for all counters)
 
     @staticmethod
@@ -43,9 +63,9 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return CostCounter._active[-1] if CostCounter._active else None
 
     @staticmethod
-    def running_flops() -> int:
-        """FLOPs counted so far by all counters: differences tell what happened in between."""
-        return CostCounter._total
+    def so_far() -> Counts:
+        """What all counters have counted so far: differences tell what happened in between."""
+        return CostCounter._so_far
 
     def __init__(self, names: Mapping[int, str] | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,15 +120,16 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         self._note_parameters(func, args)
         result = func(*args, **kwargs)
-        self.reads_data = self.reads_data or _reads_data(func, args)
+        reads = _reads_data(func, args)
+        self.reads_data = self.reads_data or reads
         draw = describe_draw(func, args, kwargs)
         if draw is not None:
             self.draws.append(draw)
         count = _FLOPS.get(func.overloadpacket)
-        if count is not None:
-            flops = int(count(*args, **kwargs, out_val=result))
-            self.flops += flops
-            CostCounter._total += flops
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        self.flops += flops
+        if flops or reads or draw is not None:
+            CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
         return result
 
     def _note_parameters(self, func: Any, args: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwright.torch.batch import Arguments
-from shardwright.torch.cost import CostCounter
+from shardwright.torch.cost import CostCounter, Counts
 from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.source_line import frames_up_to
@@ -34,7 +34,7 @@ def discover(
         device: where the model computes.
     """
     costs: dict[str, ModuleCost] = {}
-    open_calls: list[int] = []
+    open_calls: list[tuple[Counts, Counts]] = []  # at the beginning; what modules inside have done
     open_names: list[str] = []
     entanglement = Entanglement()
 
@@ -50,12 +50,19 @@ def discover(
                 costs[around or name].recomputed = True
         entanglement.enter(name, module)
         open_names.append(name)
-        open_calls.append(CostCounter.running_flops())
+        open_calls.append((CostCounter.so_far(), Counts()))
 
     def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
         open_names.pop()
         entanglement.leave()
-        costs[name].flops += CostCounter.running_flops() - open_calls.pop()
+        before, inside = open_calls.pop()
+        done = CostCounter.so_far() - before
+        if open_calls:
+            outer, children = open_calls[-1]
+            open_calls[-1] = outer, children + done
+        own = done - inside
+        costs[name].flops += done.flops
+        costs[name].chooses_at_random |= own.draws > 0 and own.reads > 0
 
     handles = []
     intercept_calls(model)

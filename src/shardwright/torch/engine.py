@@ -1,7 +1,7 @@
 """Runs step functions over the stages of a pipeline."""
 
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
-from shardwright.torch.agreement import Agreement, early_settings, path_settings
+from shardwright.torch.agreement import Agreement, early_settings, hooks_between_steps, path_settings
 from shardwright.torch.attribute_watch import AttributeWatch
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
@@ -35,8 +35,9 @@ from shardwright.torch.placement import (
 )
 from shardwright.torch.program import Program, build_program, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
+from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
-from shardwright.torch.reducer import GradientReducer
+from shardwright.torch.reducer import GradientReducer, refuse_gradient_hooks
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
@@ -47,6 +48,13 @@ if TYPE_CHECKING:
     from shardwright.torch.planning import Planner
 
 __all__ = ["PipelineEngine"]
+
+
+class _Known(NamedTuple):
+    """A trace that serves microbatches of its signature, as long as nothing but the batch has changed."""
+
+    signature: Hashable
+    trace: Trace
 
 
 class PipelineEngine:
@@ -76,8 +84,8 @@ class PipelineEngine:
         self._unit_map: UnitMap | None = None
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
+        self._several_stages: dict[str, nn.Parameter] = {}
         self._recompute: frozenset[str] = frozenset()
-        self._first_trace: tuple[Hashable, Trace] | None = None
         self._attributes = AttributeWatch(model.module)
         self._failure = ""
         self.reducer: GradientReducer | None = None
@@ -94,25 +102,28 @@ class PipelineEngine:
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         context = self._context
         self._refuse_after_failure()
+        refuse_gradient_hooks(self._several_stages)
         settings = path_settings(self._model.module)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
         agreed = self._agreement.on_batch(arguments, compared, function=function)
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
+        known = None
         if self._residency is None:
-            self._place(function, arguments, splitter)
+            with python_random_kept():
+                known = self._place(function, arguments, splitter)
         assert context.plan is not None
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
-        path, attributes = (function, *settings.values()), self._attributes.step_begins()
-        try:
-            programs = [self._program(function, part, path, attributes) for part in parts]
-        finally:
-            self._first_trace = None  # it holds for the settings of this batch
+        hooks = hooks_between_steps(self._model.module)
+        path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
+        programs = [self._program(function, part, path, attributes, known) for part in parts]
         _check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers()
+        if any(program.draws_of_python for program in programs):
+            self._agreement.on_random_numbers_of_python()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
         state = _homes_of_buffers(programs)
@@ -189,12 +200,18 @@ class PipelineEngine:
 
     # ---- the first step ----
 
-    def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> None:
+    def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> _Known | None:
+        """Places the units.
+
+        Returns:
+            The trace by which they were placed; None where the model may be another one since.
+        """
         context, module = self._context, self._model.module
         assert context.reporter is not None
         self._materialiser.agree_on_seed()
+        trace = None
         if context.plan is None:
-            context.plan = self._planner(function, arguments, splitter)
+            context.plan, trace = self._planner(function, arguments, splitter)
         plan = context.plan
         context.reporter.plan_made(plan)
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
@@ -205,15 +222,14 @@ class PipelineEngine:
         # Before the trace, in which a module around several units must not recompute itself.
         marked = marked_inside(module, set(self._unit_map.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
-        trace = self._planner.take_trace(plan.schedule.microbatches)
-        if trace is None or marked or list(trace.unit_names) != names:
+        if trace is None or marked or set(trace.unit_names) != set(names):
             trace = trace_step(self._unit_map, function, part, device=context.device)
         self._agreement.on_trace(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
         homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
         residency = Residency.of(trace.graph, homes, placed.stage_ranks)
-        self._hold(residency, plan.stage_ranks)
+        unchanged = self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
             device=context.device,
@@ -224,42 +240,54 @@ class PipelineEngine:
             for node in trace.graph.nodes
             if node.kind == "unit" and id(self._unit_map.modules[node.name]) in marked
         ).union(*(stage.recompute for stage in plan.stages))
-        self._residency = residency
-        self._first_trace = signature_of(part), trace
-        self._model.placed(residency)
         if splits_backward(plan.schedule.kind):
             for unit in self._unit_map.modules.values():
                 split_modules(unit)
+        self._residency = residency
+        unchanged = self._model.placed(residency) and unchanged
+        return _Known(signature_of(part), trace) if unchanged else None
 
     def _set_units(self, names: list[str]) -> None:
         self._unit_map = UnitMap.of(self._model.module, names)
         for unit in self._unit_map.modules.values():
             intercept_calls(unit)
 
-    def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> None:
-        """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree."""
+    def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> bool:
+        """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree.
+
+        Returns:
+            Whether all that is left is as it was: no values came from others, or from the user's functions.
+        """
         context, module = self._context, self._model.module
         assert self._unit_map is not None
         rank = context.pipeline_rank
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
         held = set(residency.held_by(rank))
+        was_whole = not self._materialiser.waits
         release_remote(module, held, self._unit_map.parameters)
         self._materialiser.named(held, self._unit_map)
-        synchronise(residency, _first_named(module), self._groups, rank=rank)
+        changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))
         parameters = {
             n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta
         }
+        self._several_stages = {n: p for n, p in parameters.items() if len(residency.stages[n]) > 1}
         aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
         )
         self.reducer = self._model.make_reducer(members) if members else None
+        return was_whole and not changed
 
     # ---- every step ----
 
     def _program(
-        self, function: Callable[..., Any], part: Arguments, path: Any, attributes: Hashable
+        self,
+        function: Callable[..., Any],
+        part: Arguments,
+        path: Any,
+        attributes: Hashable,
+        known: _Known | None,
     ) -> Program:
         plain = (path, signature_of(part))
         signature = (plain, attributes)
@@ -269,9 +297,11 @@ class PipelineEngine:
         assert self._unit_map is not None
         assert self._context.plan is not None
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-        trace = self._trace_of_plan(plain[1], part) or trace_step(
-            self._unit_map, function, part, device=self._context.device
-        )
+        if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
+            trace = known.trace
+        else:
+            with python_random_kept():
+                trace = trace_step(self._unit_map, function, part, device=self._context.device)
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,
@@ -289,13 +319,6 @@ class PipelineEngine:
         self._programs.keep(signature, trace, program)
         self._attributes.traced(plain, trace.digest)
         return program
-
-    def _trace_of_plan(self, signature: Hashable, part: Arguments) -> Trace | None:
-        """In the first batch, the trace by which units were placed, if it holds for this microbatch."""
-        if self._first_trace is None or self._first_trace[0] != signature:
-            return None
-        trace = self._first_trace[1]
-        return trace if trace.holds_for(part) else None
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
         """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""

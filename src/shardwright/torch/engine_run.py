@@ -26,7 +26,7 @@ class EngineRun:
         tokens: in the batch of this replica; None if it is not made of tokens.
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
-        schedule: the order of work; None with one stage.
+        schedule: the order of work; None where it is none that has a name.
         edges: transfers between stages, with bytes.
     """
 

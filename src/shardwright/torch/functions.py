@@ -20,6 +20,7 @@ __all__ = [
     "is_metadata",
     "name_of",
     "name_of_call",
+    "on_fakes",
     "reader_of",
     "unnoticed_changes",
 ]
@@ -81,6 +82,9 @@ READS_DATA: frozenset[Any] = frozenset(
 # Functions that change several tensors: versions of fake tensors do not move.
 _MANY = ("_foreach_", "_fused_", "_amp_foreach_")
 
+# ``tensor.data = other``
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
 # Functions that change a tensor in place without a change of its data.
 _CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
 
@@ -89,7 +93,7 @@ def unnoticed_changes(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Arguments that a function changes in place although their version counters do not move."""
-    if func in _CHANGES_HISTORY:
+    if func in _CHANGES_HISTORY or func == SET_DATA:
         return args[:1]
     name = name_of(func)
     if name.endswith("_") and name.startswith(_MANY):
@@ -99,6 +103,21 @@ def unnoticed_changes(
         given.update(kwargs)
         return (given["running_mean"], given["running_var"])
     return ()
+
+
+def on_fakes(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call in place of a function where tensors have no data, so that it is seen what it changes."""
+    return _copy_data if func == SET_DATA else func
+
+
+def _copy_data(tensor: Tensor, data: Tensor) -> None:
+    if tensor.shape != data.shape:
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} gets data of shape {tuple(data.shape)} (x.data = y) in "
+            "a step function, which other ranks cannot follow. Give the result a name of its own."
+        )
+    with torch.no_grad():
+        tensor.copy_(data)
 
 
 def gradient_of_backward(

@@ -48,15 +48,18 @@ class BufferWatch:
         module, key = self.places[name][0]
         return module._buffers.get(key)
 
-    def changed(self, has_value: Callable[[Any], bool]) -> dict[str, bool]:
+    def changed(
+        self, has_value: Callable[[Any], bool], *, under_another_name: Callable[[Tensor], bool]
+    ) -> dict[str, bool]:
         """Names of changed buffers, and whether what comes from units went into them.
 
         Args:
             has_value: tells whether a tensor is a value of the traced graph.
+            under_another_name: tells whether what comes from units went into its memory, by a view of it.
         """
         found = {}
         for name, (buffer, version) in self._before.items():
-            from_units = has_value(buffer) or has_value(self.last(name))
+            from_units = has_value(buffer) or has_value(self.last(name)) or under_another_name(buffer)
             if from_units or self.last(name) is not buffer or buffer._version != version:
                 found[name] = from_units
         return found

@@ -128,11 +128,13 @@ class MicrobatchTensors:
 
         Raises:
             TraceMismatchError: a tensor that another stage needs has another shape or type than in the trace,
-                or a number that it returns is another one.
+                or a number that it returns is another one, or what it gave back there it has made here.
         """
         flow = instruction.flow
         if instruction.numbers:
             self._compare_numbers(instruction, result)
+        if instruction.passed:
+            self._check_passed(instruction, result, args, kwargs)
         if flow.keeps or instruction.shapes:
             items = [result] if isinstance(result, Tensor) else flatten(result)[0]
             items += [vars(module)[key] for module, key, _ in instruction.attributes]
@@ -144,6 +146,7 @@ class MicrobatchTensors:
                 self._check_shape(instruction, item, keep.value)
                 if keep.send:
                     self._check_dtype(instruction, item, keep.value)
+                    self._check_gradient(instruction, item, keep.value)
                 self._store(keep, item)
         if flow.changes:
             items = flatten((args, kwargs))[0]
@@ -171,6 +174,31 @@ class MicrobatchTensors:
                     f"{self._index}, but {expected!r} in the trace, which is what other ranks go by. Return "
                     "a tensor in place of a number that changes."
                 )
+
+    def _check_passed(
+        self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Other stages go on with the argument where the trace had it given back."""
+        results, items = flatten(result)[0], flatten((args, kwargs))[0]
+        for position, source in instruction.passed:
+            made, given = results[position], items[source]
+            if isinstance(given, Tensor) and made is not given:
+                raise TraceMismatchError(
+                    f"{instruction.line}: {name_of_call(instruction.func)} makes a tensor in microbatch "
+                    f"{self._index}, but in the trace it gave back its argument as it was, with which other "
+                    "stages go on. Let it do the same for every batch: give back a new tensor in both cases "
+                    "(x.clone()), or choose by a mask, or put what is around it into the same module."
+                )
+
+    def _check_gradient(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        trains = self._program.backward_at is not None
+        if trains and item.requires_grad and not self._program.specs[value].requires_grad:
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor that requires gradients "
+                f"in microbatch {self._index}, but none in the trace, so that no other stage would send its "
+                "gradient. Choose what is trained by requires_grad_() of parameters or by model.train() and "
+                "model.eval(), or pass what decides it to the step function as an argument."
+            )
 
     def _check_shape(self, instruction: Instruction, item: Tensor, value: int) -> None:
         expected = self._program.specs[value]

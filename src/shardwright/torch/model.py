@@ -278,13 +278,18 @@ class DistributedModel(nn.Module):
         else:
             optimizer.keep(self.local_parameter_ids())
 
-    def placed(self, residency: Residency) -> None:
-        """Takes note of where parameters live, and tells optimizers and hooks."""
+    def placed(self, residency: Residency) -> bool:
+        """Takes note of where parameters live, and tells optimizers and hooks.
+
+        Returns:
+            Whether the model is as it was: no state was waiting for this, and no hook.
+        """
         self._residency = residency
         self.module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda _, state, *rest: self._refuse_part(state)
         )
         norm_over_stages()
+        unchanged = self._state_to_load is None and not self._post_partition_hooks
         if self._state_to_load is not None:
             self.load_state_dict(self._state_to_load, strict=False)
             self._state_to_load = None
@@ -293,6 +298,7 @@ class DistributedModel(nn.Module):
             optimizer.keep(local)
         for hook in list(self._post_partition_hooks.values()):
             self._call_hook(hook)
+        return unchanged
 
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """A reducer with the settings of this model."""

@@ -1,6 +1,7 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -78,8 +79,20 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        self.optimizer.step()
+        with self._lent_to_scaler():
+            self.optimizer.step()
         return None
+
+    @contextmanager
+    def _lent_to_scaler(self) -> Iterator[None]:
+        """Gives the wrapped optimizer what a `GradScaler` has left here: a fused one unscales by itself."""
+        lent = {name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")}
+        vars(self.optimizer).update(lent)
+        try:
+            yield
+        finally:
+            for name in lent:
+                del vars(self.optimizer)[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
@@ -101,20 +114,29 @@ class DistributedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuses an optimizer of another model, or of a copy.
+        """Refuses an optimizer of another model, or of a copy; on several ranks, of more than the model.
 
         Args:
             parameters: those of the model that was wrapped, before any rank has given up its part.
 
         Raises:
-            UsageError: none of these is in the optimizer.
+            UsageError: none of these is in the optimizer, or others are, which no rank could train alone.
         """
-        own = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if own and not {id(parameter) for parameter in parameters}.intersection(own):
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        of_model = {id(parameter) for parameter in parameters}
+        others = [parameter for parameter in own if id(parameter) not in of_model]
+        if own and len(others) == len(own):
             raise UsageError(
                 f"the optimizer has {len(own)} parameters, and the wrapped model has none of them, so "
                 "nothing would be trained: they belong to another model, or to a copy. Make the optimizer "
                 "from the model that is wrapped, for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
+            )
+        if others and context().mesh.world_size > 1:
+            raise UsageError(
+                f"{len(others)} of the {len(own)} parameters of the optimizer are not the wrapped model's "
+                f"(one has shape {tuple(others[0].shape)}), so each rank would train a copy of its own, or "
+                "none. Register them in the module that is wrapped (model.extra = parameter, before "
+                "DistributedModel), or give them an optimizer of their own."
             )
 
     def keep(self, identifiers: set[int]) -> None:

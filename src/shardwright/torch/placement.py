@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,6 +16,8 @@ from shardwright.torch.reducer import Reduced
 from shardwright.torch.residency import Residency
 
 __all__ = ["CallPlacement", "SharingGroups", "call_placement", "reduced_parameters", "synchronise"]
+
+_SMALL_BYTES = 2**16  # nobody branches on the values of a larger tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,18 @@ def reduced_parameters(
 
 def synchronise(
     residency: Residency, tensors: Mapping[str, Tensor], groups: SharingGroups, *, rank: int
-) -> None:
-    """Gives all holders of a parameter or buffer the values of the first of them."""
+) -> bool:
+    """Gives all holders of a parameter or buffer the values of the first of them.
+
+    Returns:
+        Whether this rank had other values in a small one, which Python code may have looked at.
+    """
+    changed = False
     for name, tensor in tensors.items():
         ranks = tuple(residency.ranks[name])
         group = groups.of(ranks) if rank in ranks else None
         if group is not None and not tensor.is_meta and tensor.numel():
+            before = tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
             dist.broadcast(tensor.detach(), groups.ranks(ranks)[0], group=group)
+            changed = changed or (before is not None and not torch.equal(before, tensor.detach()))
+    return changed

@@ -39,10 +39,11 @@ class Planner:
         self._context = context
         self._model = model
         self._materialiser = materialiser
-        self._traces: dict[int, Trace] = {}
 
-    def __call__(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> Plan:
-        """Returns the plan, the same on every rank.
+    def __call__(
+        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
+    ) -> tuple[Plan, Trace]:
+        """Returns the plan, the same on every rank, and the trace that it rests on.
 
         Raises:
             PlanError: the settings cannot be met, or nothing fits.
@@ -52,12 +53,12 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            self._traces = traces = self._trace(function, arguments, splitter, counts)
+            traces = self._trace(function, arguments, splitter, counts)
         context.cluster = cluster = present_cluster(context)
         profiles = self._profiles(traces, cluster)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
         with context.reporter.phase("planning"):
-            return context.from_first_rank(
+            plan = context.from_first_rank(
                 lambda: make_plan(
                     candidates,
                     cluster=cluster,
@@ -67,11 +68,7 @@ class Planner:
                     optimizer_factor=_optimizer_factor(context),
                 )
             )
-
-    def take_trace(self, microbatches: int) -> Trace | None:
-        """The trace that a plan of so many microbatches rests on, if one was made; forgets all of them."""
-        traces, self._traces = self._traces, {}
-        return traces.get(microbatches)
+        return plan, traces[plan.schedule.microbatches]
 
     def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline

@@ -24,7 +24,13 @@ from shardwright.torch.attribute_use import AttributeUse
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.homes import home_stages
 from shardwright.torch.layout import Order
-from shardwright.torch.program_checks import check_after_backward, check_attributes, check_counters, pauses_of
+from shardwright.torch.program_checks import (
+    check_after_backward,
+    check_attributes,
+    check_counters,
+    check_python_draws,
+    pauses_of,
+)
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
 from shardwright.torch.tree import Structure
@@ -139,6 +145,7 @@ class Program:
         attributes: attributes of modules that it changes.
         read_in: attribute (id of the module, name) that is read before it is written -> how often a
             microbatch has paused on this rank by then.
+        draws_of_python: random numbers of Python or NumPy are drawn between units.
         changes_free_tensors: operations that have a place change tensors that every rank has, or the content
             of buffers: by its arguments alone, an operation cannot be told to be free.
         takes_unknown: microbatches may do free operations that the trace does not have: what they keep for
@@ -168,6 +175,7 @@ class Program:
     state: Mapping[str, int]
     attributes: tuple[AttributeUse, ...]
     read_in: Mapping[tuple[int, str], int]
+    draws_of_python: bool
     changes_free_tensors: bool
     takes_unknown: bool
     as_planned: bool = True
@@ -225,6 +233,7 @@ def build_program(
     check_after_backward(trace, homes, home_of)
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
+    check_python_draws(trace, homes, stage_ranks)
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)
     return Program(
@@ -254,6 +263,7 @@ def build_program(
         attributes=trace.attributes,
         read_in=_read_in(trace, pauses_of(trace, homes, stage_ranks, rank)),
         changes_free_tensors=_changes_free_tensors(trace),
+        draws_of_python=bool(trace.python_draws),
         takes_unknown=len(local) == 1 and not trace.recomputes,
     )
 

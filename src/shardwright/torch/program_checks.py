@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from shardwright.errors import TraceError
 from shardwright.torch.recording import Trace
 
-__all__ = ["check_after_backward", "check_attributes", "check_counters", "pauses_of"]
+__all__ = [
+    "check_after_backward",
+    "check_attributes",
+    "check_counters",
+    "check_python_draws",
+    "pauses_of",
+]
 
 
 def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
@@ -65,6 +71,26 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
                     f"{where}, at {write.line}, and stages change in between, where other microbatches come "
                     "in. Read and change it in one place, or write it before it is read."
                 )
+
+
+def check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+    """Refuses draws of Python and NumPy that ranks would not make in the same order.
+
+    Raises:
+        TraceError: between them some rank leaves a microbatch for others, or units draw as well.
+    """
+    places = {
+        (rank, sum(pause < place for pause in pauses_of(trace, homes, stage_ranks, rank)))
+        for rank in set(stage_ranks)
+        for place in trace.python_draws
+    }
+    if trace.python_draws and (trace.draws_in_units or len(places) > len(set(stage_ranks))):
+        where = "also inside modules" if trace.draws_in_units else "at several places"
+        raise TraceError(
+            f"the step function draws random numbers of Python or NumPy between modules, and {where}: ranks "
+            "would not draw them in the same order. Draw them before the step function and pass them to it, "
+            "or use PyTorch's random functions, which are the same on all ranks."
+        )
 
 
 def pauses_of(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int], rank: int) -> list[int]:

@@ -18,7 +18,7 @@ from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
 from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.traced_call import Outcome, TracedCall
-from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.traced_values import TracedValues, with_history
 from shardwright.torch.tree import flatten, leaves
 
 __all__ = ["RealExecution"]
@@ -80,8 +80,9 @@ class RealExecution:
         originals = dict(zip(twin.modules(), module.modules(), strict=True))
         own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
         new = [(originals[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in twin.parameters())
         return replace(
-            self._faked(output, call.fakes, spare, before, cost),
+            self._faked(output, call.fakes, spare, before, cost, trained=trained),
             attributes=[(m, key, self._fake_result(t)) for m, key, t in new if id(t) not in own],
             passed_attributes=[(m, key, own[id(t)]) for m, key, t in new if id(t) in own],
         )
@@ -126,16 +127,37 @@ class RealExecution:
         return self._faked(output, call.fakes, spare, before, cost)
 
     def _faked(
-        self, output: Any, fakes: list[Any], spare: list[Any], before: list[int | None], cost: CostCounter
+        self,
+        output: Any,
+        fakes: list[Any],
+        spare: list[Any],
+        before: list[int | None],
+        cost: CostCounter,
+        *,
+        trained: bool = False,
     ) -> Outcome:
-        """What a call that ran for real would have given and done on fake tensors."""
+        """What a call that ran for real would have given and done on fake tensors.
+
+        On other data it may compute what on these it gave back as it was, so that is a new tensor: one that
+        requires gradients where `trained`.
+        """
         items, shape = flatten(output)
         versions = [
             None if count is None else fake._version - (item._version - count)
             for fake, item, count in zip(fakes, spare, before, strict=True)
         ]
         given = {id(own): fake for own, fake in zip(spare, fakes, strict=True)}
-        results = [given[id(item)] if id(item) in given else self._fake_result(item) for item in items]
+        same = {
+            id(own)
+            for own, fake, version in zip(spare, fakes, versions, strict=True)
+            if version is not None and version == fake._version
+        }
+        results = []
+        for item in items:
+            if id(item) in same:
+                results.append(self._fake_result(item, requires_grad=item.requires_grad or trained))
+            else:
+                results.append(given[id(item)] if id(item) in given else self._fake_result(item))
         return Outcome(shape.rebuild(results), versions, cost)
 
     def _real(self, item: Any, leaf: Any) -> Any:
@@ -149,8 +171,10 @@ class RealExecution:
         own = item.detach().to(self._device, copy=True)
         return own.requires_grad_() if item.requires_grad else own
 
-    def _fake_result(self, item: Any) -> Any:
+    def _fake_result(self, item: Any, *, requires_grad: bool | None = None) -> Any:
         if not isinstance(item, Tensor):
             return item
         fake = self._values.fake_mode.from_tensor(item.detach(), static_shapes=True)
-        return fake.requires_grad_() if item.requires_grad else fake
+        wanted = item.requires_grad if requires_grad is None else requires_grad
+        can = fake.is_floating_point() or fake.is_complex()
+        return with_history(fake, self._values.fake_mode) if wanted and can else fake

@@ -173,6 +173,8 @@ class Trace:
         shapes_asked: values whose shape Python asks for between units.
         orders: value -> the order of its dims in memory, where that is not their own.
         left_in_units: attributes of modules inside units that these change.
+        python_draws: how many steps have run where random numbers of Python or NumPy are drawn between units.
+        draws_in_units: units draw such numbers, too.
     """
 
     graph: ModelGraph
@@ -193,6 +195,8 @@ class Trace:
     shapes_asked: frozenset[int] = frozenset()
     orders: Mapping[int, Order] = field(default_factory=dict)
     left_in_units: tuple[Place, ...] = ()
+    python_draws: tuple[float, ...] = ()
+    draws_in_units: bool = False
 
     def holds_for(self, part: Arguments) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""

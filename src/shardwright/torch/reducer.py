@@ -12,7 +12,7 @@ that what nobody used keeps no gradient at all. Parameters that no stage used wh
 of another task) are *spare*: all ranks hold them, and find out first which of them have gradients at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch.split_backward import notify_gradients
 
-__all__ = ["GradientReducer", "Reduced"]
+__all__ = ["GradientReducer", "Reduced", "refuse_gradient_hooks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +244,26 @@ class GradientReducer:
         earlier = self._earlier.pop(id(parameter), None)
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses hooks that would see parts of a gradient, whose sum is known after the last backward alone.
+
+    Args:
+        parameters: those that several stages use, by name.
+
+    Raises:
+        UsageError: one of them is trained, and has a hook.
+    """
+    for name, parameter in parameters.items():
+        hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter.requires_grad and hooks:
+            raise UsageError(
+                f"the parameter {name} has a hook for its gradient, and is used by several stages, each of "
+                "which would give the hook its own part of the gradient. Change gradients between the step "
+                "function and optimizer.step(), where they are whole: for example with "
+                "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)."
+            )
 
 
 def _pack(members: Sequence[Reduced], bucket_bytes: int) -> list[_Bucket]:

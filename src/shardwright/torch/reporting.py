@@ -73,7 +73,7 @@ class Reporter:
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
                 memory_bytes=memory,
-                memory_limit_bytes=context.config.memory_limit,
+                memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
             )
         )
@@ -119,15 +119,17 @@ class Reporter:
             [row.tolist()] if context.world is None else context.world.gather(row, Purpose.FIGURES).tolist()
         )
         replica = [rows[rank] for rank in context.pipeline_ranks]
-        longest = max(pipeline_s for _, pipeline_s, _ in replica)
+        longest = max(pipeline_s for _, pipeline_s, _ in replica) if len(replica) > 1 else 0.0
         share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None
         return share, tuple(int(memory) for _, _, memory in rows)
 
     def _write_timeline(self, step: EngineRun) -> None:
         context = self._context
         assert step.schedule is not None
-        rows: list[Any] = [None] * context.mesh.pipeline
-        dist.all_gather_object(rows, step.row, group=context.pipeline_group)
+        rows: list[Any] = [step.row]
+        if context.pipeline_group is not None:
+            rows = [None] * context.mesh.pipeline
+            dist.all_gather_object(rows, step.row, group=context.pipeline_group)
         # One clock on one host; the ranks of several are aligned by their first action.
         one_host = context.mesh.world_size == context.local_size
         starts = [row[0][1] for row in rows]
@@ -158,6 +160,11 @@ def _memory() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _device_memory(context: Context) -> int | None:
+    """Memory that a rank has, as far as the machines were looked at."""
+    return (context.cluster.device.memory_bytes or None) if context.cluster else None
 
 
 def _learning_rate(context: Context) -> float | None:

@@ -1,6 +1,8 @@
 """Runs step functions on a single rank: as they are, microbatch by microbatch."""
 
+import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import plain_torch, set_active_handler
+from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ class SingleEngine:
         self._context = context
         self._model = model
         self._reducer: GradientReducer | None = None
+        self._prepared = False
         if context.data_group is not None:
             self._reducer = self._prepare_replicas(context.data_group)
 
@@ -38,10 +43,15 @@ class SingleEngine:
         num_microbatches = self._context.config.microbatches or 1
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         parts = splitter.split(arguments, num_microbatches)
+        if not self._prepared and torch.is_grad_enabled():
+            recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
+            self._prepared = True
         results: list[Any] = []
         losses: list[Tensor] = []
+        row: list[tuple[Action, float, float, float]] = []
         for index, (args, kwargs) in enumerate(parts):
             handler = _Plain(scale, self._reducer, first=not losses, last=index == num_microbatches - 1)
+            start_s = time.perf_counter()
             before = set_active_handler(handler)
             try:
                 with _tensor_backward(handler), backward_intercepted():
@@ -54,6 +64,9 @@ class SingleEngine:
                 set_active_handler(before)
             if handler.loss is not None:
                 losses.append(handler.loss)
+                begin_s, end_s = handler.backward_s
+                row.append((Action(Kind.FORWARD, 0, index), start_s, begin_s, 0.0))
+                row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
         trains = bool(losses)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
@@ -64,6 +77,8 @@ class SingleEngine:
             losses=losses if trains else None,
             samples=splitter.batch_size(arguments) or 0,
             tokens=num_tokens(arguments),
+            row=row,
+            schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
 
     def _prepare_replicas(self, group: dist.ProcessGroup) -> GradientReducer:
@@ -76,14 +91,26 @@ class SingleEngine:
         return self._model.make_reducer(members)
 
 
+@cache
+def _schedule(num_microbatches: int) -> Schedule:
+    """The order in which a plain loop works, as a schedule of one stage."""
+    return build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
+
+
 class _Plain:
-    """The handler of a step function that is run as it is."""
+    """The handler of a step function that is run as it is.
+
+    Attributes:
+        loss: what ``backward`` was called with; None as long as it was not.
+        backward_s: when that began and ended.
+    """
 
     def __init__(self, scale: float, reducer: GradientReducer | None, *, first: bool, last: bool):
         self._scale = scale
         self._opens = reducer if first else None
         self._closes = reducer if last else None
         self.loss: Tensor | None = None
+        self.backward_s = (0.0, 0.0)
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing is intercepted on a single rank."""
@@ -110,6 +137,7 @@ class _Plain:
                 "to train."
             )
         self.loss = loss.detach()
+        begin_s = time.perf_counter()
         start = torch.ones_like(loss) if gradient is None else gradient
         if self._opens is not None:
             self._opens.begin()
@@ -118,6 +146,7 @@ class _Plain:
         torch.autograd.backward(loss, start * self._scale)
         if self._closes is not None:
             self._closes.last_backward(0, False)
+        self.backward_s = (begin_s, time.perf_counter())
 
 
 class _tensor_backward:  # noqa: N801  (a context manager)

@@ -111,8 +111,13 @@ class _Run:
             count_memory=self.count_memory,
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
-        use = AttributeUses(watched, lambda: tracer.position)
-        tracer.before_step = use.look
+        use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
+
+        def look() -> None:
+            use.look()
+            tracer.python_draws.look()
+
+        tracer.before_step = look
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         generators = get_state(self.device)
@@ -126,7 +131,8 @@ class _Run:
                     result = self.function(*args, **kwargs)
                 registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
-                changed = watch.changed(tracer.is_value)
+                tracer.python_draws.look()
+                changed = watch.changed(tracer.is_value, under_another_name=tracer.changes_memory_of)
                 together = tracer.together()
                 attributes = use.uses(self.unit_map.model, tracer.is_value)
             changes_batch = any(

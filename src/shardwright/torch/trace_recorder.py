@@ -171,6 +171,10 @@ class TraceRecorder:
                 returned.append(result)
         return returned, writes, passed
 
+    def changes_memory_of(self, item: Tensor) -> bool:
+        """Whether what comes from units went into the memory of a tensor that every rank had."""
+        return self._changes.in_memory_of(item)
+
     def _note_region(self, node: int) -> None:
         region = outermost_checkpoint() if torch.is_grad_enabled() else None
         if region is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.cost import CostCounter
-from shardwright.torch.functions import unnoticed_changes
+from shardwright.torch.functions import on_fakes, unnoticed_changes
 from shardwright.torch.tree import Structure, leaves
 
 __all__ = ["Outcome", "TracedCall", "is_opaque"]
@@ -64,7 +64,7 @@ class TracedCall:
         args, kwargs = self.arguments
         versions = [item._version if isinstance(item, Tensor) else None for item in leaves(self.arguments)]
         with cost:
-            return Outcome(self.func(*args, **kwargs), versions, cost)
+            return Outcome(on_fakes(self.func)(*args, **kwargs), versions, cost)
 
     def changed(self, outcome: Outcome) -> list[int]:
         """Positions of the arguments that it changed in place."""

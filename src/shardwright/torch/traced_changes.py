@@ -75,6 +75,10 @@ class TracedChanges:
         for memory in {change.view.memory for change in step.changes}:
             self._changers.setdefault(memory, []).append(step)
 
+    def in_memory_of(self, item: Tensor) -> bool:
+        """Whether a step has changed the memory of a tensor that every rank had."""
+        return item.layout is torch.strided and storage_key(item) in self._fake_memory
+
     def under_another_name(self, item: Tensor) -> int | None:
         """The value of a tensor that every rank had, until a step changed it through another name."""
         if not self._fake_memory or isinstance(item, DeferredTensor | FakeTensor | nn.Parameter):

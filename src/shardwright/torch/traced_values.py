@@ -6,6 +6,7 @@ fakes, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwright.model_graph import TensorSpec
 from shardwright.torch._private import FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.deferred import DeferredTensor, spec_of
 
-__all__ = ["TracedValue", "TracedValues"]
+__all__ = ["TracedValue", "TracedValues", "with_history"]
 
 
 @dataclass(slots=True)
@@ -131,10 +132,7 @@ class TracedValues:
     def _new_fake(self, tensor: Tensor) -> Tensor:
         if tensor.is_leaf:
             return self.fake_mode.from_tensor(tensor, static_shapes=True)
-        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-        with self.fake_mode, torch.enable_grad():
-            # It gets a history of its own: a leaf could not be changed in place.
-            return fake.add_(torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True))
+        return with_history(self.fake_mode.from_tensor(tensor.detach(), static_shapes=True), self.fake_mode)
 
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor on the computing device, in place of a parameter or buffer."""
@@ -168,3 +166,9 @@ class TracedValues:
         """Names of the parameters and buffers of a module."""
         tensors = [*module.parameters(), *module.buffers()]
         return {self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names}
+
+
+def with_history(fake: Tensor, mode: AbstractContextManager[Any]) -> Tensor:
+    """Makes a fake tensor one that requires gradients, and is no leaf: those cannot be changed in place."""
+    with mode, torch.enable_grad():
+        return fake.add_(torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True))

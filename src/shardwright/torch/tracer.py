@@ -21,11 +21,13 @@ from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
+from shardwright.torch.foreign_parameters import point_out_foreign
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
+from shardwright.torch.python_random import DrawsOfPython
 from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
@@ -58,6 +60,7 @@ class Tracer:
     Attributes:
         before_step: called before every call and before ``backward``.
         samples: calls of each cost class.
+        python_draws: random numbers of Python and NumPy.
     """
 
     before_step: Callable[[], None]
@@ -79,6 +82,7 @@ class Tracer:
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
         self._recorder = TraceRecorder(self._values, self._buffers)
         self.samples = CallSamples(self._values, count_memory=count_memory)
+        self.python_draws = DrawsOfPython(lambda: self.position)
         self._path = PathRecorder(batch)
         self._real = RealExecution(self._values, self._path, device)
         self._loss: int | None = None
@@ -114,6 +118,10 @@ class Tracer:
         """Whether a tensor is a value of the graph."""
         return self._values.find(item) is not None
 
+    def changes_memory_of(self, item: Tensor) -> bool:
+        """Whether what comes from units went into the memory of a tensor that every rank had."""
+        return self._recorder.changes_memory_of(item)
+
     # ---- what the step function calls ----
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,6 +132,7 @@ class Tracer:
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
+        point_out_foreign(items, self._values.names)
         if not reads and not parameters:
             return self._free_operation(func, args, kwargs, items, structure)
         if func in _PRODUCTS:
@@ -158,7 +167,7 @@ class Tracer:
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
         self.before_step()
-        with plain_torch(), without_hooks(module):
+        with plain_torch(), without_hooks(module), self.python_draws.around_unit():
             return self._unit_call(module, args, kwargs)
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,6 +378,8 @@ class Tracer:
             attributes=attributes,
             shapes_asked=frozenset(self._shapes_asked),
             left_in_units=left_in_units,
+            python_draws=tuple(self.python_draws.places),
+            draws_in_units=self.python_draws.in_units,
             orders={
                 index: order
                 for index, value in enumerate(values)

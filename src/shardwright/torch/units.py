@@ -29,12 +29,14 @@ class ModuleCost:
         flops: floating-point operations, those of its children included.
         recomputed: the model recomputes its activations (``torch.utils.checkpoint``).
         whole: it cannot be split: see `shardwright.torch.entanglement`.
+        chooses_at_random: its own code draws random numbers and looks at values: as if it skipped itself.
     """
 
     calls: int = 0
     flops: int = 0
     recomputed: bool = False
     whole: bool = False
+    chooses_at_random: bool = False
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class _Walk:
         if not any(_has_parameters(child) for child in module.children()):
             return True
         if repeated:
-            return share_of_stage <= _LARGE_SHARE_OF_STAGE
+            # Those that have skipped themselves did no work, so that others have too large a share.
+            return cost.chooses_at_random or share_of_stage <= _LARGE_SHARE_OF_STAGE
         return share_of_stage <= _SMALL_SHARE_OF_STAGE
 
     def share(self, name: str) -> float:

@@ -95,6 +95,7 @@ def script(tmp_path, monkeypatch):
         (["--nnodes", "2"], "--nnodes 2 needs --name"),
         (["--nnodes", "2", "--name", "x"], "needs --rdzv-endpoint"),
         (["-n", "0"], "--num-ranks"),
+        (["--json"], "--json is for --dry-run"),
     ],
 )
 def test_wrong_options_are_found_before_anything_starts(capsys, script, words, message, tmp_path):

@@ -187,7 +187,8 @@ def test_sagemaker():
 
 
 def test_sagemaker_does_not_leave_gpus_idle_in_silence():
-    with pytest.raises(LaunchError, match=r"8 GPUs.*shardwright run -n 8 --nnodes 2 --node-rank 1"):
+    line = r"shardwright run -n 8 --nnodes 2 --node-rank 1 --rdzv-endpoint algo-1:29500 --name NAME train\.py"
+    with pytest.raises(LaunchError, match=f"8 GPUs.*{line}"):
         detect({**SAGEMAKER, "SM_NUM_GPUS": "8"})
 
 

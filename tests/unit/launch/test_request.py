@@ -8,6 +8,7 @@ import pytest
 from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.torchrun import torchrun_command, torchrun_line
+from shardwright.observe.console import Console
 
 
 @pytest.fixture
@@ -37,6 +38,12 @@ def test_the_ranks_get_what_the_command_line_says(script, tmp_path, monkeypatch)
         "SHARDWRIGHT_CONFIG": str(tmp_path / "config.yaml"),
         "SHARDWRIGHT_SET": json.dumps({"microbatches": 4, "pipeline": "1f1b"}),
     }
+
+
+def test_quiet_ranks_show_no_progress(script):
+    environ = request_for(script, quiet=True).worker_environ({})
+    assert environ["SHARDWRIGHT_QUIET"] == "1"
+    assert not Console(environ=environ).prints
 
 
 @pytest.mark.parametrize(("num_ranks", "threads"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])

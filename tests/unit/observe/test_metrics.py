@@ -22,7 +22,6 @@ FULL = StepRecord(
     memory_bytes=(2**30, 3 * 2**30),
     memory_limit_bytes=24 * 2**30,
     learning_rate=1e-3,
-    grad_norm=2.0,
 )
 BARE = StepRecord(step=1, seconds=2.0, samples=8)
 
@@ -38,7 +37,6 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "time/unix(s)": 1_795_000_000.123,
         "train/loss": 3.25,
         "train/learning_rate": 1e-3,
-        "train/grad_norm": 2.0,
         "time/step(s)": 0.5,
         "time/step_predicted(s)": 0.45,
         "time/prediction_error(share)": pytest.approx(-0.1),

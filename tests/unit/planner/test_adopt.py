@@ -1,6 +1,5 @@
 """Plans from files, and their schedules."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +7,9 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.config import Config
-from shardwright.errors import PlanError, StalePlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import ACTION_OVERHEAD_S, make_plan, read_plan, schedule_of, stage_costs_of
+from shardwright.planner import ACTION_OVERHEAD_S, make_plan, overruled_settings, schedule_of, stage_costs_of
 from shardwright.planner.fabric import Fabric
 from shardwright.schedule import build_schedule, simulate
 
@@ -27,50 +25,36 @@ def planned(**config: Any) -> Plan:
     )
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    planned(pipeline="1f1b").write(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
+def overruled(**config: Any) -> list[str]:
+    return list(overruled_settings(planned(pipeline="1f1b"), Config.parse(config)))
 
 
-def read(path: Path, **config: Any) -> Plan:
-    return read_plan(Config.parse({"plan": str(path), **config}), graph=GRAPH, world_size=2)
+def test_settings_that_the_plan_keeps() -> None:
+    assert overruled() == []
+    same = {"microbatches": 4, "partitions": 2, "pipeline": "interleaved", "virtual_stages": 1}
+    assert overruled(**same, memory_limit="1GiB", activation_checkpointing="none") == []
 
 
-def test_a_plan_without_contradictions(path: Path) -> None:
-    assert read(path) == planned(pipeline="1f1b")
-    read(path, microbatches=4, partitions=2, pipeline="interleaved", virtual_stages=1, memory_limit="1GiB")
-
-
-def test_all_contradictions_are_listed(path: Path) -> None:
-    with pytest.raises(PlanError) as caught:
-        read(
-            path,
-            microbatches=8,
-            partitions=4,
-            pipeline="simple",
-            activation_checkpointing="full",
-            memory_limit=1000,
-        )
-    title, *lines = str(caught.value).splitlines()
-    assert title.startswith(f"the settings contradict plan file {path}")
-    assert [line.strip() for line in lines[:4]] == [
+def test_all_settings_that_the_plan_does_not_keep_are_listed() -> None:
+    *lines, last = overruled(
+        microbatches=8,
+        partitions=4,
+        pipeline="simple",
+        active_microbatches=2,
+        auto_partition=False,
+        default_partition=0,
+        activation_checkpointing="full",
+        memory_limit=1000,
+    )
+    assert lines == [
         "pipeline_parallel_degree is 4, but the plan has 2.",
         "microbatches is 8, but the plan has 4.",
         "pipeline is 'gpipe', but the plan has '1f1b'.",
+        "active_microbatches is 2, but the plan has None.",
+        "auto_partition is False, but the plan says where each unit goes.",
         "activation_checkpointing is 'full', but the plan recomputes 0 of 6 units.",
     ]
-    assert "memory_limit is 1000 B, but the plan is predicted to need " in lines[4]
-
-
-def test_another_model(path: Path) -> None:
-    with pytest.raises(StalePlanError, match="other units"):
-        read_plan(Config.parse({"plan": str(path)}), graph=chain_graph(5), world_size=2)
-
-
-def test_no_plan_is_named() -> None:
-    with pytest.raises(PlanError, match="no plan file is named"):
-        read_plan(Config(), graph=GRAPH, world_size=2)
+    assert last.startswith("memory_limit is 1000 B, but the plan is predicted to need ")
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
@@ -98,6 +82,6 @@ def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> No
     assert any(stage.recompute for stage in plan.stages)
     again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_OVERHEAD_S)
     assert plan.prediction is not None
-    overhead_s = Fabric(cluster=instant, mesh=mesh).overhead_s
+    overhead_s = Fabric(cluster=instant, mesh=mesh).step_overhead_s
     assert again.step_s + overhead_s == pytest.approx(plan.prediction.step_s)
     assert again.peak_bytes == tuple(memory.activations for memory in plan.prediction.memory)

@@ -79,7 +79,7 @@ def test_no_schedule_is_faster(
     inner = data.draw(st.permutations(range(1, calls)))[: len(stages) - 1]
     draft = made.draft(kind, stages, cuts=(0, *sorted(inner), calls))
     assert draft.least_s <= draft.work_out().step_s * (1 + 1e-9)
-    assert draft.least_s > made.fabric.overhead_s + m * ACTION_OVERHEAD_S
+    assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_OVERHEAD_S
 
 
 @pytest.mark.parametrize("seed", range(6))

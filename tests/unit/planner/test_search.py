@@ -329,7 +329,9 @@ def test_more_ranks_than_units() -> None:
 
 
 def test_more_virtual_stages_than_units() -> None:
-    with pytest.raises(PlanError, match=r"need at least 6 stages, 3 a rank, but the model has 4 units"):
+    with pytest.raises(
+        PlanError, match=r"at least 6 stages, 3 a rank, but the model has 4 .*lower virtual_stages"
+    ):
         plan(candidates(4, blocks=2), 2, virtual_stages=3)
 
 

@@ -1,0 +1,96 @@
+"""Random numbers that a step function draws with Python's ``random`` or with NumPy.
+
+Nobody sees such a draw; that it has happened shows in the state of the generator. Ranks draw the same numbers
+if all begin a batch with the state of the first, and if each rank comes to the draws in the same order, which
+is that of the microbatches as long as there is one place where they are drawn::
+
+    rank 0 | mb 0: draws | mb 1: draws | mb 0: later stage ...
+    rank 1 | mb 0: draws, stage 1      | mb 1: draws, stage 1
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["DrawsOfPython", "python_random_kept", "state_as_tensor", "state_from_tensor"]
+
+_State = tuple[Any, tuple[Any, ...]]
+
+
+class DrawsOfPython:
+    """Notices draws during a trace.
+
+    Args:
+        position: tells where the trace is.
+
+    Attributes:
+        places: how many steps had run when numbers were drawn between units.
+        in_units: some unit has drawn too.
+    """
+
+    def __init__(self, position: Callable[[], float]):
+        self.places: list[float] = []
+        self.in_units = False
+        self._position = position
+        self._last = _mark()
+
+    def look(self) -> None:
+        """To be called before every step, and at the end."""
+        now = _mark()
+        if now != self._last:
+            self.places.append(self._position())
+            self._last = now
+
+    @contextmanager
+    def around_unit(self) -> Iterator[None]:
+        """What is drawn inside does not count as drawn between units."""
+        self.look()
+        try:
+            yield
+        finally:
+            now = _mark()
+            self.in_units = self.in_units or now != self._last
+            self._last = now
+
+
+@contextmanager
+def python_random_kept() -> Iterator[None]:
+    """Puts the generators back in the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def state_as_tensor() -> Tensor:
+    """The state of both generators; float64, of the same size always."""
+    (_, words, gauss), (_, keys, position, has_gauss, cached) = _state()
+    row = [*words, float(gauss is not None), gauss or 0.0, position, has_gauss, cached]
+    return torch.cat([torch.tensor(row, dtype=torch.float64), torch.from_numpy(keys.astype(np.float64))])
+
+
+def state_from_tensor(state: Tensor) -> None:
+    """Sets both generators as they were when `state_as_tensor` gave this."""
+    (version, words, _), (kind, keys, *_) = _state()
+    row = state.tolist()
+    has, gauss, position, has_cached, cached = row[len(words) : len(words) + 5]
+    random.setstate((version, tuple(int(word) for word in row[: len(words)]), gauss if has else None))
+    new = np.array(row[len(words) + 5 :]).astype(keys.dtype)
+    np.random.set_state((kind, new, int(position), int(has_cached), cached))
+
+
+def _state() -> _State:
+    return random.getstate(), np.random.get_state()  # type: ignore[return-value]
+
+
+def _mark() -> tuple[Any, ...]:
+    """Equal as long as nothing is drawn."""
+    python, (_, keys, *rest) = _state()
+    return python, keys.tobytes(), *rest

@@ -1,0 +1,451 @@
+"""Ordinary code of scripts and models that once trained something else than in one process, silently."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_changes_between_steps import QUIET, Stack, apart, batches, start
+from torch import Tensor, nn
+from transparency import EVALUATION, Case, Iteration, Recipe, differences
+from zoo import classify, features
+from zoo_modules import WIDTH, Block
+from zoo_modules import Stack as Blocks
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+CONFIG = {"microbatches": 4, "profile": "estimated"}
+V = {**CONFIG, "pipeline": "zb_v"}
+
+
+# ---- modules that give their argument back ---------------------------------------------------------------
+
+
+class SkipsItself(Block):
+    """Stochastic depth, as it is mostly written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand(()) < 0.5:
+            return x
+        return super().forward(x)
+
+
+class SkipsWithoutLongRows(Block):
+    """Looks at what it gets: on random data it may compute, or give back what it got."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x.detach().abs().amax() > 2.5):
+            return x
+        return super().forward(x)
+
+
+class SkipsByPython(Block):
+    """The trace sees one of two ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return x
+        return super().forward(x)
+
+
+def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Blocks(num_blocks)
+        model.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("config", [CONFIG, V], ids=["", "V"])
+@pytest.mark.parametrize("block", [SkipsItself, SkipsWithoutLongRows])
+def test_blocks_that_skip_themselves_at_the_end_of_a_stage(block, config):
+    """The next stage was given the argument of a block that gave it back in the trace, always."""
+    recipe = Recipe(build=stack_of(block), batch=features, loss=classify)
+    case = Case(config=config, iterations=[Iteration()] * 4)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+def test_a_block_that_skipped_itself_in_the_trace_alone_is_noticed():
+    def job() -> list[str]:
+        random.seed(1)  # 0.13, 0.85, 0.76, 0.26: the first block skips itself
+        recipe = Recipe(build=stack_of(SkipsByPython), batch=features, loss=classify)
+        return differences(recipe, Case(config=CONFIG, iterations=[Iteration()] * 4))
+
+    message = r"SkipsByPython makes a tensor in microbatch \d, but in the trace it gave back"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(job, 2)
+
+
+# ---- buffers and parameters under another name -----------------------------------------------------------
+
+
+class BuffersUnderOtherNames(Blocks):
+    """A codebook that is written through `data`, and a queue through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codebook", torch.ones(WIDTH))
+        self.register_buffer("queue", torch.zeros(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.training and number == 1:
+                self.codebook.data.copy_(0.5 * self.codebook + 0.5 * x.detach().mean((0, 1)))
+        x = x + self.queue.clone().mean(0)
+        if self.training:
+            self.queue[1:3].copy_(x.detach()[0, :2])
+        return self.head(x)
+
+
+class CodebookThatIsWrittenAlone(Blocks):
+    """Nothing in a step reads what was written in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.training and number == 4:
+                self.seen.data.copy_(x.detach().mean((0, 1)))
+        return self.head(x)
+
+
+class MomentumEncoder(nn.Module):
+    """Follows another encoder by `k.data = ...`, at the beginning of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = Blocks(3), Blocks(2)
+        self.key.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for q, k in zip(self.query.blocks[:2].parameters(), self.key.blocks.parameters(), strict=True):
+                k.data = k.data * 0.9 + q.data * 0.1
+        y = self.query(x)
+        with torch.no_grad():
+            target = self.key(x)
+        return y + target
+
+
+@pytest.mark.parametrize(
+    ("build", "config"),
+    [
+        (BuffersUnderOtherNames, CONFIG),
+        (BuffersUnderOtherNames, V),
+        (CodebookThatIsWrittenAlone, CONFIG),
+        (CodebookThatIsWrittenAlone, V),
+        (MomentumEncoder, CONFIG),  # what is between the change and its last user is one stage
+    ],
+)
+def test_what_is_written_under_another_name(build, config):
+    """Only the rank that wrote had it, and `state_dict` had what another rank has."""
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    case = Case(config=config, iterations=[Iteration(), EVALUATION, Iteration()])
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+# ---- gradients -------------------------------------------------------------------------------------------
+
+
+class ThawsLater(Stack):
+    num_updates = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.num_updates >= 5):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def train_until_it_thaws() -> None:
+    sw, _, model = start(ThawsLater, {})
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for number in range(8):
+        model.module.num_updates = number
+        train(model, batches(number, 1)[0])
+
+
+def test_a_gradient_mode_that_changes_later_is_noticed():
+    """The first stage was never trained: nobody sent it gradients."""
+    with pytest.raises(RanksFailedError, match=r"requires gradients in microbatch 0, but none in the trace"):
+        run_ranks(train_until_it_thaws, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def train_with_hook(name: str, config: dict[str, Any]) -> list[str]:
+    sw, plain, model = start(Tied, config)
+    for module in (plain, model.module):
+        module.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    (x,) = batches(0, 1)
+    train(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    train(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    return apart(plain, model)
+
+
+@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}], ids=["two ranks", "two stages of a rank"])
+def test_a_hook_for_the_gradient_of_a_parameter_that_stages_share(config):
+    """Each stage gave the hook its own part of the gradient."""
+    message = r"first\.weight has a hook for its gradient, and is used by several stages"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(train_with_hook, 2, "first.weight", config)
+    assert run_ranks(train_with_hook, 2, "blocks.1.weight", config) == [[], []]
+
+
+def train_with_scaler(fused: bool) -> tuple[list[bool], list[float]]:
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, "microbatches": 2})
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = sw.DistributedModel(module)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, fused=fused))
+    scaler = sw.GradScaler("cpu", init_scale=1024.0)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(scaler.scale(model(x).square().mean()))
+
+    moved, sums = [], []
+    for step in range(3):
+        x = torch.linspace(-1, 1, 64).view(4, 16) * (1e30 if step == 1 else 1.0)
+        optimizer.zero_grad()
+        train(model, x)
+        before = [p.detach().clone() for p in model.local_parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        after = list(model.local_parameters())
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        sums.append(sum(p.double().sum().item() for p in after))
+    return moved, sums
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_fused_optimizer_under_a_scaler(num_ranks):
+    """It stepped with the gradients as they were scaled, infinities too."""
+    plain, fused = (run_ranks(train_with_scaler, num_ranks, fused) for fused in (False, True))
+    for (moved, sums), (moved_plain, sums_plain) in zip(fused, plain, strict=True):
+        assert moved == moved_plain == [True, False, True]
+        assert sums == pytest.approx(sums_plain, rel=1e-5)
+
+
+# ---- parameters of others --------------------------------------------------------------------------------
+
+
+def train_with_weights_of_losses(registered: bool, *, num_steps: int = 2) -> None:
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, "microbatches": 2})
+    weights = nn.Parameter(torch.zeros(2))
+    module = Stack()
+    if registered:
+        module.weights = weights
+    model = sw.DistributedModel(module)
+    parameters = {id(p): p for p in [*module.parameters(), weights]}
+    weights_of = (lambda model: model.module.weights) if registered else (lambda model: weights)
+    sw.DistributedOptimizer(torch.optim.SGD(parameters.values(), lr=0.1))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        w = weights_of(model)
+        model.backward((-w[0]).exp() * model(x).square().mean() + w[0])
+
+    for _ in range(num_steps):
+        train(model, torch.ones(4, 5, 8))
+
+
+def test_an_optimizer_with_more_than_the_model():
+    """The weights of the losses were dropped from it, and never trained."""
+    message = r"1 of the 19 parameters of the optimizer are not the wrapped model's \(one has shape \(2,\)\)"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(train_with_weights_of_losses, 2, False)
+    run_ranks(train_with_weights_of_losses, 1, False)
+    run_ranks(train_with_weights_of_losses, 2, True)
+
+
+def train_with_a_parameter_of_nobody() -> None:
+    sw, _, model = start(Stack, {})
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward((model(x) * scale).square().mean())
+
+    train(model, batches(0, 1)[0])
+
+
+def test_a_trained_parameter_that_no_model_has():
+    with pytest.raises(RanksFailedError, match=r"a parameter of shape \(\) is used here, and is not part of"):
+        run_ranks(train_with_a_parameter_of_nobody, 2)
+
+
+# ---- numbers of NumPy and Python -------------------------------------------------------------------------
+
+
+def mix_with_given_number() -> list[str]:
+    sw, plain, model = start(Stack, {})
+    number = np.float64(0.25 + dist.get_rank())
+    weights = np.arange(3) + dist.get_rank()
+
+    @sw.step
+    def train(model: Any, x: Tensor, number: Any, weights: Any) -> None:
+        model.backward((model(number * x) * torch.from_numpy(weights)).square().mean() * number)
+
+    (x,) = batches(0, 1)
+    train(model, x, number, weights)
+    first = np.float64(0.25)
+    for part in x.tensor_split(4):
+        ((plain(first * part) * torch.arange(3)).square().mean() * first / 4).backward()
+    return apart(plain, model)
+
+
+def test_numbers_and_arrays_of_numpy_are_those_of_the_first_rank():
+    """Each rank had its own: the first mixed the samples with one, the last one weighed the losses."""
+    assert run_ranks(mix_with_given_number, 2) == [[], []]
+
+
+def mixed_up(model: Any, x: Tensor, backward: Callable[[Tensor], None], scale: float) -> None:
+    part, number = np.random.beta(0.5, 0.5), random.random()
+    x = part * x + (1 - part) * x.flip(0)
+    backward((model(x) * number).square().mean() * part * scale)
+
+
+def mix_up(config: dict[str, Any]) -> list[str]:
+    sw, plain, model = start(Stack, config)
+    step = sw.step(lambda model, x: mixed_up(model, x, model.backward, 1.0))
+    found = []
+    for number in range(3):
+        random.seed(dist.get_rank() + number)
+        np.random.seed(dist.get_rank() + number)
+        (x,) = batches(number, 1)
+        step(model, x)
+        after = random.random(), np.random.rand()
+        random.seed(number)
+        np.random.seed(number)
+        for part in x.tensor_split(4):
+            mixed_up(plain, part, Tensor.backward, 0.25)
+        found += apart(plain, model)
+        found += ["state"] * (after != (random.random(), np.random.rand()))
+    return found
+
+
+@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}], ids=["", "V"])
+def test_samples_are_mixed_by_numbers_of_python_and_numpy(config):
+    assert run_ranks(mix_up, 2, config) == [[], []]
+
+
+class DrawsTwice(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * random.random()
+        return super().forward(x) * random.random()
+
+
+class DrawsInsideToo(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(DrawsInside())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random())
+
+
+class DrawsInside(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + np.random.rand())
+
+
+def train_once(make: Callable[[], nn.Module], config: dict[str, Any]) -> None:
+    sw, _, model = start(make, config)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    before = random.getstate()
+    for number in range(2):
+        train(model, batches(number, 1)[0])
+    assert (random.getstate() == before) == (make is not DrawsTwice and make is not DrawsInsideToo)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"), [(DrawsTwice, "at several places"), (DrawsInsideToo, "also inside modules")]
+)
+def test_numbers_of_python_that_ranks_would_draw_in_another_order(make, where):
+    with pytest.raises(RanksFailedError, match=rf"numbers of Python or NumPy between modules, and {where}"):
+        run_ranks(train_once, 2, make, {"pipeline": "zb_v"})
+
+
+def test_tracing_draws_nothing_from_python():
+    run_ranks(train_once, 2, Stack, {})
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------
+
+
+def evaluate_with_hooks() -> list[float]:
+    sw, plain, model = start(Stack, {})
+    (x,) = batches(0, 1)
+    patch = torch.ones(5, 8, dtype=torch.float64)
+
+    @sw.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    def differs() -> float:
+        with torch.no_grad():
+            return (evaluate(model, x).concat() - plain(x)).abs().max().item()
+
+    found = [differs()]
+    for number in range(4):
+        hooks = [
+            module.blocks[number].register_forward_hook(lambda module, args, output: output * 0 + patch)
+            for module in (plain, model.module)
+        ]
+        found.append(differs())
+        for hook in hooks:
+            hook.remove()
+        found.append(differs())
+    return found
+
+
+def test_hooks_come_and_go_between_steps():
+    """At the end of a stage the next one went on without the hook; elsewhere the step failed."""
+    for found in run_ranks(evaluate_with_hooks, 2):
+        assert max(found) < 1e-10
