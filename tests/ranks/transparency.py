@@ -151,7 +151,7 @@ class _Comparison:
         self._model = sw.DistributedModel(module)
         self._optimizer = sw.DistributedOptimizer(optimizer or _sgd(self._model))
         self._microbatches = case.config["microbatches"]
-        # Statistics of batches are each replica's own, as they are under DistributedDataParallel.
+        # Statistics are those of the first replica after each step, as under DistributedDataParallel.
         self._buffers_of_replica = [_buffers(self._plain)] * sw.dp_size()
 
     def run(self) -> Iterable[str]:
@@ -214,7 +214,8 @@ class _Comparison:
                     (loss / (self._microbatches * sw.dp_size())).backward()
                 losses[-1].append(loss.detach())
             self._buffers_of_replica[replica] = _buffers(self._plain)
-        _load_buffers(self._plain, self._buffers_of_replica[sw.dp_rank()])
+        self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.dp_size()
+        _load_buffers(self._plain, self._buffers_of_replica[0])
         return losses[sw.dp_rank()]
 
     def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:

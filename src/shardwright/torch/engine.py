@@ -1,12 +1,12 @@
 """Runs step functions over the stages of a pipeline."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
@@ -16,12 +16,13 @@ from shardwright.torch.attribute_watch import AttributeWatch
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
+from shardwright.torch.batch_programs import check_one_order, homes_of_buffers
 from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
-from shardwright.torch.glue import intercept_calls
+from shardwright.torch.glue import batch_running, intercept_calls
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
@@ -38,6 +39,7 @@ from shardwright.torch.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer, refuse_gradient_hooks
+from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.trace import trace_step
@@ -85,6 +87,8 @@ class PipelineEngine:
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._several_stages: dict[str, nn.Parameter] = {}
+        self._replica_buffers: ReplicaBuffers | None = None
+        self._parameters: frozenset[int] | None = None
         self._recompute: frozenset[str] = frozenset()
         self._attributes = AttributeWatch(model.module)
         self._failure = ""
@@ -103,6 +107,7 @@ class PipelineEngine:
         context = self._context
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
+        self._refuse_other_parameters()
         settings = path_settings(self._model.module)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
@@ -118,7 +123,7 @@ class PipelineEngine:
         hooks = hooks_between_steps(self._model.module)
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
         programs = [self._program(function, part, path, attributes, known) for part in parts]
-        _check_one_order(programs)
+        check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers()
@@ -126,7 +131,7 @@ class PipelineEngine:
             self._agreement.on_random_numbers_of_python()
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
-        state = _homes_of_buffers(programs)
+        state = homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.module, state) if state else None
         try:
             results, train = self._execute(schedule, programs, function, own, gradients, buffers)
@@ -170,16 +175,17 @@ class PipelineEngine:
         reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
-        results = self.executor.run(
-            schedule,
-            context.pipeline_rank,
-            programs,
-            function,
-            parts,
-            loss_scale=1.0 / len(parts) if self._model.average_grads_across_microbatches else 1.0,
-            model=self._model.module,
-            buffers=buffers,
-        )
+        with batch_running():
+            results = self.executor.run(
+                schedule,
+                context.pipeline_rank,
+                programs,
+                function,
+                parts,
+                loss_scale=1.0 / len(parts) if self._model.average_grads_across_microbatches else 1.0,
+                model=self._model.module,
+                buffers=buffers,
+            )
         if buffers is not None:
             assert context.pipeline_group is not None
             buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
@@ -188,6 +194,8 @@ class PipelineEngine:
         if reduces:
             found = self.reducer is not None and self.reducer.finish()
             train = train or self._agreement.on_any(found)
+        if self._replica_buffers is not None:
+            self._replica_buffers.agree()
         return results, train
 
     def _refuse_after_failure(self) -> None:
@@ -196,6 +204,13 @@ class PipelineEngine:
                 "an earlier step failed in its middle on this rank, and ranks have messages under way that "
                 "nobody will take. Restart the script from a checkpoint. "
                 f"The failure was {self._failure}"
+            )
+
+    def _refuse_other_parameters(self) -> None:
+        if self._parameters is not None and _ids(self._model.module.parameters()) != self._parameters:
+            raise UsageError(
+                "parameters were added to the model, or replaced, after it was spread over stages and "
+                "replicas, which would not sum their gradients. Change the model before the first step."
             )
 
     # ---- the first step ----
@@ -244,6 +259,11 @@ class PipelineEngine:
             for unit in self._unit_map.modules.values():
                 split_modules(unit)
         self._residency = residency
+        if context.data_group is not None:
+            first = context.mesh.group("dp", context.rank)[0]
+            self._replica_buffers = ReplicaBuffers(module, context.data_group, source=first)
+            self._replica_buffers.note()
+            self._parameters = _ids(module.parameters())
         unchanged = self._model.placed(residency) and unchanged
         return _Known(signature_of(part), trace) if unchanged else None
 
@@ -264,7 +284,7 @@ class PipelineEngine:
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
         held = set(residency.held_by(rank))
         was_whole = not self._materialiser.waits
-        release_remote(module, held, self._unit_map.parameters)
+        release_remote(module, held, self._unit_map.parameters, device=context.device)
         self._materialiser.named(held, self._unit_map)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))
@@ -356,34 +376,12 @@ class PipelineEngine:
         return self._schedules[key]
 
 
+def _ids(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(id(tensor) for tensor in tensors)
+
+
 def _trains(programs: list[Program]) -> bool:
     return any(program.backward_at is not None for program in programs)
-
-
-def _check_one_order(programs: list[Program]) -> None:
-    """Refuses a batch for which no one schedule exists."""
-    orders = sorted({program.stage_ranks for program in programs})
-    if len(orders) > 1:
-        first, second = (" -> ".join(map(str, order)) for order in orders[:2])
-        raise TraceMismatchError(
-            f"the microbatches of one batch go through the ranks in different orders, {first} and {second}, "
-            "because the model chooses the order of its layers by values of the batch. Let them choose "
-            "which layers run and not in which order, or put the choice inside one module."
-        )
-
-
-def _homes_of_buffers(programs: list[Program]) -> dict[str, int]:
-    """The pipeline rank on which a batch changes each buffer: one for all microbatches."""
-    found: dict[str, int] = {}
-    for program in programs:
-        for name, rank in program.state.items():
-            if found.setdefault(name, rank) != rank:
-                raise TraceMismatchError(
-                    f"microbatches of one batch change the buffer {name} on different ranks, {found[name]} "
-                    f"and {rank}, because the model chooses by values of the batch where it does that, and "
-                    "no rank would see all changes. Change it in one place, or inside one module."
-                )
-    return found
 
 
 def _first_named(module: nn.Module) -> dict[str, Tensor]:

@@ -82,6 +82,17 @@ READS_DATA: frozenset[Any] = frozenset(
 # Functions that change several tensors: versions of fake tensors do not move.
 _MANY = ("_foreach_", "_fused_", "_amp_foreach_")
 
+RELEASED = "_shardwright_released"
+"""Attribute of a parameter or buffer that is on another rank: the device on which it would be here."""
+
+_PLACES: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.is_meta.__get__: lambda device: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda device: -1 if device.type == "cpu" else device.index,
+}
+
 # ``tensor.data = other``
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -140,6 +151,18 @@ def gradient_of_backward(
 def is_metadata(func: Callable[..., Any]) -> bool:
     """Whether a function only asks for shape, type or place."""
     return func in _METADATA
+
+
+def answer_for_released(func: Callable[..., Any], tensor: Any) -> Any:
+    """Where a parameter of another rank is, as every rank must see it; None for any other question.
+
+    Code between units makes tensors on ``next(model.parameters()).device``.
+    """
+    answer = _PLACES.get(func)
+    if answer is None or not isinstance(tensor, Tensor):
+        return None
+    device = vars(tensor).get(RELEASED)
+    return None if device is None else answer(device)
 
 
 def asks_for_shape(func: Callable[..., Any]) -> bool:

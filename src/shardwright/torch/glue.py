@@ -26,7 +26,7 @@ from shardwright.torch._private import (
     pop_function_mode,
     push_function_mode,
 )
-from shardwright.torch.functions import asks_for_shape, is_metadata
+from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import map_tree
 
@@ -35,6 +35,7 @@ __all__ = [
     "Handler",
     "Realised",
     "active_handler",
+    "batch_running",
     "call_without_hooks",
     "intercept_calls",
     "plain_torch",
@@ -65,6 +66,7 @@ class _Active:
 
     handler: Handler | None = None
     realise: Callable[[Any], Any] | None = None
+    batch_runs = False
 
 
 def active_handler() -> Handler | None:
@@ -78,6 +80,16 @@ def set_active_handler(handler: Handler | None) -> Handler | None:
     return before
 
 
+@contextmanager
+def batch_running() -> Iterator[None]:
+    """Says that microbatches are computed: also where no handler is in force, as in a backward."""
+    before, _Active.batch_runs = _Active.batch_runs, True
+    try:
+        yield
+    finally:
+        _Active.batch_runs = before
+
+
 def refuse_inside_step(what: str, remedy: str) -> None:
     """Refuses what belongs to a whole batch where a microbatch is computed.
 
@@ -88,7 +100,7 @@ def refuse_inside_step(what: str, remedy: str) -> None:
     Raises:
         UsageError: a step function is running.
     """
-    if active_handler() is not None:
+    if active_handler() is not None or _Active.batch_runs:
         raise UsageError(
             f"{user_line()}: {what} inside a step function, which runs once for each microbatch: the "
             f"gradients of a batch are there when it has returned. {remedy}"
@@ -138,6 +150,10 @@ class GlueMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_metadata(func) or _Active.handler is not self.handler:
+            if _Active.handler is self.handler and args:
+                answer = answer_for_released(func, args[0])
+                if answer is not None:
+                    return answer
             if self._shape_asked is not None and _Active.handler is self.handler and asks_for_shape(func):
                 self._shape_asked(args[0])
             return func(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.reducer import GradientReducer, Reduced
-from shardwright.torch.residency import Residency
+from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
@@ -88,6 +88,7 @@ class DistributedModel(nn.Module):
                 "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
             )
         refuse_wrappers(module)
+        refuse_released(module)
         for optimizer in current.optimizers:
             optimizer.check(module.parameters())
         self.module = module
@@ -223,20 +224,31 @@ class DistributedModel(nn.Module):
             if self._residency.ranks[name][0] != context().pipeline_rank:
                 yield parameter
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The whole model's state under the names of the user's module; collective over the replica."""
-        self._gathers = True
-        try:
-            state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        finally:
-            self._gathers = False
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The whole model's state under the names of the user's module; collective over the replica.
+
+        Once the model is spread over stages it is a copy, which further training does not change.
+        """
         current = context()
         if self._residency is None or current.pipeline_group is None:
-            return state
+            given = {} if destination is None else {"destination": destination}
+            return self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
+        self._gathers = True
+        try:
+            state: dict[str, Any] = self.module.state_dict(keep_vars=keep_vars)
+        finally:
+            self._gathers = False
         assert current.replica is not None
         with first_cause_named(current):
             current.replica.meet("model.state_dict()", device=current.device)
-            return gather_state(state, self.module, self._residency, current)
+            full = gather_state(state, self.module, self._residency, current)
+        if destination is None and not prefix:
+            return full
+        target = OrderedDict() if destination is None else destination
+        target.update((f"{prefix}{key}", value) for key, value in full.items())
+        return target
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes what it holds.

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
+from shardwright.torch.functions import RELEASED
 
-__all__ = ["Residency", "free_tensor", "release_remote"]
+__all__ = ["Residency", "free_tensor", "refuse_released", "release_remote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,29 @@ class Residency:
         return {name: ranks for name, ranks in self.ranks.items() if len(ranks) > 1 and self.stages[name]}
 
 
-def release_remote(model: nn.Module, keep: set[str], names: Mapping[int, str]) -> None:
+def release_remote(
+    model: nn.Module, keep: set[str], names: Mapping[int, str], *, device: torch.device
+) -> None:
     """Replaces every parameter and buffer that is not kept by one on the meta device, and frees its memory.
 
     Args:
         model: the whole model.
         keep: first names of what this rank holds.
         names: id of a parameter or buffer -> first name.
+        device: where this rank computes.
     """
     replaced: dict[int, Tensor] = {}
     for module in model.modules():
         for registry in (module._parameters, module._buffers):
             for key, tensor in list(registry.items()):
-                if tensor is None or names.get(id(tensor), "") in keep or tensor.is_meta:
+                if tensor is None or names.get(id(tensor), "") in keep:
+                    continue
+                if tensor.is_meta:
+                    setattr(tensor, RELEASED, device)
                     continue
                 if id(tensor) not in replaced:
                     replaced[id(tensor)] = _meta_twin(tensor)
+                    setattr(replaced[id(tensor)], RELEASED, device)
                     free_tensor(tensor)
                 registry[key] = replaced[id(tensor)]  # type: ignore[assignment]
 
@@ -82,6 +91,25 @@ def free_tensor(tensor: Tensor) -> None:
     storage = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(0)
+
+
+def refuse_released(model: nn.Module) -> None:
+    """Refuses a model of which an earlier run has left a part on each rank.
+
+    Raises:
+        UsageError: it would get first values where other ranks have trained ones.
+    """
+    released = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if hasattr(tensor, RELEASED)
+    ]
+    if released:
+        raise UsageError(
+            f"an earlier run has spread this model over ranks, and {len(released)} of its tensors are on "
+            f"other ones (for example {released[0]}). Build the model anew, and load into it what "
+            "model.state_dict() gave before that run ended."
+        )
 
 
 def _meta_twin(tensor: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
-from shardwright.torch.glue import plain_torch, set_active_handler
+from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
 from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.replica_buffers import ReplicaBuffers
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -33,9 +34,11 @@ class SingleEngine:
         self._context = context
         self._model = model
         self._reducer: GradientReducer | None = None
+        self._buffers: ReplicaBuffers | None = None
+        self._reduced: set[int] | None = None
         self._prepared = False
         if context.data_group is not None:
-            self._reducer = self._prepare_replicas(context.data_group)
+            self._share(context.data_group)
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs the microbatches one after the other."""
@@ -46,6 +49,8 @@ class SingleEngine:
         if not self._prepared and torch.is_grad_enabled():
             recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
             self._prepared = True
+        if self._context.data_group is not None:
+            self._prepare_replicas(self._context.data_group)
         results: list[Any] = []
         losses: list[Tensor] = []
         row: list[tuple[Action, float, float, float]] = []
@@ -54,7 +59,7 @@ class SingleEngine:
             start_s = time.perf_counter()
             before = set_active_handler(handler)
             try:
-                with _tensor_backward(handler), backward_intercepted():
+                with batch_running(), _tensor_backward(handler), backward_intercepted():
                     results.append(function(*args, **kwargs))
             except BaseException:
                 if self._reducer is not None:
@@ -72,6 +77,8 @@ class SingleEngine:
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish() or trains
+        if self._buffers is not None:
+            self._buffers.agree()
         return EngineRun(
             results=[detached(result) for result in results],
             losses=losses if trains else None,
@@ -81,14 +88,28 @@ class SingleEngine:
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
 
-    def _prepare_replicas(self, group: dist.ProcessGroup) -> GradientReducer:
+    def _prepare_replicas(self, group: dist.ProcessGroup) -> None:
+        """Gives all replicas the values of the first, and reduces their gradients.
+
+        Before the first batch, and again where the script has given the model other parameters since.
+        """
         module = self._model.module
+        present = {id(parameter) for parameter in module.parameters()}
+        if present == self._reduced:
+            return
+        first = self._share(group)
+        members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
+        self._reducer, self._reduced = self._model.make_reducer(members), present
+        self._buffers = ReplicaBuffers(module, group, source=first)
+        self._buffers.note()
+
+    def _share(self, group: dist.ProcessGroup) -> int:
+        """Gives all replicas the values of the first; returns its world rank."""
         first = self._context.mesh.group("dp", self._context.rank)[0]
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in (*self._model.module.parameters(), *self._model.module.buffers()):
             if tensor.numel():
                 dist.broadcast(tensor.detach(), first, group=group)
-        members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
-        return self._model.make_reducer(members)
+        return first
 
 
 @cache

@@ -270,6 +270,7 @@ class _SplitForward:
         plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)
         if (
             not plain
+            or x.is_complex()  # gradients would have to be conjugated
             or not torch.is_grad_enabled()
             or torch.is_autocast_enabled(x.device.type)
             or function_transforms_active()

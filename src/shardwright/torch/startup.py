@@ -10,6 +10,7 @@ from shardwright.errors import ConfigError, UsageError
 from shardwright.plan import Plan
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
+from shardwright.torch.grad_scaler import scalers_agree
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 
@@ -53,6 +54,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     if made.mesh.pipeline > 1:
         made.cleanup.enter_context(samplers_checked())
+        made.cleanup.enter_context(scalers_agree())
     set_context(made)
     if settings.seed is not None:
         seed_everything(settings.seed)

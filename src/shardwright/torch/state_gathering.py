@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.residency import Residency
 
@@ -17,27 +18,74 @@ def gather_state(
 ) -> dict[str, Any]:
     """Fills in what other ranks hold; collective over the replica.
 
+    Parameters and buffers come from the rank that holds them. Anything else, such as a module's extra state
+    or what was registered after the first step, comes from the rank that runs the module around it.
+
     Args:
         state: the `state_dict` of this rank.
         module: the user's module.
         residency: who holds what.
         context: the run.
+
+    Returns:
+        A copy: training on does not change it.
+
+    Raises:
+        UsageError: it has parameters or buffers of other ranks under names that these do not know.
     """
     full: dict[str, Any] = type(state)()
+    if hasattr(state, "_metadata"):
+        full._metadata = state._metadata  # type: ignore[attr-defined]
     first_names = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
     by_key: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     by_key.update(module.named_buffers(remove_duplicate=False))
+    others: dict[str, Any] = {}
     for key, value in state.items():
         name = first_names.get(id(by_key[key])) if key in by_key else None
         if name is None or name not in residency.ranks or not isinstance(value, Tensor):
-            full[key] = value  # the step function has registered it, on every rank
+            full[key] = others[key] = value
             continue
         owner = residency.ranks[name][0]
         if owner == context.pipeline_rank:
-            payload = value.detach().contiguous()
+            payload = value.detach().clone(memory_format=torch.contiguous_format)
         else:
             payload = torch.empty(value.shape, dtype=value.dtype, device=context.device)
         if payload.numel():
             dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
         full[key] = payload
+    full.update(_from_their_ranks(others, residency, context))
+    lost = [key for key, value in full.items() if isinstance(value, Tensor) and value.is_meta]
+    if lost:
+        raise UsageError(
+            f"model.state_dict() finds {len(lost)} tensors of other ranks under names that these do not "
+            f"have, for example {lost[0]}: hooks that rename, or modules that were changed after the first "
+            "step (pruning). Change and rename before the first step, or rename in the dictionary that "
+            "model.state_dict() returns."
+        )
     return full
+
+
+def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Context) -> dict[str, Any]:
+    own = {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in others.items()
+        if _rank_of(key, residency) == context.pipeline_rank
+    }
+    gathered: list[Any] = [own] * len(context.pipeline_ranks)
+    dist.all_gather_object(gathered, own, group=context.pipeline_group)
+    found: dict[str, Any] = {}
+    for part in gathered:
+        found.update(part)
+    return found
+
+
+def _rank_of(key: str, residency: Residency) -> int | None:
+    """The rank that runs the innermost module around something; None where several do."""
+    path = key.rpartition(".")[0]
+    while path:
+        ranks = {holders for name, holders in residency.ranks.items() if name.startswith(f"{path}.")}
+        if ranks:
+            (first, *more) = ranks
+            return None if more or len(first) > 1 else first[0]
+        path = path.rpartition(".")[0]
+    return None

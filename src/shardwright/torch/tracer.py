@@ -21,10 +21,8 @@ from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
-from shardwright.torch.foreign_parameters import point_out_foreign
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
-from shardwright.torch.grad_scaler import adopt_scaler
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -32,6 +30,7 @@ from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.source_line import called_from, user_line
+from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
 from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
@@ -41,8 +40,6 @@ from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["Tracer"]
-
-_PRODUCTS = frozenset({Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul})
 
 
 class Tracer:
@@ -135,8 +132,6 @@ class Tracer:
         point_out_foreign(items, self._values.names)
         if not reads and not parameters:
             return self._free_operation(func, args, kwargs, items, structure)
-        if func in _PRODUCTS:
-            adopt_scaler()
         line = user_line()
         if func in functions.READS_DATA:
             raise self._unreadable(
@@ -345,7 +340,7 @@ class Tracer:
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
-        self._refuse_parameters(leaves(result))
+        refuse_returned(leaves(result), self._values)
         result_values = tuple(recorder.reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
@@ -386,16 +381,6 @@ class Tracer:
                 if (order := order_of(value.fake)) is not None
             },
         )
-
-    def _refuse_parameters(self, results: list[Any]) -> None:
-        for item in results:
-            if id(item) in self._values.lent_for:
-                name = self._values.names[id(item)]
-                raise UsageError(
-                    f"the step function returns the parameter or buffer {name} itself, which other ranks do "
-                    "not have. Return what it holds: "
-                    f"{name.rpartition('.')[2]}.detach().clone()."
-                )
 
     def _unit(self, name: str) -> Unit:
         module = self._unit_map.modules[name]
