@@ -377,3 +377,32 @@ def test_what_is_printed_for_a_remote_value_says_that_it_is_remote():
     first, last = run_ranks(on_each_rank, 2)
     assert first == "DeferredTensor(shape=(), dtype=torch.float32, its value is on another rank)"
     assert "Deferred" not in last
+
+
+def test_layers_that_hand_something_on_in_a_dictionary():
+    """What came was the KeyError of the layer that looked for it."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x, shared):
+            y = super().forward(x)
+            shared["keys"] = y
+            return y
+
+    class Finds(nn.Linear):
+        def forward(self, x, shared):
+            return super().forward(x) + shared["keys"]
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Keeps(4, 4), Finds(4, 4), Finds(4, 4)])
+
+        def forward(self, x):
+            shared = {}
+            for layer in self.layers:
+                x = layer(x, shared)
+            return x
+
+    text = refused(2, {"microbatches": 2}, make_model=Shares)
+    assert "unit layers.1 (Finds) cannot be traced" in text
+    assert "Before it, layers.0 has put something into a dictionary or a list that it was given" in text

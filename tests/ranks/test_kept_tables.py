@@ -80,6 +80,25 @@ class TableInABuffer(Table):
         return self.kept[:length]
 
 
+class TableCopiedIntoABuffer(Table):
+    """As rotary tables for long sequences are, every time, from what is kept beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("short", self.compute(20), persistent=False)
+        self.register_buffer("kept", self.compute(20), persistent=False)
+        self.long: Tensor | None = None
+
+    def forward(self, length: int) -> Tensor:
+        if length < 10:
+            self.kept.copy_(self.short)
+        else:
+            if self.long is None:
+                self.long = 2 * self.compute(20)
+            self.kept.copy_(self.long)
+        return self.kept[:length] * 1.5
+
+
 class TableInALateBuffer(Table):
     """Which belongs to the state of the module when it is there."""
 
@@ -153,6 +172,11 @@ class AddsTable(Stack):
         return self.head(x)
 
 
+class AddsTableOnce(AddsTable):
+    def forward(self, x: Tensor) -> Tensor:
+        return Stack.forward(self, x + self.positions(x.shape[1]))
+
+
 class CountsToo(AddsTable):
     """The number of microbatches goes into what is computed."""
 
@@ -180,6 +204,11 @@ TABLES = (
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_computed_once_and_found_by_later_microbatches(kind):
     check(partial(AddsTable, kind), "1f1b", KINDS[1 + TABLES.index(kind) % 2])
+
+
+def test_a_table_is_copied_into_a_buffer_by_every_microbatch():
+    """The buffer had a home, for which the path of the first microbatch was every other's."""
+    check(partial(AddsTableOnce, TableCopiedIntoABuffer))
 
 
 def test_a_table_may_be_filled_later_where_a_rank_has_one_stage():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch.cost import CostCounter
+from shardwright.torch.python_random import PythonState, get_python_state, set_python_state
 from shardwright.torch.tree import flatten, leaves
 
 __all__ = [
@@ -138,8 +139,8 @@ def call_recomputed(
         return call(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        before = _BuffersBefore(module)
-        return before, _BuffersKept(module, before)
+        before = _Before(module, draws=preserve_rng_state)
+        return before, _AsBefore(module, before)
 
     return checkpoint(
         call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
@@ -160,18 +161,23 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[_BufferPlace, Tensor]]:
                 yield (sub, key), buffer
 
 
-class _BuffersBefore:
-    """Keeps what a first forward finds in the buffers that it changes.
+class _Before:
+    """Keeps what a first forward finds in the buffers that it changes, and what it draws from.
 
     Attributes:
         content: of those buffers.
+        generators: of Python and NumPy, whose numbers torch.utils.checkpoint does not draw again; None where
+            nothing is drawn.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, draws: bool):
         self._module = module
+        self._draws = draws
         self.content: dict[_BufferPlace, Tensor] = {}
+        self.generators: PythonState | None = None
 
     def __enter__(self) -> None:
+        self.generators = get_python_state() if self._draws else None
         self._before = [(place, buffer, _version(buffer)) for place, buffer in _buffers_of(self._module)]
         for (module, key), buffer, _ in self._before:
             # A copy of a large table that nothing changes would take time in every forward.
@@ -202,20 +208,24 @@ def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else buffer._version
 
 
-class _BuffersKept:
-    """Gives a second forward the buffers of the first, and takes back what it does to them.
+class _AsBefore:
+    """Gives a second forward the buffers and random numbers of the first; takes back what it does to them.
 
     Running statistics count a batch once. What the forward reads before it changes it (the estimate of a
     spectral norm) is what the first one read. Entered once for each backward that goes through the module:
     one that is part of its forward (`torch.autograd.grad`), and the last.
     """
 
-    def __init__(self, module: nn.Module, before: _BuffersBefore):
+    def __init__(self, module: nn.Module, before: _Before):
         self._module = module
         self._before = before
         self._kept: list[list[tuple[_BufferPlace, Tensor]]] = []
+        self._generators: list[PythonState] = []
 
     def __enter__(self) -> None:
+        if self._before.generators is not None:
+            self._generators.append(get_python_state())
+            set_python_state(self._before.generators)
         kept = list(_buffers_of(self._module))
         self._kept.append(kept)
         for place, buffer in kept:
@@ -225,6 +235,8 @@ class _BuffersKept:
     def __exit__(self, *exc_info: object) -> None:
         for (module, key), buffer in self._kept.pop():
             module._buffers[key] = buffer
+        if self._before.generators is not None:
+            set_python_state(self._generators.pop())
 
 
 def _without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

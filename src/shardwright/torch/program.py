@@ -270,8 +270,7 @@ def build_program(
 
 def _changes_free_tensors(trace: Trace) -> bool:
     return bool(trace.initial) or any(
-        step.counters or any(change.before is None for change in (*step.changes, *step.bases))
-        for step in trace.steps
+        change.before is None for step in trace.steps for change in (*step.changes, *step.bases)
     )
 
 

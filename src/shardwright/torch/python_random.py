@@ -17,9 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["DrawsOfPython", "python_random_kept", "state_as_tensor", "state_from_tensor"]
+__all__ = [
+    "DrawsOfPython",
+    "PythonState",
+    "get_python_state",
+    "python_random_kept",
+    "set_python_state",
+    "state_as_tensor",
+    "state_from_tensor",
+]
 
-_State = tuple[Any, tuple[Any, ...]]
+PythonState = tuple[Any, tuple[Any, ...]]
+"""State of Python's generator, and of NumPy's."""
 
 
 class DrawsOfPython:
@@ -61,24 +70,35 @@ class DrawsOfPython:
 @contextmanager
 def python_random_kept() -> Iterator[None]:
     """Puts the generators back in the end."""
-    python, numpy = random.getstate(), np.random.get_state()
+    before = get_python_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        set_python_state(before)
+
+
+def get_python_state() -> PythonState:
+    """The state of both generators."""
+    return random.getstate(), np.random.get_state()  # type: ignore[return-value]
+
+
+def set_python_state(state: PythonState) -> None:
+    """Sets both generators."""
+    python, numpy = state
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 def state_as_tensor() -> Tensor:
     """The state of both generators; float64, of the same size always."""
-    (_, words, gauss), (_, keys, position, has_gauss, cached) = _state()
+    (_, words, gauss), (_, keys, position, has_gauss, cached) = get_python_state()
     row = [*words, float(gauss is not None), gauss or 0.0, position, has_gauss, cached]
     return torch.cat([torch.tensor(row, dtype=torch.float64), torch.from_numpy(keys.astype(np.float64))])
 
 
 def state_from_tensor(state: Tensor) -> None:
     """Sets both generators as they were when `state_as_tensor` gave this."""
-    (version, words, _), (kind, keys, *_) = _state()
+    (version, words, _), (kind, keys, *_) = get_python_state()
     row = state.tolist()
     has, gauss, position, has_cached, cached = row[len(words) : len(words) + 5]
     random.setstate((version, tuple(int(word) for word in row[: len(words)]), gauss if has else None))
@@ -86,11 +106,7 @@ def state_from_tensor(state: Tensor) -> None:
     np.random.set_state((kind, new, int(position), int(has_cached), cached))
 
 
-def _state() -> _State:
-    return random.getstate(), np.random.get_state()  # type: ignore[return-value]
-
-
 def _mark() -> tuple[Any, ...]:
     """Equal as long as nothing is drawn."""
-    python, (_, keys, *rest) = _state()
+    python, (_, keys, *rest) = get_python_state()
     return python, keys.tobytes(), *rest

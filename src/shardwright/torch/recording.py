@@ -100,6 +100,7 @@ class Step:
         draws: random numbers that it takes.
         changed_parameters: names of parameters that it changes in place.
         counters: names of buffers that it reads or changes on every rank.
+        given_counters: its arguments have such buffers, although it has a place.
         attributes: where a unit leaves tensors: (module, name, what another rank finds there). Among
             `writes` they follow the leaves of the result.
         passed_attributes: where a unit leaves free arguments: (module, name, position in the arguments).
@@ -119,6 +120,7 @@ class Step:
     passed: tuple[tuple[int, int], ...] = ()
     changed_parameters: tuple[str, ...] = ()
     counters: tuple[str, ...] = ()
+    given_counters: bool = False
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
     passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     recomputed: bool = False
@@ -203,6 +205,17 @@ class Trace:
         if self.path is None:
             return not self.reads_data
         return self.path.taken_by(part)
+
+    @property
+    def counters_in_one_place(self) -> bool:
+        """Whether nothing that has a place uses a counter, or comes between its uses."""
+        if any(step.given_counters for step in self.steps):
+            return False
+        for name in {name for step in self.steps for name in step.counters}:
+            used = [index for index, step in enumerate(self.steps) if name in step.counters]
+            if any(step.node is not None for step in self.steps[used[0] : used[-1]]):
+                return False
+        return True
 
     @property
     def digest(self) -> str:

@@ -59,6 +59,12 @@ def _traced(run: "_Run") -> Trace:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
         return trace
+    # What free operations alone write, such as a table for long sequences, every rank can write for itself.
+    free = {name for name, from_units in changed.items() if not from_units}
+    if free:
+        trace = run.trace(state=changed.keys() - free, counters=free, watched=attributes)[0]
+        if trace.counters_in_one_place:
+            return trace
     counters: set[str] = set()
     while True:
         try:

@@ -137,6 +137,7 @@ class TraceRecorder:
             result=tuple(None if position in passed else item for position, item in enumerate(returned)),
             passed=tuple(passed.items()),
             changed_parameters=changed_parameters,
+            given_counters=bool(self._buffers.counters_among(call.items)),
             attributes=tuple(left),
             passed_attributes=tuple(outcome.passed_attributes),
             recomputed=recomputed,

@@ -282,6 +282,8 @@ class Tracer:
             for sub, key, position in outcome.passed_attributes:
                 vars(sub)[key] = call.items[position]
         else:
+            if len(leaves(call.arguments)) > len(call.fakes):
+                self._real.filled_by = name
             outcome = self._with_attributes(call, outcome, attributes)
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,6 +90,28 @@ def test_everything_is_recomputed(by_plan: bool) -> None:
     train(sw.DistributedModel(model))
     assert Block.calls == 2 * 2 * 3, "each block twice in each microbatch"
     torch.testing.assert_close(gradients(model), expected(), rtol=0, atol=1e-12)
+
+
+class ScalesAtRandom(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (random.random() + np.random.rand())
+
+
+def test_what_is_recomputed_draws_the_same_numbers_of_python() -> None:
+    """The second forward drew others: gradients were of another function than the loss."""
+    found, after = [], []
+    for settings in ({"activation_checkpointing": "full"}, {}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(ScalesAtRandom() for _ in range(3))).double()
+        random.seed(3)
+        np.random.seed(3)
+        sw.init({**settings, "microbatches": 2, "run_dir": "off"})
+        train(sw.DistributedModel(model))
+        sw.shutdown()
+        found.append(gradients(model))
+        after.append((random.random(), np.random.rand()))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+    assert after[0] == after[1]
 
 
 def test_nothing_is_recomputed_without_being_asked_for(tmp_path: Path) -> None:
