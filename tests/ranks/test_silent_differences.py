@@ -12,7 +12,7 @@ from test_changes_between_steps import QUIET, Stack, apart, batches, start
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
-from zoo_modules import WIDTH, Block
+from zoo_modules import CLASSES, WIDTH, Block
 from zoo_modules import Stack as Blocks
 
 from shardwright.testing import RanksFailedError, run_ranks
@@ -135,9 +135,35 @@ class MomentumEncoder(nn.Module):
         return y + target
 
 
+class HeadWithPrototype(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("prototype", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x - self.prototype)
+
+
+class WritesIntoItsHead(Blocks):
+    """Code between modules changes a buffer of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = HeadWithPrototype()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.training and number == 2:
+                self.head.prototype.copy_(x.detach().mean((0, 1)))
+        return self.head(x)
+
+
 @pytest.mark.parametrize(
     ("build", "config"),
     [
+        (WritesIntoItsHead, CONFIG),
         (BuffersUnderOtherNames, CONFIG),
         (BuffersUnderOtherNames, V),
         (CodebookThatIsWrittenAlone, CONFIG),

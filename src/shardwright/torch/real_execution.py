@@ -26,12 +26,6 @@ __all__ = ["RealExecution"]
 log = logging.getLogger(__name__)
 
 
-_FILLED = (
-    "Before it, {} has put something into a dictionary or a list that it was given, which no other unit "
-    "sees: it may run on another rank. Have it return what others need."
-)
-
-
 class RealExecution:
     """Calls on random data during a trace.
 
@@ -39,13 +33,9 @@ class RealExecution:
         values: of the trace.
         path: notes which shapes follow from values of free tensors.
         device: where to compute.
-
-    Attributes:
-        filled_by: name of a unit that has put something into a container among its arguments, if any.
     """
 
     def __init__(self, values: TracedValues, path: PathRecorder, device: torch.device):
-        self.filled_by = ""
         self._values = values
         self._path = path
         self._device = device
@@ -84,7 +74,6 @@ class RealExecution:
             raise TraceError(
                 f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
                 f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
-                + (f" {_FILLED.format(self.filled_by)}" if self.filled_by else "")
             ) from second
         finally:
             torch.random.set_rng_state(generators)

@@ -11,7 +11,7 @@ a counter that Python reads            other microbatches come in where a rank c
 A node may appear in several groups. The planner cuts between groups only.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 
 from shardwright.model_graph import Node, Together
@@ -98,9 +98,9 @@ def gradient_together(
 
 
 def parameters_together(
-    steps: Iterable[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
+    steps: Sequence[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
 ) -> list[Together]:
-    """Changes of parameters between units, and all who use these.
+    """Changes of parameters, and of buffers of units, between units, and all who use these.
 
     Args:
         steps: of the trace.
@@ -110,14 +110,15 @@ def parameters_together(
     changed = {name: step.line for step in steps for name in step.changed_parameters}
     found = []
     for name, line in changed.items():
-        users = [
+        users = {
             index
             for index, node in enumerate(nodes)
             if name in node.parameters or (node.kind == "unit" and name in held[node.name])
-        ]
+        }
+        users |= {step.node for step in steps if step.node is not None and name in step.changed_parameters}
         found.append(
             Together(
-                tuple(users),
+                tuple(sorted(users)),
                 what=f"the parameter {name}, which is changed in place",
                 line=line,
                 why=f"the parameter {name} is changed in place between modules, and several stages use it.",

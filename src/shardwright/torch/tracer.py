@@ -21,6 +21,7 @@ from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
+from shardwright.torch.filled_containers import give_back_changes, without_appended
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.layout import order_of
@@ -169,7 +170,7 @@ class Tracer:
         name = self._unit_map.units[id(module)]
         recomputed = called_from("torch.utils.checkpoint")
         self._recomputes = self._recomputes or recomputed
-        items, structure = flatten((args, kwargs))
+        items, structure = flatten(without_appended((args, kwargs), self._values.is_made))
         reads = self._recorder.reads(items)
         call = self._call(module, items, structure, reads, user_line())
         # Before the call: it may put fake tensors into such an object.
@@ -181,6 +182,8 @@ class Tracer:
         memory = self.samples.working_memory(key, call)
         own = self._values.names_in(module)
         outcome = self._execute_unit(call, module, kept)
+        known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
+        give_back_changes((args, kwargs), call.arguments, known)
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
         node = Node(
@@ -282,8 +285,6 @@ class Tracer:
             for sub, key, position in outcome.passed_attributes:
                 vars(sub)[key] = call.items[position]
         else:
-            if len(leaves(call.arguments)) > len(call.fakes):
-                self._real.filled_by = name
             outcome = self._with_attributes(call, outcome, attributes)
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
@@ -343,6 +344,7 @@ class Tracer:
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
         refuse_returned(leaves(result), self._values)
+        recorder.reads(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
         outputs = tuple(dict.fromkeys(value for _, value in result_values))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
