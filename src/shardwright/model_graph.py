@@ -126,6 +126,7 @@ class Node:
         split_work_bytes: `work_bytes` with such a backward; None: unknown.
         free: depends on no unit and no parameter.
         random: draws random numbers.
+        detached: values among its inputs that get no gradient from it.
         line: where in the user's code, as ``file:line``.
     """
 
@@ -144,6 +145,7 @@ class Node:
     split_work_bytes: int | None = None
     free: bool = False
     random: bool = False
+    detached: tuple[int, ...] = ()
     line: str = ""
 
     @property
@@ -209,7 +211,10 @@ class ModelGraph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal on ranks that traced the same model the same way."""
         if not self._fingerprint:
-            nodes = [(n.kind, n.label, n.inputs, n.outputs, n.parameters) for n in self.nodes]
+            nodes = [
+                (n.kind, n.label, n.inputs, n.outputs, n.parameters, *([n.detached] if n.detached else []))
+                for n in self.nodes
+            ]
             values = [(v.spec.shape, v.spec.dtype, v.spec.requires_grad, v.free) for v in self.values]
             held = [unit.parameters for unit in self.units.values()]
             document = json.dumps([nodes, values, held, self.loss, self.outputs])
@@ -237,7 +242,8 @@ class ModelGraph:
             node = pending.pop()
             if node not in found:
                 found.add(node)
-                read = (self.values[value] for value in self.nodes[node].inputs)
+                detached = self.nodes[node].detached
+                read = (self.values[value] for value in self.nodes[node].inputs if value not in detached)
                 pending += [value.producer for value in read if value.spec.requires_grad]
         return found
 

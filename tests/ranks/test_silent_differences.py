@@ -209,6 +209,51 @@ def test_a_gradient_mode_that_changes_later_is_noticed():
         run_ranks(train_until_it_thaws, 2)
 
 
+class Probe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.always = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.detach() if self.always or x.shape[1] > 4 else x)
+
+
+class ProbedBackbone(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Probe()
+
+
+def train_a_probe(optimizer_kind: Callable[..., torch.optim.Optimizer], config: dict[str, Any]) -> list[str]:
+    sw, plain, model = start(ProbedBackbone, config)
+    plain_optimizer = optimizer_kind(plain.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = sw.DistributedOptimizer(optimizer_kind(model.parameters(), lr=0.1, weight_decay=0.5))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    found = []
+    for number in range(2):
+        (x,) = batches(number, 1)
+        train(model, x)
+        for part in x.tensor_split(4):
+            (plain(part).square().mean() / 4).backward()
+        found += apart(plain, model)
+        plain_optimizer.step()
+        optimizer.step()
+        expected = dict(plain.named_parameters())
+        found += [n for n, p in model.local_named_parameters() if not torch.allclose(p, expected[n])]
+    return found
+
+
+@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}, {"pipeline": "zb_h1"}], ids=["", "V", "zb_h1"])
+def test_what_a_unit_detaches_has_no_gradient(config):
+    """It had zeros, so that AdamW made the weights behind it smaller."""
+    assert run_ranks(train_a_probe, 2, torch.optim.AdamW, config) == [[], []]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

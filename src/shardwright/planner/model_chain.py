@@ -140,7 +140,8 @@ def _flows(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Flow, ...]:
             target = homes[reader]
             if target is not None and target > source:
                 targets.add(target)
-                if value.spec.requires_grad and reader in contributing:
+                detached = index in graph.nodes[reader].detached
+                if value.spec.requires_grad and reader in contributing and not detached:
                     gradient_targets.add(target)
         if targets:
             flows.append(
@@ -170,7 +171,13 @@ def _saved_values(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Saved
         readers = [reader for reader in consumers[index] if reader in home_of]
         if source is None or value.free or not readers:
             continue
-        returning = [home_of[r] for r in readers if value.spec.requires_grad and r in contributing]
+        returning = [
+            home_of[reader]
+            for reader in readers
+            if value.spec.requires_grad
+            and reader in contributing
+            and index not in graph.nodes[reader].detached
+        ]
         found.append(
             SavedValue(
                 source=source,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.transport import Receipt, Transport
+from shardwright.errors import TraceMismatchError
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.glue_buffers import GlueBuffers
@@ -255,6 +256,12 @@ class Executor:
             if crossing.has_gradient:
                 microbatch.tensors.gradients[crossing.value, stage] = _gradient_of(
                     leaf, crossing, self._device
+                )
+            if crossing.detached and leaf is not None and leaf.grad is not None:
+                raise TraceMismatchError(
+                    "in the trace no unit of this stage gave a gradient to a tensor of another stage "
+                    f"(shape {crossing.spec.shape}), and in microbatch {microbatch.index} one does. Detach "
+                    "it in all microbatches or in none."
                 )
             if leaf is not None and leaf.requires_grad:
                 leaf.grad = None

@@ -73,7 +73,7 @@ class MicrobatchTensors:
                 leaf = self.values[value].detach()
             else:
                 leaf = self._receive(self._index, crossing)
-            if crossing.has_gradient:
+            if crossing.has_gradient or crossing.detached:
                 leaf.requires_grad_()  # also where no_grad() is in force: others of the stage may read it
             self.leaves[value, stage] = leaf
         return leaf

@@ -63,6 +63,7 @@ class Crossing:
         target: stage that reads it.
         spec: shape and type.
         has_gradient: a gradient comes back.
+        detached: none does, as the units that read it gave none in the trace.
         order: of its dims in memory, where that is not their own; of its gradient's, too.
     """
 
@@ -71,6 +72,7 @@ class Crossing:
     target: int
     spec: TensorSpec
     has_gradient: bool
+    detached: bool = False
     order: Order | None = None
 
     @property
@@ -284,10 +286,19 @@ def _crossings(
         source, target = dataflow.home_of[value], homes[reader]
         spec = graph.values[value].spec
         pair = found.setdefault((source, target), {})
-        gradient = spec.requires_grad and graph.loss is not None
+        gradient = spec.requires_grad and graph.loss is not None and reader in contributes
+        detached = value in graph.nodes[reader].detached
         before = pair.get(value)
-        has_gradient = (before is not None and before.has_gradient) or (gradient and reader in contributes)
-        pair[value] = Crossing(value, source, target, spec, has_gradient, trace.orders.get(value))
+        has_gradient = (before is not None and before.has_gradient) or (gradient and not detached)
+        pair[value] = Crossing(
+            value,
+            source,
+            target,
+            spec,
+            has_gradient,
+            detached=not has_gradient and gradient and detached,
+            order=trace.orders.get(value),
+        )
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
 
 

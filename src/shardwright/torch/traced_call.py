@@ -23,6 +23,7 @@ class Outcome:
         cost: what was counted.
         attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
         passed_attributes: free arguments that it left there: (module, name, position among the arguments).
+        unreached: positions of arguments that require gradients, and get none from it.
     """
 
     output: Any
@@ -30,6 +31,7 @@ class Outcome:
     cost: CostCounter
     attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
     passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
+    unreached: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class TracedCall:
         versions = [item._version if isinstance(item, Tensor) else None for item in leaves(self.arguments)]
         with cost:
             return Outcome(on_fakes(self.func)(*args, **kwargs), versions, cost)
+
+    def detached(self, outcome: Outcome) -> tuple[int, ...]:
+        """The values among its arguments that get no gradient from it, wherever they stand."""
+        reached = {value for position, value in self.reads if position not in outcome.unreached}
+        return tuple(value for value in self.inputs if value not in reached)
 
     def changed(self, outcome: Outcome) -> list[int]:
         """Positions of the arguments that it changed in place."""

@@ -24,6 +24,7 @@ from shardwright.torch.deferred import REMEDY
 from shardwright.torch.filled_containers import give_back_changes, without_appended
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.gradient_reach import unreached
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -199,6 +200,7 @@ class Tracer:
             weight_bytes=memory.weight_bytes,
             split_work_bytes=memory.split_work_bytes,
             random=outcome.cost.random,
+            detached=call.detached(outcome),
             line=call.line,
         )
         return self._recorder.record(node, call, outcome, recomputed=recomputed)
@@ -286,6 +288,9 @@ class Tracer:
                 vars(sub)[key] = call.items[position]
         else:
             outcome = self._with_attributes(call, outcome, attributes)
+            if not call.changed(outcome):
+                made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
+                outcome = replace(outcome, unreached=unreached(call.fakes, made))
         if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
             self._mutates.add(name)
         return outcome
