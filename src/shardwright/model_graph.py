@@ -266,9 +266,11 @@ class ModelGraph:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ModelGraph":
         """Reads what `to_dict` wrote, also after a round trip through JSON."""
-        lists = ("inputs", "outputs", "parameters", "saved_values")
+        lists = ("inputs", "outputs", "parameters", "saved_values", "detached")
         return cls(
-            nodes=tuple(Node(**{**n, **{key: tuple(n[key]) for key in lists}}) for n in document["nodes"]),
+            nodes=tuple(
+                Node(**{**n, **{key: tuple(n.get(key, ())) for key in lists}}) for n in document["nodes"]
+            ),
             values=tuple(Value(**{**v, "spec": _spec(v["spec"])}) for v in document["values"]),
             units={
                 name: Unit(**{**u, "parameters": tuple(u["parameters"])})
