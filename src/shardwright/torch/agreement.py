@@ -21,8 +21,16 @@ from shardwright.torch.rng import get_state, set_state
 __all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]
 
 
-def path_settings(module: nn.Module) -> dict[str, Any]:
-    """What decides the path through a model beside batch and function, by the name that an error gives it."""
+Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
+
+
+def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
+    """What decides the path through a model beside batch and function, by the name that an error gives it.
+
+    Args:
+        module: the whole model.
+        hooks: from `hooks_between_steps`; ranks can compare how many there are.
+    """
     modules = all_modules(module)
     return {
         "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
@@ -33,17 +41,19 @@ def path_settings(module: nn.Module) -> dict[str, Any]:
             (p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None
         ),
         "number of forward hooks of modules": tuple(
-            (place, len(sub._forward_hooks), len(sub._forward_pre_hooks))
-            for place, sub in enumerate(modules)
-            if sub._forward_hooks or sub._forward_pre_hooks
+            (place, len(before), len(after)) for place, before, after in hooks
         ),
     }
 
 
-def hooks_between_steps(module: nn.Module) -> tuple[Any, ...]:
-    """The forward hooks that are there now: which module, which code."""
+def hooks_between_steps(module: nn.Module) -> Hooks:
+    """The forward hooks that are there now: place of the module, code of those before it and behind it."""
     return tuple(
-        (place, *map(_code_of, (*sub._forward_pre_hooks.values(), *sub._forward_hooks.values())))
+        (
+            place,
+            tuple(map(_code_of, sub._forward_pre_hooks.values())),
+            tuple(map(_code_of, sub._forward_hooks.values())),
+        )
         for place, sub in enumerate(all_modules(module))
         if sub._forward_hooks or sub._forward_pre_hooks
     )

@@ -108,7 +108,8 @@ class PipelineEngine:
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
         self._refuse_other_parameters()
-        settings = path_settings(self._model.module)
+        hooks = hooks_between_steps(self._model.module)
+        settings = path_settings(self._model.module, hooks)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
         agreed = self._agreement.on_batch(arguments, compared, function=function)
@@ -116,11 +117,10 @@ class PipelineEngine:
         arguments = gradients.arguments
         known = None
         if self._residency is None:
-            with python_random_kept():
+            with python_random_kept():  # units are timed
                 known = self._place(function, arguments, splitter)
         assert context.plan is not None
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
-        hooks = hooks_between_steps(self._model.module)
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
         programs = [self._program(function, part, path, attributes, known) for part in parts]
         check_one_order(programs)
@@ -320,8 +320,7 @@ class PipelineEngine:
         if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
             trace = known.trace
         else:
-            with python_random_kept():
-                trace = trace_step(self._unit_map, function, part, device=self._context.device)
+            trace = trace_step(self._unit_map, function, part, device=self._context.device)
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,

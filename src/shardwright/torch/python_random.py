@@ -57,8 +57,7 @@ class DrawsOfPython:
 
     @contextmanager
     def around_unit(self) -> Iterator[None]:
-        """What is drawn inside does not count as drawn between units."""
-        self.look()
+        """What is drawn inside does not count as drawn between units; to be entered after `look`."""
         try:
             yield
         finally:

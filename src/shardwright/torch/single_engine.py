@@ -18,7 +18,6 @@ from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_dev
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
 from shardwright.torch.one_stage import recompute_as_wished
-from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.replica_buffers import ReplicaBuffers
 
@@ -48,8 +47,7 @@ class SingleEngine:
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         parts = splitter.split(arguments, num_microbatches)
         if not self._prepared and torch.is_grad_enabled():
-            with python_random_kept():
-                recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
+            recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
             self._prepared = True
         if self._context.data_group is not None:
             self._prepare_replicas(self._context.data_group)

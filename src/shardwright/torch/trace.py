@@ -14,6 +14,7 @@ from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.left_behind import NothingLeftBehind
+from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.trace_guard import OpenModules, Unchanged
@@ -131,7 +132,8 @@ class _Run:
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
         try:
-            with nothing_left, unchanged, open_modules, GlueMode(tracer, tracer.shape_asked):
+            glue = GlueMode(tracer, tracer.shape_asked)
+            with python_random_kept(), nothing_left, unchanged, open_modules, glue:
                 hooks_before = num_hooks_registered()
                 with use.watching():
                     result = self.function(*args, **kwargs)
