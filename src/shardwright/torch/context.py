@@ -206,18 +206,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:
         plan.check_world(world_size)
-        overruled = list(overruled_settings(plan, config))
-        if overruled and rank == 0:
-            warnings.warn(join("the plan decides otherwise than the settings:", overruled), stacklevel=3)
-        config = Config.merge(
-            config,
-            {
-                "pipeline_parallel_degree": plan.mesh.pipeline,
-                "data_parallel_degree": plan.mesh.data,
-                "microbatches": plan.schedule.microbatches,
-                "placement_strategy": plan.mesh.placement_strategy,
-            },
-        )
+        config = _following(plan, config, warns=rank == 0)
     mesh = config.resolve_world(world_size)
     made = Context(
         config=config,
@@ -249,6 +238,22 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     if mesh.data > 1:
         made.data_group = own_group("dp", use="sums over replicas")
     return made
+
+
+def _following(plan: Plan, config: Config, *, warns: bool) -> Config:
+    """The settings as a plan has them; warns of those that it overrules."""
+    overruled = list(overruled_settings(plan, config))
+    if overruled and warns:
+        warnings.warn(join("the plan decides otherwise than the settings:", overruled), stacklevel=4)
+    return Config.merge(
+        config,
+        {
+            "pipeline_parallel_degree": plan.mesh.pipeline,
+            "data_parallel_degree": plan.mesh.data,
+            "microbatches": plan.schedule.microbatches,
+            "placement_strategy": plan.mesh.placement_strategy,
+        },
+    )
 
 
 def _announce(environment: LaunchEnvironment) -> None:

@@ -33,51 +33,22 @@ def discover(
         arguments: (args, kwargs) of one microbatch.
         device: where the model computes.
     """
-    costs: dict[str, ModuleCost] = {}
-    open_calls: list[tuple[Counts, Counts]] = []  # at the beginning; what modules inside have done
-    open_names: list[str] = []
-    entanglement = Entanglement()
-
-    def enter(name: str, module: nn.Module, args: Any) -> None:
-        cost = costs.setdefault(name, ModuleCost())
-        cost.calls += 1
-        if not any(costs[outer].recomputed for outer in open_names):
-            between = frames_up_to("torch.utils.checkpoint")
-            if between is not None:
-                # Code of the module around it in between: that module recomputes itself, not this one.
-                own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
-                around = open_names[-1] if open_names and own_code else ""
-                costs[around or name].recomputed = True
-        entanglement.enter(name, module)
-        open_names.append(name)
-        open_calls.append((CostCounter.so_far(), Counts()))
-
-    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        open_names.pop()
-        entanglement.leave()
-        before, inside = open_calls.pop()
-        done = CostCounter.so_far() - before
-        if open_calls:
-            outer, children = open_calls[-1]
-            open_calls[-1] = outer, children + done
-        own = done - inside
-        costs[name].flops += done.flops
-        costs[name].chooses_at_random |= own.draws > 0 and own.reads > 0
-
+    watch = _Watch()
     handles = []
     intercept_calls(model)
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            handles.append(module.register_forward_hook(partial(leave, name)))
-        with entanglement.watching():
+            handles.append(module.register_forward_pre_hook(partial(watch.enter, name)))
+            handles.append(module.register_forward_hook(partial(watch.leave, name)))
+        with watch.entanglement.watching():
             trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
         for handle in handles:
             handle.remove()
         restore_calls(model)
-    for name in entanglement.whole:
+    costs = watch.costs
+    for name in watch.entanglement.whole:
         while name and name not in costs:  # a container is not called
             name = name.rpartition(".")[0]
         if not name:
@@ -90,3 +61,46 @@ def discover(
             costs[name].whole = True
             log.info("%s is not split: its own code reaches into the modules inside it", name)
     return costs
+
+
+class _Watch:
+    """Counts what modules do while they are called.
+
+    Attributes:
+        costs: name of a module -> what it has done.
+        entanglement: which modules cannot be split.
+    """
+
+    def __init__(self) -> None:
+        self.costs: dict[str, ModuleCost] = {}
+        self.entanglement = Entanglement()
+        self._names: list[str] = []  # of the calls that are open
+        self._counts: list[tuple[Counts, Counts]] = []  # at their beginning; what modules inside have done
+
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        """A module is called."""
+        cost = self.costs.setdefault(name, ModuleCost())
+        cost.calls += 1
+        if not any(self.costs[outer].recomputed for outer in self._names):
+            between = frames_up_to("torch.utils.checkpoint")
+            if between is not None:
+                # Code of the module around it in between: that module recomputes itself, not this one.
+                own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
+                around = self._names[-1] if self._names and own_code else ""
+                self.costs[around or name].recomputed = True
+        self.entanglement.enter(name, module)
+        self._names.append(name)
+        self._counts.append((CostCounter.so_far(), Counts()))
+
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """It has returned."""
+        self._names.pop()
+        self.entanglement.leave()
+        before, inside = self._counts.pop()
+        done = CostCounter.so_far() - before
+        if self._counts:
+            outer, children = self._counts[-1]
+            self._counts[-1] = outer, children + done
+        own = done - inside
+        self.costs[name].flops += done.flops
+        self.costs[name].chooses_at_random |= own.draws > 0 and own.reads > 0
