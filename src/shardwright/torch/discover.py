@@ -77,6 +77,9 @@ class _Watch:
         self._names: list[str] = []  # of the calls that are open
         self._counts: list[tuple[Counts, Counts]] = []  # at their beginning; what modules inside have done
 
+    def __deepcopy__(self, memo: Any) -> "_Watch":
+        return self  # hooks of a copied model count here, too
+
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         """A module is called."""
         cost = self.costs.setdefault(name, ModuleCost())
