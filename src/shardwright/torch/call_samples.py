@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwright.torch._private import num_hooks_registered
-from shardwright.torch.cost import cost_class
+from shardwright.torch.cost import Watch, cost_class
 from shardwright.torch.recording import Sample
 from shardwright.torch.traced_call import TracedCall
 from shardwright.torch.traced_values import TracedValues
@@ -22,6 +22,7 @@ class CallSamples:
     Args:
         values: of the trace.
         count_memory: find out what calls need for a moment.
+        watch: is shown what calls make that run to be counted.
 
     Attributes:
         samples: cost class -> arguments of its first call.
@@ -29,12 +30,13 @@ class CallSamples:
         num_hooks: hooks that counting has registered, which are none of the step function's.
     """
 
-    def __init__(self, values: TracedValues, *, count_memory: bool):
+    def __init__(self, values: TracedValues, *, count_memory: bool, watch: Watch):
         self.samples: dict[str, Sample] = {}
         self.counts = False
         self.num_hooks = 0
         self._values = values
         self._count_memory = count_memory
+        self._watch = watch
         self._memory: dict[str, WorkingMemory] = {}
 
     def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
@@ -64,7 +66,9 @@ class CallSamples:
             self.counts = True
             try:
                 with self._values.fake_mode:
-                    self._memory[key] = working_memory(call.func, call.fakes, call.structure, given=given)
+                    self._memory[key] = working_memory(
+                        call.func, call.fakes, call.structure, given=given, watch=self._watch
+                    )
             finally:
                 self.counts = False
             self.num_hooks += num_hooks_registered() - before

@@ -4,9 +4,9 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from shardwright.torch._private import storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.rng import Draw, describe_draw
 
-__all__ = ["CostCounter", "Counts", "class_key", "cost_class"]
+__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
 
 aten = torch.ops.aten
 
@@ -42,8 +42,22 @@ class Counts(NamedTuple):
         return Counts(*(a - b for a, b in zip(self, other, strict=True)))
 
 
+class Watch(Protocol):
+    """Sees every operation of a call."""
+
+    def uses(self, arguments: Sequence[Any]) -> None:
+        """An operation is about to run."""
+
+    def makes(self, result: Any) -> None:
+        """An operation has run."""
+
+
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; enter it inside the fake mode, so that it sees operations first.
+
+    Args:
+        names: id of a parameter or buffer -> its name.
+        watch: is shown every operation, too.
 
     Attributes:
         flops: floating-point operations; a multiply-add counts as two.
@@ -67,7 +81,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What all counters have counted so far: differences tell what happened in between."""
         return CostCounter._so_far
 
-    def __init__(self, names: Mapping[int, str] | None = None):
+    def __init__(self, names: Mapping[int, str] | None = None, watch: Watch | None = None):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws: list[Draw] = []
@@ -75,6 +89,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mutated_buffers = False
         self.reads_data = False
         self._names = names or {}
+        self._watch = watch
         self._saved: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -119,7 +134,11 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._note_parameters(func, args)
+        if self._watch is not None:
+            self._watch.uses((*args, *kwargs.values()))
         result = func(*args, **kwargs)
+        if self._watch is not None:
+            self._watch.makes(result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
         draw = describe_draw(func, args, kwargs)

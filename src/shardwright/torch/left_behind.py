@@ -22,7 +22,7 @@ from shardwright.torch._private import FakeTensor
 from shardwright.torch.container_content import content_of, put_content
 from shardwright.torch.tensor_contents import TensorContents
 
-__all__ = ["NothingLeftBehind"]
+__all__ = ["NothingLeftBehind", "is_plain_object"]
 
 _DEPTH = 3
 # What is beyond is data. Entries of containers count; of what modules hold, and of the rest.
@@ -127,7 +127,7 @@ class NothingLeftBehind:
             held = _items(item)
         elif isinstance(item, tuple):
             held = item
-        elif _is_plain_object(item):
+        elif is_plain_object(item):
             held = (vars(item),)
             depth += 1  # its namespace is not one more step
         else:
@@ -173,7 +173,8 @@ def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
     return f"{kind.__module__}.".startswith(prefixes)
 
 
-def _is_plain_object(item: Any) -> bool:
+def is_plain_object(item: Any) -> bool:
+    """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
     return not _is_of(type(item), _NOT_OURS) and type(getattr(item, "__dict__", None)) is dict
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.errors import TraceError
 from shardwright.torch import functions
 from shardwright.torch.cost import CostCounter
+from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
@@ -31,12 +32,14 @@ class RealExecution:
 
     Args:
         values: of the trace.
+        hidden: finds out what units use without having been given it.
         path: notes which shapes follow from values of free tensors.
         device: where to compute.
     """
 
-    def __init__(self, values: TracedValues, path: PathRecorder, device: torch.device):
+    def __init__(self, values: TracedValues, hidden: HiddenInputs, path: PathRecorder, device: torch.device):
         self._values = values
+        self._hidden = hidden
         self._path = path
         self._device = device
 
@@ -170,13 +173,20 @@ class RealExecution:
     def _real(self, item: Any, leaf: Any) -> Any:
         """What a call gets when it runs for real: free tensors as they are, random data for all others."""
         if not isinstance(item, Tensor):  # a slice or a cache with tensors inside
-            return copy_of_object(leaf, lambda tensor: self._real(tensor, self._values.fake(tensor)))
+            return copy_of_object(leaf, self._real_inside)
         if not self._values.is_free(item):
             own = random_like(leaf, self._device)
             # A leaf of autograd could not be changed in place, as what another unit returned can.
             return own.clone() if isinstance(own, Tensor) and own.requires_grad else own
         own = item.detach().to(self._device, copy=True)
         return own.requires_grad_() if item.requires_grad else own
+
+    def _real_inside(self, tensor: Tensor) -> Tensor:
+        """What stands in a slice or a cache for a tensor."""
+        fake = self._values.fake(tensor)
+        own: Tensor = self._real(tensor, fake)
+        self._hidden.stands_for(own, fake)
+        return own
 
     def _fake_result(self, item: Any, *, requires_grad: bool | None = None) -> Any:
         if not isinstance(item, Tensor):

@@ -161,6 +161,7 @@ class _Run:
             raise
         finally:
             del tracer.before_step  # a circle of references would keep the copies of the batch
+            tracer.stop_watching()
             set_active_handler(before)
             set_state(generators, self.device)
 

@@ -12,6 +12,7 @@ from shardwright.model_graph import Node, Together, Value
 from shardwright.torch._private import FakeTensor
 from shardwright.torch.deferred import REMEDY, DeferredTensor
 from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.recording import Step
 from shardwright.torch.source_line import outermost_checkpoint, user_line
 from shardwright.torch.together import (
@@ -50,6 +51,11 @@ class TraceRecorder:
         self._changes = TracedChanges(values)
         self._regions = Regions()
         self._gradients: dict[int, bool] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes so far."""
+        return len(self._nodes)
 
     # ---- calls ----
 
@@ -204,12 +210,15 @@ class TraceRecorder:
         """Lets go of the frames of the step function, which hold on to all that it had."""
         self._regions.clear()
 
-    def together(self, watch: BufferWatch, held: Mapping[str, set[str]]) -> tuple[Together, ...]:
+    def together(
+        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs
+    ) -> tuple[Together, ...]:
         """Nodes that must have one home.
 
         Args:
             watch: knows what buffers refer to now.
             held: unit -> names of its parameters.
+            hidden: knows which units use what they were not given.
         """
         found = [*self._regions.together(), *self._buffers.together(self.steps, self._nodes, watch)]
         producers = {value: made.producer for value, made in enumerate(self._values)}
@@ -218,6 +227,7 @@ class TraceRecorder:
             found.append(gradient_together(self._nodes, node, producers, trained, deep=deep))
         found += parameters_together(self.steps, self._nodes, held)
         found += counters_together(self.steps, self._nodes)
+        found += hidden.together(self._nodes)
         return tuple(group for group in found if len(group.nodes) > 1)
 
     def values(self) -> tuple[Value, ...]:

@@ -25,6 +25,7 @@ from shardwright.torch.filled_containers import give_back_changes, without_appen
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.gradient_reach import unreached
+from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -80,10 +81,11 @@ class Tracer:
         self._values = TracedValues(unit_map.parameters, device)
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
         self._recorder = TraceRecorder(self._values, self._buffers)
-        self.samples = CallSamples(self._values, count_memory=count_memory)
+        self._hidden = HiddenInputs(self._values)
+        self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
         self.python_draws = DrawsOfPython(lambda: self.position)
         self._path = PathRecorder(batch)
-        self._real = RealExecution(self._values, self._path, device)
+        self._real = RealExecution(self._values, self._hidden, self._path, device)
         self._loss: int | None = None
         self._backward_at: int | None = None
         self._batch_bytes = 0
@@ -180,9 +182,10 @@ class Tracer:
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
         key = self.samples.cost_class(call, class_key(module), kept)
-        memory = self.samples.working_memory(key, call)
         own = self._values.names_in(module)
-        outcome = self._execute_unit(call, module, kept)
+        with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
+            memory = self.samples.working_memory(key, call)
+            outcome = self._execute_unit(call, module, kept)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
         give_back_changes((args, kwargs), call.arguments, known)
         ordinal = self._calls.get(name, 0)
@@ -277,10 +280,10 @@ class Tracer:
         buffers = _buffers_of(module)
         try:
             with self._values.fake_mode:
-                outcome = call.run(CostCounter(self._values.names))
+                outcome = call.run(CostCounter(self._values.names, self._hidden))
         except Exception as error:
             attributes.restore()
-            cost = CostCounter(self._values.names)
+            cost = CostCounter(self._values.names, self._hidden)
             outcome = self._real.unit(call, name, kept, cost, error)
             for sub, key, fake in outcome.attributes:
                 vars(sub)[key] = fake
@@ -319,10 +322,14 @@ class Tracer:
 
     # ---- the result ----
 
+    def stop_watching(self) -> None:
+        """Leaves the classes of objects as they were."""
+        self._hidden.forget()
+
     def together(self) -> tuple[Together, ...]:
         """Nodes that must have one home; to be asked while buffers still are what the step function left."""
         held = {name: self._values.names_in(self._unit_map.modules[name]) for name in self._calls}
-        return self._recorder.together(self._watch, held)
+        return self._recorder.together(self._watch, held, self._hidden)
 
     def finish(
         self,

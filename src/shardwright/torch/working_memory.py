@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import put_saved_tensor_hooks, storage_key, take_saved_tensor_hooks
+from shardwright.torch.cost import Watch
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.trace_guard import Attributes
@@ -50,7 +51,12 @@ class WorkingMemory:
 
 
 def working_memory(
-    func: Callable[..., Any], fakes: Sequence[Any], structure: Structure, *, given: Sequence[bool]
+    func: Callable[..., Any],
+    fakes: Sequence[Any],
+    structure: Structure,
+    *,
+    given: Sequence[bool],
+    watch: Watch | None = None,
 ) -> WorkingMemory:
     """Counts for one call, which leaves no trace; to be called under the fake mode of its arguments.
 
@@ -59,6 +65,7 @@ def working_memory(
         fakes: leaves of its arguments, fake tensors in place of real ones.
         structure: their structure.
         given: for each leaf, whether its memory is somebody else's: a part of the batch, a parameter.
+        watch: is shown what the call makes, as it may leave some of it where others find it.
     """
     if not torch.is_grad_enabled():
         return WorkingMemory()
@@ -72,12 +79,12 @@ def working_memory(
     try:
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # gradients are there, and are added to
-        work_bytes, _ = _count(func, fakes, structure, given, split=False)
+        work_bytes, _ = _count(func, fakes, structure, given, watch, split=False)
         for before_call in attributes:
             before_call.restore()
         split_work_bytes, weight_bytes = work_bytes, 0
         if is_split:
-            split_work_bytes, weight_bytes = _count(func, fakes, structure, given, split=True)
+            split_work_bytes, weight_bytes = _count(func, fakes, structure, given, watch, split=True)
     except Exception as error:
         log.debug("the work memory of %s is not known: %s", type(func).__name__, error)
         return WorkingMemory()
@@ -96,11 +103,12 @@ def _count(
     fakes: Sequence[Any],
     structure: Structure,
     given: Sequence[bool],
+    watch: Watch | None,
     *,
     split: bool,
 ) -> tuple[int, int]:
     """Largest number of bytes above what is kept, and bytes that are left after the backward."""
-    with _LiveBytes() as live:
+    with _LiveBytes(watch) as live:
         args, kwargs = structure.rebuild(
             [fake if own else _fresh(fake) for fake, own in zip(fakes, given, strict=True)]
         )
@@ -150,14 +158,17 @@ def _parameters(func: Callable[..., Any], fakes: Sequence[Any]) -> list[nn.Param
 class _LiveBytes(TorchDispatchMode):
     """Bytes of the storages that operations made and that are still alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
         self.now = self.peak = 0
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {storage_key(t) for t in leaves((args, kwargs or {})) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
+        if self._watch is not None:
+            self._watch.makes(result)
         for tensor in leaves(result):
             if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
                 self._add(tensor)
