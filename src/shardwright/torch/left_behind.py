@@ -2,8 +2,9 @@
 
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
-what they had, and tensors that were changed in place their content; and fake tensors are taken out of
-globals, classes and ``lru_cache``. Real tensors may stay there: code between units makes them, too.
+what they had, and tensors that were changed in place their content, also small ones in variables; and fake
+tensors are taken out of globals, classes and ``lru_cache``. Real tensors may stay there: code between units
+makes them, too.
 """
 
 import functools
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch._private import FakeTensor
+from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_content import content_of, put_content
 from shardwright.torch.tensor_contents import TensorContents
 
@@ -28,6 +29,7 @@ _DEPTH = 3
 # What is beyond is data. Entries of containers count; of what modules hold, and of the rest.
 _LONGEST = 10_000
 _MOST = 200_000
+_LARGEST_SHARED = 2**20  # bytes of a tensor in a variable of a script: a count, a sum, but no data set
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _SKIPPED = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -60,6 +62,7 @@ class NothingLeftBehind:
         self._tensors = TensorContents()
         self._seen: set[int] = set()
         self._left = {True: _MOST, False: _MOST}
+        self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for module in self._model.modules():
             for key, item in list(vars(module).items()):
                 if key not in _OF_EVERY_MODULE:
@@ -72,10 +75,19 @@ class NothingLeftBehind:
         for _, names in self._classes:
             for item in names.values():
                 self._look_into(item, _DEPTH - 1, owned=False)
-        self._look_into(getattr(self._function, "__globals__", {}), _DEPTH - 1, owned=False)
+        for item in _variables_of(self._function):
+            self._look_into(item, _DEPTH - 1, owned=False)
         for name in files:
             if name in sys.modules:
                 self._look_into(vars(sys.modules[name]), _DEPTH - 1, owned=False)
+
+    def was_there(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or one that shares its memory, was in an attribute or a variable at the start.
+
+        Parameters and buffers are not meant.
+        """
+        memory = storage_key(tensor)
+        return self._tensors.has_noted(memory) and memory not in self._registered
 
     def __exit__(self, *exc_info: object) -> None:
         for container, content in self._owned:
@@ -111,9 +123,8 @@ class NothingLeftBehind:
             return
         self._left[owned] -= size
         if isinstance(item, Tensor):
-            if owned:
-                self._seen.add(id(item))
-                self._tensors.keep(item)
+            self._seen.add(id(item))
+            self._tensors.keep(item, most_bytes=None if owned else _LARGEST_SHARED)
             return
         if depth == 0:
             return
@@ -171,6 +182,20 @@ def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:
 
 def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
     return f"{kind.__module__}.".startswith(prefixes)
+
+
+def _variables_of(function: Any) -> list[Any]:
+    """The variables of a function's file, those of the functions around it, and the object of a method."""
+    if isinstance(function, functools.partial):
+        return _variables_of(function.func)
+    found = [getattr(function, "__globals__", {}), getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    wrapped = getattr(function, "__wrapped__", None)
+    return found if wrapped is None else found + _variables_of(wrapped)
 
 
 def is_plain_object(item: Any) -> bool:

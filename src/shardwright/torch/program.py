@@ -28,6 +28,7 @@ from shardwright.torch.program_checks import (
     check_after_backward,
     check_attributes,
     check_counters,
+    check_lasting_tensors,
     check_python_draws,
     pauses_of,
 )
@@ -233,6 +234,8 @@ def build_program(
     dataflow = Dataflow(trace, homes, home_of)
     crossings = _crossings(trace, dataflow, homes)
     check_after_backward(trace, homes, home_of)
+    if len(stage_ranks) > 1:
+        check_lasting_tensors(trace)
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
     check_python_draws(trace, homes, stage_ranks)

@@ -12,6 +12,7 @@ __all__ = [
     "check_after_backward",
     "check_attributes",
     "check_counters",
+    "check_lasting_tensors",
     "check_python_draws",
     "pauses_of",
 ]
@@ -31,6 +32,18 @@ def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[i
                     f"{step.line}: a tensor made after backward() is needed on another stage. "
                     "Call backward() after everything that the step function computes."
                 )
+
+
+def check_lasting_tensors(trace: Trace) -> None:
+    """Refuses a tensor that outlives the step function, and that only one rank would change."""
+    for step in trace.steps:
+        if any(change.lasting for change in step.changes):
+            raise TraceError(
+                f"{step.line}: what comes from a module is written into a tensor that was there before the "
+                "step function was called, and only the rank of that module would have the change. Register "
+                "the tensor as a buffer of the model (register_buffer), or return what is written from the "
+                "step function and write it afterwards."
+            )
 
 
 def check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:

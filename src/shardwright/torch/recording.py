@@ -73,12 +73,14 @@ class Change:
         before: its value before; None for a tensor that every rank has.
         after: its value afterwards.
         view: where it lies in memory.
+        lasting: it was there before the step function was called, and will be there afterwards.
     """
 
     position: int | None
     before: int | None
     after: int
     view: View
+    lasting: bool = False
 
 
 @dataclass(slots=True)

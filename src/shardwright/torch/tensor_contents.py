@@ -22,13 +22,20 @@ class TensorContents:
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._versions: list[tuple[Tensor, int, int]] = []
 
-    def keep(self, tensor: Tensor) -> None:
-        """Takes note of a tensor; those without data, and of other kinds, are left out."""
+    def keep(self, tensor: Tensor, *, most_bytes: int | None = None) -> None:
+        """Takes note of a tensor; those without data, and of other kinds, are left out.
+
+        Args:
+            tensor: any tensor.
+            most_bytes: one that is larger is not noted at all.
+        """
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
         if tensor.is_meta or tensor.is_inference() or tensor.is_quantized:
             return
         memory = tensor.untyped_storage()
+        if most_bytes is not None and memory.nbytes() > most_bytes:
+            return
         key = memory._cdata
         if key not in self._kept:
             # One dimension over all of it: views may have holes, or one entry many times.
@@ -37,6 +44,10 @@ class TensorContents:
             self._bytes_left -= whole.nbytes if fits else 0
             self._kept[key] = (whole, whole.clone() if fits else None)
         self._versions.append((tensor, tensor._version, key))
+
+    def has_noted(self, memory: int) -> bool:
+        """Whether a tensor in this memory (`storage_key`) was noted."""
+        return memory in self._kept
 
     def restore(self) -> TraceError | None:
         """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""

@@ -108,6 +108,7 @@ class _Run:
         copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
+        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
         tracer = Tracer(
             self.unit_map,
             self.device,
@@ -115,6 +116,7 @@ class _Run:
             watch,
             state=state,
             counters=counters,
+            was_there=nothing_left.was_there,
             count_memory=self.count_memory,
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
@@ -130,7 +132,6 @@ class _Run:
         generators = get_state(self.device)
         open_modules = OpenModules(tracer)
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
-        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
         try:
             glue = GlueMode(tracer, tracer.shape_asked)
             with python_random_kept(), nothing_left, unchanged, open_modules, glue:

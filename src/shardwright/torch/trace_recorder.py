@@ -1,6 +1,6 @@
 """Writes down the calls of a traced step function: the steps, and the nodes of the graph."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,19 +36,20 @@ class TraceRecorder:
     Args:
         values: of the trace.
         buffers: outside of units.
+        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
 
     Attributes:
         steps: everything that is intercepted.
         batch_memory: memory of the microbatch: that it is saved takes no further memory.
     """
 
-    def __init__(self, values: TracedValues, buffers: TracedBuffers):
+    def __init__(self, values: TracedValues, buffers: TracedBuffers, was_there: Callable[[Tensor], bool]):
         self.steps: list[Step] = []
         self.batch_memory: set[int] = set()
         self._values = values
         self._buffers = buffers
         self._nodes: list[Node] = []
-        self._changes = TracedChanges(values)
+        self._changes = TracedChanges(values, was_there)
         self._regions = Regions()
         self._gradients: dict[int, bool] = {}
 

@@ -1,5 +1,7 @@
 """Finds what a traced call changes in place, and gives every name of it a new value (see `aliases`)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +23,12 @@ class TracedChanges:
 
     Args:
         values: of the trace.
+        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
     """
 
-    def __init__(self, values: TracedValues):
+    def __init__(self, values: TracedValues, was_there: Callable[[Tensor], bool]):
         self._values = values
+        self._was_there = was_there
         self._changers: dict[int, list[Step]] = {}
         self._fake_memory: dict[int, int] = {}  # of tensors that every rank had: real memory -> their fake's
 
@@ -56,7 +60,8 @@ class TracedChanges:
             if before is None:
                 self._fake_memory[storage_key(item)] = storage_key(fake)
             after = values.new(node, -1, fake, holder=item)
-            changes.append(Change(position, before, after, view_of(fake)))
+            lasting = before is None and self._was_there(item)
+            changes.append(Change(position, before, after, view_of(fake), lasting))
         for value in sorted(value for memory in memories for value in values.in_memory(memory)):
             alias = values[value]
             if values.find(alias.holder) == value and id(alias.holder) not in done:

@@ -55,6 +55,7 @@ class Tracer:
         watch: finds out which buffers change.
         state: buffers whose content is a value of the graph.
         counters: changed buffers that every rank keeps.
+        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
         count_memory: find out what calls need for a moment.
 
     Attributes:
@@ -74,13 +75,14 @@ class Tracer:
         *,
         state: Collection[str],
         counters: Collection[str],
+        was_there: Callable[[Tensor], bool],
         count_memory: bool,
     ):
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
-        self._recorder = TraceRecorder(self._values, self._buffers)
+        self._recorder = TraceRecorder(self._values, self._buffers, was_there)
         self._hidden = HiddenInputs(self._values)
         self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
         self.python_draws = DrawsOfPython(lambda: self.position)

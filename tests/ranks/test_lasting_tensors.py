@@ -1,0 +1,174 @@
+"""Tensors that are neither parameters nor buffers and outlive the step: attributes, variables of a script."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from test_changes_between_steps import Stack, batches, start
+from torch import Tensor, nn
+from transparency import Case, Iteration, Recipe, differences
+from zoo import classify, features
+from zoo_modules import WIDTH
+from zoo_modules import Stack as Blocks
+
+import shardwright.torch as sw
+from shardwright.testing import RanksFailedError, run_ranks
+
+CONFIG = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2}
+
+
+class RunningMean(Blocks):
+    """Follows what the blocks make, in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) - self.mean
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.head(x)
+
+
+class Previous(Blocks):
+    """Keeps what the microbatch before had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = {"x": torch.zeros(WIDTH, dtype=torch.float64)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + self.before["x"])
+        self.before["x"].copy_(x.detach().mean((0, 1)))
+        return self.head(x)
+
+
+class Scratch(Blocks):
+    """Computes in memory that it made once: the next microbatch would write over what is being sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = torch.zeros(2, 5, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            with torch.no_grad():
+                torch.mul(x, 0.5, out=self.room)
+            x = x + self.room
+        return self.head(x)
+
+
+def build(kind: type[nn.Module]) -> Recipe:
+    return Recipe(build=kind, batch=features, loss=classify)
+
+
+REFUSED = "is written into a tensor that was there before the step function was called"
+
+
+@pytest.mark.parametrize("kind", [RunningMean, Previous])
+def test_tensors_in_attributes_cannot_be_written_on_one_rank(kind):
+    case = Case(config=CONFIG, iterations=[Iteration()])
+    with pytest.raises(RanksFailedError, match=REFUSED) as caught:
+        run_ranks(differences, 2, build(kind), case)
+    assert "test_lasting_tensors.py" in str(caught.value)
+
+
+def test_memory_that_is_used_again_cannot_be_written():
+    case = Case(config=CONFIG, iterations=[Iteration(batch_size=8, length=5)])
+    with pytest.raises(RanksFailedError, match=REFUSED):
+        run_ranks(differences, 2, build(Scratch), case)
+
+
+@pytest.mark.parametrize("kind", [RunningMean, Previous])
+def test_one_process_may_write_them(kind):
+    config = {**CONFIG, "pipeline_parallel_degree": 1}
+    assert run_ranks(differences, 1, build(kind), Case(config=config, iterations=[Iteration()] * 2)) == [[]]
+
+
+# ---- variables of a script
+
+
+TOTAL = torch.zeros((), dtype=torch.float64)
+COUNT = torch.zeros((), dtype=torch.int64)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.total = torch.zeros((), dtype=torch.float64)
+
+    def step(self, model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        self.total += loss.detach()
+        return loss
+
+
+def sums_in_a_global(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    TOTAL.add_(loss.detach())
+    return loss
+
+
+def sums_in_a_variable_around() -> Any:
+    total = torch.zeros((), dtype=torch.float64)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        total.add_(loss.detach())
+        return loss
+
+    return step
+
+
+def log_calls(function: Any) -> Any:
+    @functools.wraps(function)
+    def logged(*args: Any) -> Any:
+        return function(*args)
+
+    return logged
+
+
+WRITERS = {
+    "a global": lambda: sums_in_a_global,
+    "a variable around": sums_in_a_variable_around,
+    "an attribute of a trainer": lambda: Trainer().step,
+    "behind a decorator": lambda: log_calls(sums_in_a_variable_around()),
+    "partial": lambda: functools.partial(Trainer().step),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_variables_of_a_script_cannot_be_written_on_one_rank(name):
+    def job() -> None:
+        _, _, model = start(Stack, CONFIG)
+        sw.step(WRITERS[name]())(model, batches(0, 1)[0])
+
+    with pytest.raises(RanksFailedError, match=REFUSED):
+        run_ranks(job, 2)
+
+
+def test_what_every_rank_counts_is_counted_once_a_microbatch():
+    """The trace counted, too."""
+
+    def job() -> int:
+        _, _, model = start(Stack, CONFIG)
+
+        @sw.step
+        def train(model: nn.Module, x: Tensor) -> Tensor:
+            COUNT.add_(x.shape[0])
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        COUNT.zero_()
+        for number in range(2):
+            train(model, batches(number, 1)[0])
+        return int(COUNT)
+
+    assert run_ranks(job, 2) == [16, 16]
