@@ -191,7 +191,7 @@ def test_several_groups_share_their_stages_in_every_schedule():
 PLACED_APART: dict[type[nn.Module], str] = {
     zoo_modules.ReadsBeforeItChanges: "the buffer mean is read on an earlier stage",
     zoo_modules.RecomputesAcrossBlocks: "torch.utils.checkpoint is called on code that is placed on several",
-    zoo_modules.ClampsAParameter: "the parameter shift is changed in place between modules, and several",
+    zoo_modules.ClampsAParameter: "the parameter or buffer shift is changed in place by the step function",
     zoo_modules.TakesAGradient: "torch.autograd.grad() asks for a gradient with respect to a tensor",
 }
 

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.torch._private import storage_key
+from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.rng import Draw, describe_draw
 
@@ -64,7 +64,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
         draws: operations that took random numbers, in order.
         parameters: names of the parameters and buffers that were read.
-        mutated_buffers: a parameter or buffer was changed in place.
+        written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
@@ -86,11 +86,12 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws: list[Draw] = []
         self.parameters: set[str] = set()
-        self.mutated_buffers = False
+        self.written: set[int] = set()
         self.reads_data = False
         self._names = names or {}
         self._watch = watch
         self._saved: dict[int, int] = {}
+        self._stand_ins: dict[int, tuple[int, Tensor]] = {}  # memory of a view -> that of the real tensor
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     @property
@@ -133,10 +134,14 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._note_parameters(func, args)
+        if self._names:
+            self.parameters.update(self._names[id(t)] for t in _tensors_in(args) if id(t) in self._names)
+            self._note_written(func, args, kwargs)
         if self._watch is not None:
             self._watch.uses((*args, *kwargs.values()))
         result = func(*args, **kwargs)
+        if self._names and getattr(func, "is_view", False):
+            self._note_stand_in(args, result)
         if self._watch is not None:
             self._watch.makes(result)
         reads = _reads_data(func, args)
@@ -151,25 +156,57 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
         return result
 
-    def _note_parameters(self, func: Any, args: Any) -> None:
-        if not self._names:
-            return
-        for position, arg in enumerate(args):
-            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
-                name = self._names.get(id(tensor)) if isinstance(tensor, Tensor) else None
-                if name is None:
-                    continue
-                self.parameters.add(name)
-                schema = func._schema.arguments
-                alias = schema[position].alias_info if position < len(schema) else None
-                if alias is not None and alias.is_write:
-                    self.mutated_buffers = True
+    def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        for tensor in _written(func, args, kwargs):
+            memory = storage_key(tensor)
+            self.written.add(self._stand_ins[memory][0] if memory in self._stand_ins else memory)
+
+    def _note_stand_in(self, args: Any, result: Any) -> None:
+        """A view of a real tensor is a fake one, with memory of its own."""
+        for own in _tensors_in(args):
+            if not isinstance(own, FakeTensor):
+                for fake in _tensors_in((result,)):
+                    if isinstance(fake, FakeTensor):
+                        self._stand_ins[storage_key(fake)] = storage_key(own), fake
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if not isinstance(base, nn.Parameter) and id(base) not in self._names:
             self._saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for argument in arguments:
+        for item in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that an operation writes to."""
+    positions, names = _written_arguments(func)
+    found = [args[position] for position in positions if position < len(args)]
+    return _tensors_in([*found, *(kwargs[name] for name in names if name in kwargs)])
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that an operation writes to, as its schema says."""
+    if func in _WRITE_STATISTICS:
+        return (3, 4), ()
+    schema = getattr(func, "_schema", None)
+    arguments = list(enumerate(schema.arguments)) if schema is not None else []
+    written = [
+        (i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+    return tuple(position for position, _ in written), tuple(name for _, name in written)
+
+
+# Batch norms that write to their running statistics, of which their schemas say nothing.
+_WRITE_STATISTICS = frozenset(
+    (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
+)
 
 
 def _reads_data(func: Any, args: Any) -> bool:

@@ -87,9 +87,16 @@ class HiddenInputs:
 
     def makes(self, result: Any) -> None:
         """The call has computed this: a tensor, or several."""
+        if self._node is None:
+            return
         for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor) and tensor not in self._makers:
+            if isinstance(tensor, Tensor) and not self._was_there(tensor):
                 self._makers[tensor] = self._node
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """Whether an operation has given back what it was given, changed or not."""
+        is_known = id(tensor) in self._given or id(tensor) in self._values.lent_for
+        return is_known or tensor in self._makers
 
     def stands_for(self, own: Tensor, fake: Tensor) -> None:
         """A call uses one tensor in place of another."""

@@ -21,6 +21,7 @@ from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.traced_call import Outcome, TracedCall
 from shardwright.torch.traced_values import TracedValues, with_history
 from shardwright.torch.tree import flatten, leaves
+from shardwright.torch.unit_state import UnitState
 
 __all__ = ["RealExecution"]
 
@@ -69,6 +70,7 @@ class RealExecution:
         before = self._path.versions(spare)
         generators = torch.random.get_rng_state()
         attributes = Attributes(twin)
+        state = UnitState(module, twin)
         try:
             with cost:
                 output = twin(*args, **kwargs)
@@ -95,6 +97,7 @@ class RealExecution:
             self._faked(output, call.fakes, spare, before, cost, trained=trained),
             attributes=[(m, key, self._fake_result(t)) for m, key, t in new if id(t) not in own],
             passed_attributes=[(m, key, own[id(t)]) for m, key, t in new if id(t) in own],
+            written=state.changed(cost.written),
         )
 
     def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:

@@ -100,7 +100,7 @@ def gradient_together(
 def parameters_together(
     steps: Sequence[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
 ) -> list[Together]:
-    """Changes of parameters, and of buffers of units, between units, and all who use these.
+    """Changes of parameters, and of buffers of units, and all who use these.
 
     Args:
         steps: of the trace.
@@ -116,12 +116,15 @@ def parameters_together(
             if name in node.parameters or (node.kind == "unit" and name in held[node.name])
         }
         users |= {step.node for step in steps if step.node is not None and name in step.changed_parameters}
+        if len({(nodes[user].kind, nodes[user].name) for user in users}) == 1:
+            continue  # a unit changes what it alone has
         found.append(
             Together(
                 tuple(sorted(users)),
-                what=f"the parameter {name}, which is changed in place",
+                what=f"the parameter or buffer {name}, which is changed in place",
                 line=line,
-                why=f"the parameter {name} is changed in place between modules, and several stages use it.",
+                why=f"the parameter or buffer {name} is changed in place by the step function or by a "
+                "module, and several stages use it.",
                 remedy="Change it after optimizer.step(), or inside the one module that uses it.",
             )
         )

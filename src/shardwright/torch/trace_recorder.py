@@ -112,7 +112,10 @@ class TraceRecorder:
         if call.func is torch.autograd.grad:
             asked = (item for item in call.items if isinstance(item, Tensor) and item.requires_grad)
             self._gradients[index] = any(self._values.find(item) is None for item in asked)
-        changed_parameters = self._changes.parameters(call, outcome)
+        changed_parameters = (
+            *self._changes.parameters(call, outcome),
+            *self._values.names_of(outcome.written),
+        )
         changes = self._changes.of_call(index, call, outcome)
         results, structure = flatten(outcome.output)
         returned, writes, passed = self._results(results, call, index)

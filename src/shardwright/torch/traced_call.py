@@ -23,6 +23,7 @@ class Outcome:
         cost: what was counted.
         attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
         passed_attributes: free arguments that it left there: (module, name, position among the arguments).
+        written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
         unreached: positions of arguments that require gradients, and get none from it.
     """
 
@@ -31,6 +32,7 @@ class Outcome:
     cost: CostCounter
     attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
     passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
+    written: Sequence[Tensor] = ()
     unreached: frozenset[int] = frozenset()
 
 

@@ -162,6 +162,12 @@ class TracedValues:
         names = (self.names.get(id(item)) for item in items if isinstance(item, nn.Parameter))
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
+    def names_of(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Names of the parameters and buffers among tensors, and of those that share memory with them."""
+        named = (self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names)
+        lent = self.lent_in([storage_key(tensor) for tensor in tensors]) if tensors else ()
+        return tuple(dict.fromkeys((*named, *lent)))
+
     def names_in(self, module: nn.Module) -> set[str]:
         """Names of the parameters and buffers of a module."""
         tensors = [*module.parameters(), *module.buffers()]

@@ -41,6 +41,7 @@ from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.unit_state import UnitState, refuse_shared
 
 __all__ = ["Tracer"]
 
@@ -95,6 +96,7 @@ class Tracer:
         self._shapes_asked: set[int] = set()
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
+        self._held = {name: self._values.names_in(module) for name, module in unit_map.modules.items()}
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
         """Takes note of the tensors of the microbatch: that they are saved takes no memory."""
@@ -279,7 +281,7 @@ class Tracer:
     def _execute_unit(self, call: TracedCall, module: nn.Module, kept: list[Any]) -> Outcome:
         name = self._unit_map.units[id(module)]
         attributes = Attributes(module)
-        buffers = _buffers_of(module)
+        state = UnitState(module)
         try:
             with self._values.fake_mode:
                 outcome = call.run(CostCounter(self._values.names, self._hidden))
@@ -293,11 +295,13 @@ class Tracer:
                 vars(sub)[key] = call.items[position]
         else:
             outcome = self._with_attributes(call, outcome, attributes)
+            outcome = replace(outcome, written=state.changed(outcome.cost.written))
             if not call.changed(outcome):
                 made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
                 outcome = replace(outcome, unreached=unreached(call.fakes, made))
-        if outcome.cost.mutated_buffers or buffers != _buffers_of(module):
+        if self._values.names_of(outcome.written):
             self._mutates.add(name)
+        refuse_shared(module, outcome.written, self._unit_map, call.line)
         return outcome
 
     def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:
@@ -330,8 +334,7 @@ class Tracer:
 
     def together(self) -> tuple[Together, ...]:
         """Nodes that must have one home; to be asked while buffers still are what the step function left."""
-        held = {name: self._values.names_in(self._unit_map.modules[name]) for name in self._calls}
-        return self._recorder.together(self._watch, held, self._hidden)
+        return self._recorder.together(self._watch, self._held, self._hidden)
 
     def finish(
         self,
@@ -410,7 +413,3 @@ class Tracer:
             num_calls=self._calls[name],
             mutates_buffers=name in self._mutates,
         )
-
-
-def _buffers_of(module: nn.Module) -> list[int]:
-    return [id(buffer) for buffer in module.buffers()]
