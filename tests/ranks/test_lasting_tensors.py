@@ -172,3 +172,59 @@ def test_what_every_rank_counts_is_counted_once_a_microbatch():
         return int(COUNT)
 
     assert run_ranks(job, 2) == [16, 16]
+
+
+# ---- trained tensors that are no parameters
+
+
+class ScalesByATensor(Blocks):
+    """Written as scripts of ten years ago were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.head(x)
+
+
+def test_a_trained_tensor_in_an_attribute_is_pointed_out():
+    case = Case(config=CONFIG, iterations=[Iteration()])
+    message = r"a trained tensor of shape \(16,\) is used here, and is not part of the wrapped model"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(differences, 2, build(ScalesByATensor), case)
+
+
+def test_a_trained_tensor_of_a_script_is_pointed_out():
+    def job() -> None:
+        _, _, model = start(Stack, CONFIG)
+        temperature = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+        @sw.step
+        def train(model: nn.Module, x: Tensor) -> Tensor:
+            loss = (model(x) * temperature).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, batches(0, 1)[0])
+
+    with pytest.raises(RanksFailedError, match=r"a trained tensor of shape \(\) is used here"):
+        run_ranks(job, 2)
+
+
+def test_a_batch_that_requires_gradients_is_not():
+    def job() -> bool:
+        _, _, model = start(Stack, CONFIG)
+
+        @sw.step
+        def train(model: nn.Module, x: Tensor) -> Tensor:
+            loss = (model(x) + x[..., :3]).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, batches(0, 1)[0].requires_grad_())
+        return True
+
+    assert run_ranks(job, 2) == [True, True]

@@ -1,11 +1,11 @@
 """Parameters that a step function uses or returns although it cannot."""
 
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch.source_line import user_line
@@ -14,22 +14,27 @@ from shardwright.torch.traced_values import TracedValues
 __all__ = ["point_out_foreign", "refuse_returned"]
 
 
-def point_out_foreign(items: Sequence[Any], known: Collection[int]) -> None:
-    """Warns of trained parameters that are not the model's.
+def point_out_foreign(
+    items: Sequence[Any], known: Collection[int], was_there: Callable[[Tensor], bool]
+) -> None:
+    """Warns of trained parameters that are not the model's, be they `nn.Parameter` or plain tensors.
 
     Args:
         items: leaves of the arguments of a call.
         known: ids of the model's parameters, and of what stands for them.
+        was_there: tells whether a plain tensor was there before the step function was called.
     """
     for item in items:
-        if isinstance(item, nn.Parameter) and item.requires_grad and id(item) not in known:
-            if not torch.is_grad_enabled():
-                return
+        if not isinstance(item, Tensor) or not item.requires_grad or id(item) in known:
+            continue
+        is_plain = type(item) is Tensor and item.is_leaf and was_there(item)
+        if torch.is_grad_enabled() and (is_plain or isinstance(item, nn.Parameter)):
+            kind = "trained tensor" if is_plain else "parameter"
             warnings.warn(
-                f"{user_line()}: a parameter of shape {tuple(item.shape)} is used here, and is not part of "
+                f"{user_line()}: a {kind} of shape {tuple(item.shape)} is used here, and is not part of "
                 "the wrapped model: its gradient comes to be on one rank alone. To train it, register it in "
-                "the module that is wrapped (model.extra = parameter, before DistributedModel); else freeze "
-                "it with requires_grad_(False).",
+                "the module that is wrapped (model.extra = nn.Parameter(tensor), before DistributedModel); "
+                "else freeze it with requires_grad_(False).",
                 stacklevel=2,
             )
 

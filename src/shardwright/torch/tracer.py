@@ -84,6 +84,7 @@ class Tracer:
         self._values = TracedValues(unit_map.parameters, device)
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
         self._recorder = TraceRecorder(self._values, self._buffers, was_there)
+        self._was_there = was_there
         self._hidden = HiddenInputs(self._values)
         self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
         self.python_draws = DrawsOfPython(lambda: self.position)
@@ -137,7 +138,7 @@ class Tracer:
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
-        point_out_foreign(items, self._values.names)
+        point_out_foreign(items, self._values.names, self._was_there)
         if not reads and not parameters:
             return self._free_operation(func, args, kwargs, items, structure)
         line = user_line()
