@@ -165,6 +165,8 @@ class Together:
         why: what goes wrong on several stages.
         remedy: what the user can do about it.
         one_rank: several stages will do if no two of them are on one rank.
+        for_backward: it matters only where there is a backward. A plan heeds it all the same: one that is
+            made for an evaluation may have to serve training, too.
     """
 
     nodes: tuple[int, ...]
@@ -173,6 +175,7 @@ class Together:
     why: str
     remedy: str
     one_rank: bool = False
+    for_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,12 @@ def test_what_the_model_recomputes_itself_is_recomputed_once():
     check(ZOO["recomputes"], {kind: case({**SCHEDULES[kind], **full}) for kind in KINDS})
 
 
+def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training():
+    """It planned cuts inside of what is recomputed as one, and the first step of training was refused."""
+    first = {kind: case(SCHEDULES[kind], iterations=(EVALUATION, Iteration())) for kind in ("gpipe", "1f1b")}
+    check(ZOO["recomputes"], first, num_ranks=4)
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_hidden_states_of_every_layer(name):
     recipe = replace(ZOO[name], loss=with_hidden_states)

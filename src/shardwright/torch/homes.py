@@ -27,7 +27,11 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
     Raises:
         TraceError: nodes that must have one home cannot have it.
     """
-    together = [group for group in graph.together if not group.one_rank]
+    together = [
+        group
+        for group in graph.together
+        if not group.one_rank and not (group.for_backward and graph.loss is None)
+    ]
     lowest: dict[int, int] = {}
     while True:
         homes = _homes(graph, stage_of_call, stage_ranks, lowest)

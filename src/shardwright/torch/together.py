@@ -14,6 +14,8 @@ A node may appear in several groups. The planner cuts between groups only.
 from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 
+import torch
+
 from shardwright.model_graph import Node, Together
 from shardwright.torch.recording import Step
 
@@ -26,6 +28,7 @@ class Regions:
     def __init__(self) -> None:
         self._nodes: dict[FrameType, list[int]] = {}
         self._lines: dict[FrameType, str] = {}
+        self._with_gradients: set[FrameType] = set()
 
     def note(self, node: int, frame: FrameType, line: str) -> None:
         """A node is inside of a call.
@@ -37,9 +40,16 @@ class Regions:
         """
         self._nodes.setdefault(frame, []).append(node)
         self._lines.setdefault(frame, line)
+        if torch.is_grad_enabled():
+            self._with_gradients.add(frame)
 
-    def together(self) -> list[Together]:
-        """The nodes of each call."""
+    def together(self, *, trains: bool) -> list[Together]:
+        """The nodes of each call.
+
+        Args:
+            trains: the trace has a backward. One without it may have calls that matter when the model is
+                trained, so it counts all; one with it, those that have gradients.
+        """
         return [
             Together(
                 tuple(nodes),
@@ -48,14 +58,17 @@ class Regions:
                 why="torch.utils.checkpoint is called on code that is placed on several stages, and a stage "
                 "can recompute only its own.",
                 remedy="Call it on each block by itself, or move the code into one module.",
+                for_backward=True,
             )
             for frame, nodes in self._nodes.items()
+            if not trains or frame in self._with_gradients
         ]
 
     def clear(self) -> None:
         """Forgets all calls: their frames hold on to all that their functions had."""
         self._nodes.clear()
         self._lines.clear()
+        self._with_gradients.clear()
 
 
 def buffer_together(name: str, nodes: Sequence[Node], readers: set[int], writers: set[int]) -> Together:

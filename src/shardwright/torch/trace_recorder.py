@@ -187,7 +187,7 @@ class TraceRecorder:
         return self._changes.in_memory_of(item)
 
     def _note_region(self, node: int) -> None:
-        region = outermost_checkpoint() if torch.is_grad_enabled() else None
+        region = outermost_checkpoint()
         if region is not None:
             self._regions.note(node, region, user_line(region))
 
@@ -215,7 +215,7 @@ class TraceRecorder:
         self._regions.clear()
 
     def together(
-        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs
+        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs, *, trains: bool
     ) -> tuple[Together, ...]:
         """Nodes that must have one home.
 
@@ -223,8 +223,12 @@ class TraceRecorder:
             watch: knows what buffers refer to now.
             held: unit -> names of its parameters.
             hidden: knows which units use what they were not given.
+            trains: the step function has a backward.
         """
-        found = [*self._regions.together(), *self._buffers.together(self.steps, self._nodes, watch)]
+        found = [
+            *self._regions.together(trains=trains),
+            *self._buffers.together(self.steps, self._nodes, watch),
+        ]
         producers = {value: made.producer for value, made in enumerate(self._values)}
         trained = {value for value, made in enumerate(self._values) if made.fake.requires_grad}
         for node, deep in self._gradients.items():

@@ -335,7 +335,7 @@ class Tracer:
 
     def together(self) -> tuple[Together, ...]:
         """Nodes that must have one home; to be asked while buffers still are what the step function left."""
-        return self._recorder.together(self._watch, self._held, self._hidden)
+        return self._recorder.together(self._watch, self._held, self._hidden, trains=self._loss is not None)
 
     def finish(
         self,
