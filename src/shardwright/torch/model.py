@@ -31,6 +31,7 @@ from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
+from shardwright.torch.tracer import Tracer
 
 __all__ = ["DistributedModel"]
 
@@ -130,7 +131,8 @@ class DistributedModel(nn.Module):
                 f"{user_line()}: the model is spread over stages, so it can be called only inside a function "
                 "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
-        self._called_to_train |= torch.is_grad_enabled() and self.module.training
+        if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
+            self._called_to_train |= torch.is_grad_enabled() and self.module.training
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:

@@ -9,9 +9,11 @@
     plan ◄── broadcast to all ranks ◄── planner (on the first rank) ◄┘
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
@@ -31,6 +33,8 @@ from shardwright.torch.tracing import trace_parts
 
 __all__ = ["Planner"]
 
+log = logging.getLogger(__name__)
+
 
 class Planner:
     """Plans a run when its first batch is there; collective over all ranks."""
@@ -42,8 +46,11 @@ class Planner:
 
     def __call__(
         self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> tuple[Plan, Trace]:
+    ) -> tuple[Plan, Trace | None]:
         """Returns the plan, the same on every rank, and the trace that it rests on.
+
+        An evaluation that comes before training is planned as if it had gradients: the plan must do for
+        both. Then no trace is returned, as that of the evaluation is another one.
 
         Raises:
             PlanError: the settings cannot be met, or nothing fits.
@@ -53,9 +60,13 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            traces = self._trace(function, arguments, splitter, counts)
+            traces = self._traces_of_training(function, arguments, splitter, counts)
+            gradients = torch.is_grad_enabled() or traces is not None
+            if traces is None:
+                traces = self._trace(function, arguments, splitter, counts)
         context.cluster = cluster = present_cluster(context)
-        profiles = self._profiles(traces, cluster)
+        with torch.set_grad_enabled(gradients):
+            profiles = self._profiles(traces, cluster)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
         with context.reporter.phase("planning"):
             plan = context.from_first_rank(
@@ -68,7 +79,8 @@ class Planner:
                     optimizer_factor=_optimizer_factor(context),
                 )
             )
-        return plan, traces[plan.schedule.microbatches]
+        as_it_runs = gradients == torch.is_grad_enabled()
+        return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
     def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
@@ -79,6 +91,23 @@ class Planner:
                 "as an argument."
             )
         return microbatch_counts(batch_size, config=config, pipeline=pipeline)
+
+    def _traces_of_training(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        splitter: Splitter,
+        counts: tuple[int, ...],
+    ) -> dict[int, Trace] | None:
+        """Traces an evaluation with gradients, if training is to follow; None if not, or if it cannot."""
+        if torch.is_grad_enabled() or not self._context.optimizers:
+            return None
+        try:
+            with torch.enable_grad():
+                return self._trace(function, arguments, splitter, counts)
+        except Exception as error:  # the user's code may insist on there being none
+            log.info("the evaluation cannot be traced with gradients: %s", error)
+            return None
 
     def _trace(
         self,
