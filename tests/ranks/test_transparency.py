@@ -105,10 +105,11 @@ def test_what_the_model_recomputes_itself_is_recomputed_once():
     check(ZOO["recomputes"], {kind: case({**SCHEDULES[kind], **full}) for kind in KINDS})
 
 
-def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training():
+@pytest.mark.parametrize("name", ["recomputes", "GPT-2, recomputed"])
+def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training(name):
     """It planned cuts inside of what is recomputed as one, and the first step of training was refused."""
     first = {kind: case(SCHEDULES[kind], iterations=(EVALUATION, Iteration())) for kind in ("gpipe", "1f1b")}
-    check(ZOO["recomputes"], first, num_ranks=4)
+    check(ZOO[name], first, num_ranks=4)
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])

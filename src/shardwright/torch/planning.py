@@ -99,15 +99,20 @@ class Planner:
         splitter: Splitter,
         counts: tuple[int, ...],
     ) -> dict[int, Trace] | None:
-        """Traces an evaluation with gradients, if training is to follow; None if not, or if it cannot."""
+        """Traces an evaluation as if it trained, if training is to follow; None if not, or if it cannot."""
         if torch.is_grad_enabled() or not self._context.optimizers:
             return None
+        modes = {module: module.training for module in self._model.modules()}
         try:
+            self._model.train()  # layers that recompute themselves do so in training only
             with torch.enable_grad():
                 return self._trace(function, arguments, splitter, counts)
         except Exception as error:  # the user's code may insist on there being none
-            log.info("the evaluation cannot be traced with gradients: %s", error)
+            log.info("the evaluation cannot be traced as training: %s", error)
             return None
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
 
     def _trace(
         self,
