@@ -1,16 +1,23 @@
 """Modules that hand on tensors and counters by other ways than arguments and results."""
 
+import functools
+import gc
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from test_changes_between_steps import start
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
 from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.torch.glue import intercept_calls
+from shardwright.torch.trace import trace_step
+from shardwright.torch.unit_map import UnitMap
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 SHARED = "has left in an object, a list or a variable"
@@ -121,6 +128,7 @@ class ReadBetween(Handed):
         return self.head(x)
 
 
+APART_IN_TWO = {"pipeline_parallel_degree": 2}
 FOUND: dict[str, Tensor] = {}
 
 
@@ -194,3 +202,127 @@ def test_code_between_units_cannot_read_what_they_changed():
     case = Case(config={**CONFIG, "pipeline_parallel_degree": 2}, iterations=[Iteration()])
     with pytest.raises(RanksFailedError, match="the attribute depth of an object is read here"):
         run_ranks(differences, 2, recipe_of(lambda: ReadBetween(*[Counting] * 5)), case)
+
+
+# ---- what follows from shapes alone each rank makes for itself
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+def angles_in_a_global(length: int) -> Tensor:
+    if length not in TABLES:
+        TABLES[length] = torch.arange(length, dtype=torch.float64).cos()
+    return TABLES[length]
+
+
+@functools.lru_cache
+def angles_behind_a_cache(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float64).cos() * 0.5
+
+
+class Angles(Whole):
+    """Adds a table that the first block to come by makes."""
+
+    tables: ClassVar[dict[str, Tensor]] = {}
+
+    def forward(self, x: Tensor, notes: Notes) -> Tensor:
+        length = x.shape[1]
+        table = angles_in_a_global(length) + angles_behind_a_cache(length)
+        if "own" not in Angles.tables:
+            Angles.tables["own"] = torch.linspace(0.0, 1.0, length, dtype=torch.float64)
+        return super().forward(x) + (table + Angles.tables["own"])[:, None]
+
+
+def test_tables_that_modules_make_and_keep_bind_nothing():
+    def job() -> float:
+        halves_by_hand = {"auto_partition": False, "default_partition": 0}
+        sw, plain, model = start(lambda: halves(Handed(*[Angles] * 5)), {**APART_IN_TWO, **halves_by_hand})
+
+        @sw.step
+        def train(model: nn.Module, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        x = torch.randn(8, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        found = train(model, x).reduce_mean()  # before the plain model, which would make the tables
+        return abs(found.item() - plain(x).square().mean().item())
+
+    assert max(run_ranks(job, 2)) < 1e-12
+
+
+# ---- objects whose classes cannot be watched, modules that run on random data
+
+
+class Sealed(type):
+    def __setattr__(cls, key: str, value: Any) -> None:
+        raise AttributeError("sealed")
+
+
+class SealedNotes(Notes, metaclass=Sealed):
+    pass
+
+
+class HandedOther(Handed):
+    make: Callable[[], Any]
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = self.make()
+        for block in self.blocks:
+            x = block(x, notes)
+        return self.head(x)
+
+
+class HandedSealed(HandedOther):
+    make = SealedNotes
+
+
+class HandedNamespace(HandedOther):
+    make = functools.partial(SimpleNamespace, first=None, depth=0)
+
+
+class CountingChoosing(Counting):
+    """Cannot be traced without data."""
+
+    def forward(self, x: Tensor, notes: Notes) -> Tensor:
+        if x.detach().abs().amax() < 0:
+            return x
+        return super().forward(x, notes)
+
+
+UNWATCHED = {
+    "a sealed class": lambda: HandedSealed(*[Counting] * 5),
+    "a namespace": lambda: HandedNamespace(*[Counting] * 5),
+    "written by a module that reads values": lambda: Handed(CountingChoosing, *[Counting] * 4),
+    "all read values": lambda: Handed(*[CountingChoosing] * 5),
+}
+
+
+@pytest.mark.parametrize("name", UNWATCHED)
+def test_objects_of_any_class_bind_those_that_share_them(name):
+    config = {**CONFIG, "pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
+    recipe = recipe_of(lambda: halves(UNWATCHED[name]()))
+    with pytest.raises(RanksFailedError, match=SHARED):
+        run_ranks(differences, 2, recipe, Case(config=config, iterations=[Iteration()]))
+
+
+def test_traces_leave_no_tensors_behind():
+    """The history of a trace held its batch for as long as the process lived."""
+
+    def job() -> list[int]:
+        model = Handed(*[OneEach] * 3).double()
+        unit_map = UnitMap.of(model, ["blocks.0", "blocks.1", "blocks.2", "head"])
+        for unit in unit_map.modules.values():
+            intercept_calls(unit)
+        counts = []
+        for length in range(3, 9):
+            batch = (torch.zeros(2, length, WIDTH, dtype=torch.float64),)
+            trace_step(unit_map, model, (batch, {}))
+            del batch
+            gc.collect()
+            counts.append(sum(type(item) is Tensor for item in gc.get_objects()))  # with data
+        return counts
+
+    (counts,) = run_ranks(job, 1)
+    assert len(set(counts[1:])) == 1, counts

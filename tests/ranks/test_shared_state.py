@@ -45,6 +45,14 @@ class WritesUnderAnotherName(Whole):
         return y
 
 
+class GivesOtherMemory(Whole):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.training:
+            self.mean.data = 0.9 * self.mean + y.detach().mean((0, 1))
+        return y
+
+
 class WritesChoosing(Writes):
     """Cannot be traced without data."""
 
@@ -111,6 +119,8 @@ MODELS = {
     "written under another name": lambda: Model(Reads, WritesUnderAnotherName, *[Whole] * 3, buffer=True),
     "written by a module that reads values": lambda: Model(Reads, WritesChoosing, *[Whole] * 3, buffer=True),
     "a shared batch norm": SharedNorm,
+    "no buffer, written first": lambda: Model(Writes, Reads, *[Whole] * 3, buffer=False),
+    "no buffer, read first": lambda: Model(Reads, Writes, *[Whole] * 3, buffer=False),
 }
 
 
@@ -122,23 +132,86 @@ def test_units_that_share_what_one_of_them_changes_share_a_stage(name, config):
     assert run_ranks(differences, 2, recipe_of(MODELS[name]), case) == [[], []]
 
 
-@pytest.mark.parametrize("name", ["written first", "read first", "a shared batch norm"])
+CHANGED = "the parameter or buffer blocks.0.* is changed in place by the step function or by a module"
+LEFT = "has left in an object, a list or a variable"
+APART = {
+    "written first": (lambda: Model(Writes, Whole, Whole, Reads, buffer=True), CHANGED),
+    "read first": (lambda: Model(Reads, Whole, Whole, Writes, buffer=True), CHANGED),
+    "under another name": (lambda: Model(Reads, Whole, Whole, WritesUnderAnotherName, buffer=True), CHANGED),
+    "other memory": (lambda: Model(Reads, Whole, Whole, GivesOtherMemory, buffer=True), CHANGED),
+    "reads values": (lambda: Model(Reads, Whole, Whole, WritesChoosing, buffer=True), CHANGED),
+    "a shared batch norm": (SharedNorm, CHANGED),
+    "no buffer, written first": (lambda: Model(Writes, Whole, Whole, Reads, buffer=False), LEFT),
+    "no buffer, read first": (lambda: Model(Reads, Whole, Whole, Writes, buffer=False), LEFT),
+    "no buffer, under another name": (
+        lambda: Model(Reads, Whole, Whole, WritesUnderAnotherName, buffer=False),
+        LEFT,
+    ),
+    "no buffer, reads values": (lambda: Model(Reads, Whole, Whole, WritesChoosing, buffer=False), LEFT),
+}
+
+
+def apart(model: nn.Module) -> nn.Module:
+    for number, block in enumerate(model.blocks):
+        sw.set_partition(block, int(number > 1))
+    sw.set_partition(model.head, 1)
+    return model
+
+
+BY_HAND = {**CONFIG, "auto_partition": False, "default_partition": 0}
+
+
+@pytest.mark.parametrize("name", APART)
 def test_they_cannot_be_placed_apart(name):
-    def apart() -> nn.Module:
-        model = MODELS[name]()
-        for number, block in enumerate(model.blocks):
-            sw.set_partition(block, int(number > 1))
-        sw.set_partition(model.head, 1)
-        return model
-
-    config = {**CONFIG, "auto_partition": False, "default_partition": 0}
-    message = "the parameter or buffer blocks.0.* is changed in place by the step function or by a module"
+    build, message = APART[name]
     with pytest.raises(RanksFailedError, match=message):
-        run_ranks(differences, 2, recipe_of(apart), Case(config=config, iterations=[Iteration()]))
+        run_ranks(
+            differences, 2, recipe_of(lambda: apart(build())), Case(config=BY_HAND, iterations=[Iteration()])
+        )
 
 
-@pytest.mark.parametrize("kind", [Writes, WritesUnderAnotherName, WritesChoosing])
-def test_a_shared_tensor_that_a_unit_changes_must_be_a_buffer(kind):
-    recipe = recipe_of(lambda: Model(Reads, Whole, kind, Whole, buffer=False))
-    with pytest.raises(RanksFailedError, match=r"blocks.2 writes to a tensor .* attribute mean of blocks.0"):
+class Frozen(SharedNorm):
+    """The shared norm stays as it is."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.blocks[0].norm.eval()
+        return self
+
+
+def test_what_nobody_changes_may_be_placed_apart():
+    case = Case(config=BY_HAND, iterations=[Iteration()] * 2)
+    assert run_ranks(differences, 2, recipe_of(lambda: apart(Frozen())), case) == [[], []]
+
+
+def test_code_between_units_cannot_read_what_a_unit_writes():
+    class Between(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x - self.blocks[0].mean)
+
+    recipe = recipe_of(lambda: Between(Writes, Whole, Whole, Whole, buffer=False))
+    with pytest.raises(RanksFailedError, match=r"blocks.0 writes to a tensor that is no buffer"):
         run_ranks(differences, 2, recipe, Case(config=CONFIG, iterations=[Iteration()]))
+
+
+class ShiftsByAParameter(Model):
+    """Code between modules reads and changes a parameter, by operations of one name."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Whole] * 4, buffer=True)
+        self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * 1.0
+            x.add_(self.shift)
+            self.shift.add_(0.01)
+        return self.head(x)
+
+
+def test_a_parameter_that_code_between_units_changes_is_in_one_place():
+    recipe = recipe_of(lambda: apart(ShiftsByAParameter()))
+    with pytest.raises(RanksFailedError, match="the parameter or buffer shift is changed in place"):
+        run_ranks(differences, 2, recipe, Case(config=BY_HAND, iterations=[Iteration()]))

@@ -520,3 +520,27 @@ def test_hooks_come_and_go_between_steps():
     """At the end of a stage the next one went on without the hook; elsewhere the step failed."""
     for found in run_ranks(evaluate_with_hooks, 2):
         assert max(found) < 1e-10
+
+
+# ---- what is trained changes inside of a step ------------------------------------------------------------
+
+
+class FrozenForAWhile(Blocks):
+    """A loss that must not train the head, and one that must, as when a GAN is trained in one step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        trained = self.head(x)
+        self.head.requires_grad_(False)
+        frozen = self.head(2.0 * x)
+        self.head.requires_grad_(True)
+        return trained + frozen
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+def test_parameters_that_are_frozen_for_a_part_of_the_step(kind):
+    """The gradients of weights that were put off went by what was trained at the end of the forward."""
+    recipe = Recipe(build=FrozenForAWhile, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": kind}, iterations=[Iteration()] * 2)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]

@@ -17,7 +17,7 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.rng import Draw, describe_draw
 
-__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
+__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -45,11 +45,11 @@ class Counts(NamedTuple):
 class Watch(Protocol):
     """Sees every operation of a call."""
 
-    def uses(self, arguments: Sequence[Any]) -> None:
-        """An operation is about to run."""
+    def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
+        """An operation has run, and may have drawn random numbers."""
 
-    def makes(self, result: Any) -> None:
-        """An operation has run."""
+    def wrote(self, tensor: Tensor) -> None:
+        """An operation has written to this tensor."""
 
 
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names = names or {}
         self._watch = watch
         self._saved: dict[int, int] = {}
-        self._stand_ins: dict[int, tuple[int, Tensor]] = {}  # memory of a view -> that of the real tensor
+        self._stand_ins: dict[int, tuple[Tensor, Tensor | None]] = {}  # memory of a view -> the real tensor
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     @property
@@ -123,6 +123,9 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         CostCounter._active.pop()
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         self._hooks.__exit__()
+        # The history of what was computed holds this object, and must not hold all others by it.
+        self._watch = None
+        self._stand_ins.clear()
 
     @contextmanager
     def keeping_only(self, inputs: list[Tensor]) -> Iterator[None]:
@@ -135,18 +138,16 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._names:
-            self.parameters.update(self._names[id(t)] for t in _tensors_in(args) if id(t) in self._names)
+            self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
-        if self._watch is not None:
-            self._watch.uses((*args, *kwargs.values()))
         result = func(*args, **kwargs)
         if self._names and getattr(func, "is_view", False):
             self._note_stand_in(args, result)
-        if self._watch is not None:
-            self._watch.makes(result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
         draw = describe_draw(func, args, kwargs)
+        if self._watch is not None:
+            self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:
             self.draws.append(draw)
         count = _FLOPS.get(func.overloadpacket)
@@ -158,16 +159,18 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         for tensor in _written(func, args, kwargs):
-            memory = storage_key(tensor)
-            self.written.add(self._stand_ins[memory][0] if memory in self._stand_ins else memory)
+            own, _ = self._stand_ins.get(storage_key(tensor), (tensor, None))
+            self.written.add(storage_key(own))
+            if self._watch is not None:
+                self._watch.wrote(own)
 
     def _note_stand_in(self, args: Any, result: Any) -> None:
         """A view of a real tensor is a fake one, with memory of its own."""
-        for own in _tensors_in(args):
+        for own in tensors_in(args):
             if not isinstance(own, FakeTensor):
-                for fake in _tensors_in((result,)):
+                for fake in tensors_in((result,)):
                     if isinstance(fake, FakeTensor):
-                        self._stand_ins[storage_key(fake)] = storage_key(own), fake
+                        self._stand_ins[storage_key(fake)] = own, fake
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
@@ -176,7 +179,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
 
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, and in lists among them."""
     for argument in arguments:
         for item in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(item, Tensor):
@@ -186,15 +190,15 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The arguments that an operation writes to."""
     positions, names = _written_arguments(func)
+    if func in _WRITE_STATISTICS and args[5]:
+        positions = (3, 4)
     found = [args[position] for position in positions if position < len(args)]
-    return _tensors_in([*found, *(kwargs[name] for name in names if name in kwargs)])
+    return tensors_in([*found, *(kwargs[name] for name in names if name in kwargs)])
 
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the arguments that an operation writes to, as its schema says."""
-    if func in _WRITE_STATISTICS:
-        return (3, 4), ()
     schema = getattr(func, "_schema", None)
     arguments = list(enumerate(schema.arguments)) if schema is not None else []
     written = [
@@ -203,7 +207,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return tuple(position for position, _ in written), tuple(name for _, name in written)
 
 
-# Batch norms that write to their running statistics, of which their schemas say nothing.
+# Batch norms that write to arguments 3 and 4 in training, which is argument 5: their schemas do not say so.
 _WRITE_STATISTICS = frozenset(
     (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
 )

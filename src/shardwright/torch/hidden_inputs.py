@@ -7,7 +7,8 @@ A graph knows what a call is given and returns. Python has other ways from one m
             notes.first = self.value(x)     made by one unit
         return x + notes.first              used by all
 
-A later stage would find nothing there, or what it left itself. So such units share a stage.
+A later stage would find nothing there, or what it left itself. So such units share a stage. What follows
+from shapes alone (a table of angles, behind ``lru_cache`` or in a global) each rank makes for itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import Node, Together
+from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch.cost import tensors_in
 from shardwright.torch.deferred import REMEDY
 from shardwright.torch.object_states import ObjectStates
 from shardwright.torch.source_line import user_line
@@ -37,10 +40,14 @@ class HiddenInputs:
     def __init__(self, values: TracedValues):
         self._values = values
         self._makers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._found: dict[int, set[int]] = {}  # node -> those whose tensors it uses
+        # Of real tensors, which are there on every rank: memory -> nodes; None is code between units.
+        self._readers: dict[int, set[int | None]] = {}
+        self._writers: dict[int, set[int]] = {}
+        self._keep_alive: list[Tensor] = []
+        self._found: dict[int, set[int]] = {}  # node -> those that left what it uses
         self._node: int | None = None
         self._given: set[int] = set()
-        self._objects = ObjectStates(self._read)
+        self._objects = ObjectStates(self._uses_object, self._is_everywhere)
 
     @contextmanager
     def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
@@ -56,11 +63,65 @@ class HiddenInputs:
         self._objects.enter(node, [unit, *fakes])
         try:
             yield
-            self._objects.leave()
         finally:
+            self._objects.leave()
             self._node = None
 
-    def _read(self, writer: int, name: str) -> None:
+    def forget(self) -> None:
+        """Leaves classes as they were; at the end of the trace."""
+        self._objects.forget()
+
+    # ---- operations of a call ----
+
+    def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
+        """An operation of the call has run."""
+        if self._node is None:
+            return
+        follows_from_data = draws
+        for tensor in tensors_in(arguments):
+            follows_from_data = self._use(tensor) or follows_from_data
+        if follows_from_data:
+            for tensor in tensors_in((result,)):
+                if not self._is_known(tensor):
+                    self._makers[tensor] = self._node
+
+    def _use(self, tensor: Tensor) -> bool:
+        """Notes a hidden input; tells whether a tensor has more to it than its shape."""
+        assert self._node is not None
+        if self._is_known(tensor):
+            return True
+        if tensor in self._makers:
+            maker = self._makers[tensor]
+            # What a unit leaves in an attribute of a module is a value of the graph.
+            if maker != self._node and self._values.find(tensor) is None:
+                self._found.setdefault(self._node, set()).add(maker)
+            return True
+        if isinstance(tensor, FakeTensor):
+            return False
+        self._note_real(tensor, self._readers)
+        return storage_key(tensor) in self._writers
+
+    def wrote(self, tensor: Tensor) -> None:
+        """An operation of the call has written to a tensor: here, one that is there on every rank."""
+        if self._node is not None and not isinstance(tensor, FakeTensor) and not self._is_known(tensor):
+            self._note_real(tensor, self._writers)
+
+    def _note_real(self, tensor: Tensor, nodes: dict[int, set[Any]]) -> None:
+        found = nodes.setdefault(storage_key(tensor), set())
+        if self._node not in found:
+            found.add(self._node)
+            self._keep_alive.append(tensor)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._given or id(tensor) in self._values.lent_for
+
+    def _is_everywhere(self, value: Any) -> bool:
+        """Whether a value that a unit leaves somewhere is the same on every rank that makes it."""
+        return isinstance(value, Tensor) and value not in self._makers
+
+    # ---- what else a call uses ----
+
+    def _uses_object(self, writer: int, name: str) -> None:
         """Somebody reads an attribute of an object that a unit has written."""
         if self._node is None:
             raise DeferredReadError(
@@ -69,42 +130,54 @@ class HiddenInputs:
             )
         self._found.setdefault(self._node, set()).add(writer)
 
-    def forget(self) -> None:
-        """Leaves classes as they were; at the end of the trace."""
-        self._objects.forget()
+    def stands_for(self, own: Any, item: Any) -> None:
+        """A call that runs on random data uses one thing in place of another: a tensor, or an object."""
+        if isinstance(item, Tensor):
+            if item in self._makers:
+                self._makers[own] = self._makers[item]
+        else:
+            self._objects.stands_for(own, item)
 
-    def uses(self, arguments: Sequence[Any]) -> None:
-        """The call computes with these; lists of tensors may be among them."""
-        for item in arguments:
-            for tensor in item if isinstance(item, list | tuple) else (item,):
-                if not isinstance(tensor, Tensor) or id(tensor) in self._given:
-                    continue
-                if tensor not in self._makers or self._values.find(tensor) is not None:
-                    continue  # what a unit leaves in an attribute of a module is a value of the graph
-                maker = self._makers[tensor]
-                if self._node is not None and maker != self._node:
-                    self._found.setdefault(self._node, set()).add(maker)
+    def gives(self, items: Sequence[Any]) -> None:
+        """The call is given these as well."""
+        self._given.update(id(tensor) for tensor in tensors_in(items))
 
-    def makes(self, result: Any) -> None:
-        """The call has computed this: a tensor, or several."""
-        if self._node is None:
-            return
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor) and not self._was_there(tensor):
-                self._makers[tensor] = self._node
+    def ran_on_a_copy(self, held: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
+        """A call ran on a copy of its unit: which tensors it has read is not known.
 
-    def _was_there(self, tensor: Tensor) -> bool:
-        """Whether an operation has given back what it was given, changed or not."""
-        is_known = id(tensor) in self._given or id(tensor) in self._values.lent_for
-        return is_known or tensor in self._makers
+        Args:
+            held: plain tensors that the unit has.
+            changed: those that the call has changed.
+        """
+        for tensor in held:
+            self._note_real(tensor, self._readers)
+        for tensor in changed:
+            self._note_real(tensor, self._writers)
 
-    def stands_for(self, own: Tensor, fake: Tensor) -> None:
-        """A call uses one tensor in place of another."""
-        if fake in self._makers:
-            self._makers[own] = self._makers[fake]
+    def read_between(self, items: Sequence[Any]) -> None:
+        """Code between units computes with these."""
+        for tensor in tensors_in(items):
+            if type(tensor) is Tensor:
+                self._note_real(tensor, self._readers)
+
+    # ---- the end ----
 
     def together(self, nodes: Sequence[Node]) -> list[Together]:
-        """Each call with those whose tensors it uses."""
+        """Each call with those that left what it uses, and all that use a tensor which one of them changes.
+
+        Raises:
+            DeferredReadError: code between units reads such a tensor.
+        """
+        for memory, writers in self._writers.items():
+            users = {*writers, *self._readers.get(memory, ())}
+            if None in users:
+                raise DeferredReadError(
+                    f"{nodes[min(writers)].line}: {nodes[min(writers)].name} writes to a tensor that is no "
+                    f"buffer, and that code between modules reads. Only its rank has the change. {REMEDY}"
+                )
+            first, *others = sorted(user for user in users if user is not None)
+            for user in others:
+                self._found.setdefault(user, set()).add(first)
         found = []
         for user, makers in self._found.items():
             one, other = nodes[min(makers)].name, nodes[user].name

@@ -66,6 +66,7 @@ class RealExecution:
         spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
         twin = copy_of_module(module, self._device, originals=self._values.lent_for)
+        self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
         args, kwargs = call.structure.rebuild(spare)
         before = self._path.versions(spare)
         generators = torch.random.get_rng_state()
@@ -176,7 +177,10 @@ class RealExecution:
     def _real(self, item: Any, leaf: Any) -> Any:
         """What a call gets when it runs for real: free tensors as they are, random data for all others."""
         if not isinstance(item, Tensor):  # a slice or a cache with tensors inside
-            return copy_of_object(leaf, self._real_inside)
+            copy = copy_of_object(leaf, self._real_inside)
+            if copy is not leaf:
+                self._hidden.stands_for(copy, item)
+            return copy
         if not self._values.is_free(item):
             own = random_like(leaf, self._device)
             # A leaf of autograd could not be changed in place, as what another unit returned can.

@@ -154,12 +154,14 @@ class _SplitLinear(torch.autograd.Function):
             grad_bias = grad_NO.sum(0) if gradient_is_wanted(ctx, 2) else None
             return grad_x, grad_weight, grad_bias, None
         uses = ctx.uses
+        # As they were in the forward: the step function may change `requires_grad` behind it.
+        wanted = [gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
 
         def work() -> None:
             with torch.no_grad():
-                if weight.requires_grad:
+                if wanted[0]:
                     _accumulate_product(weight, left_N.t(), right_N)
-                if bias is not None and bias.requires_grad:
+                if bias is not None and wanted[1]:
                     _accumulate(bias, grad_NO.sum(0))
             _notify(uses, weight, bias)
 
@@ -197,13 +199,14 @@ class _SplitConvolution(torch.autograd.Function):
             wanted = [ctx.needs_input_grad[0], gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
             return (*gradients_of(wanted), None)
 
+        wanted = [False, gradient_is_wanted(ctx, 1), gradient_is_wanted(ctx, 2)]
+
         def work() -> None:
             with torch.no_grad():
-                wanted = [False, weight.requires_grad, bias is not None and bias.requires_grad]
                 found = gradients_of(wanted) if any(wanted) else [None] * 3
-                for parameter, gradient in zip((weight, bias), found[1:], strict=True):
+                for parameter, gradient, wants in zip((weight, bias), found[1:], wanted[1:], strict=True):
                     # Some kernels give both, whatever was wanted.
-                    if gradient is not None and parameter.requires_grad:
+                    if gradient is not None and wants:
                         _accumulate(parameter, gradient)
             _notify(uses, weight, bias)
 

@@ -129,7 +129,7 @@ def parameters_together(
             if name in node.parameters or (node.kind == "unit" and name in held[node.name])
         }
         users |= {step.node for step in steps if step.node is not None and name in step.changed_parameters}
-        if len({(nodes[user].kind, nodes[user].name) for user in users}) == 1:
+        if len({nodes[user].name if nodes[user].kind == "unit" else user for user in users}) == 1:
             continue  # a unit changes what it alone has
         found.append(
             Together(

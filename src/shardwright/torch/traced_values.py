@@ -66,6 +66,7 @@ class TracedValues:
         self._in_memory: dict[int, list[int]] = {}
         self._fakes: dict[int, Tensor] = {}
         self._lent_for: dict[int, Tensor] = {}
+        self._lent_in: dict[int, list[str]] = {}  # memory -> names
         self._keep_alive: list[Tensor] = []
 
     def __getitem__(self, value: int) -> TracedValue:
@@ -142,6 +143,7 @@ class TracedValues:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         self.names[id(fake)] = self.names[id(tensor)]
         self._lent_for[id(fake)] = tensor
+        self._lent_in.setdefault(storage_key(fake), []).append(self.names[id(fake)])
         self._keep_alive.append(fake)
         return fake
 
@@ -152,8 +154,7 @@ class TracedValues:
 
     def lent_in(self, memories: Sequence[int]) -> tuple[str, ...]:
         """Names of what was lent and lies in one of these memories."""
-        lent = (item for item in self._keep_alive if id(item) in self._lent_for)
-        return tuple(self.names[id(fake)] for fake in lent if storage_key(fake) in memories)
+        return tuple(name for memory in dict.fromkeys(memories) for name in self._lent_in.get(memory, ()))
 
     # ---- names ----
 

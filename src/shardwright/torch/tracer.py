@@ -41,7 +41,7 @@ from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
-from shardwright.torch.unit_state import UnitState, refuse_shared
+from shardwright.torch.unit_state import UnitState
 
 __all__ = ["Tracer"]
 
@@ -138,6 +138,7 @@ class Tracer:
         items, structure = flatten((args, kwargs))
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
+        self._hidden.read_between(items)
         point_out_foreign(items, self._values.names, self._was_there)
         if not reads and not parameters:
             return self._free_operation(func, args, kwargs, items, structure)
@@ -290,6 +291,8 @@ class Tracer:
             attributes.restore()
             cost = CostCounter(self._values.names, self._hidden)
             outcome = self._real.unit(call, name, kept, cost, error)
+            plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
+            self._hidden.ran_on_a_copy(state.plain, plain)
             for sub, key, fake in outcome.attributes:
                 vars(sub)[key] = fake
             for sub, key, position in outcome.passed_attributes:
@@ -302,7 +305,6 @@ class Tracer:
                 outcome = replace(outcome, unreached=unreached(call.fakes, made))
         if self._values.names_of(outcome.written):
             self._mutates.add(name)
-        refuse_shared(module, outcome.written, self._unit_map, call.line)
         return outcome
 
     def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:

@@ -1,15 +1,13 @@
 """What a call of a unit changes of what the unit holds: parameters, buffers, tensors in plain attributes."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.errors import TraceError
 from shardwright.torch._private import storage_key
-from shardwright.torch.unit_map import UnitMap
 
-__all__ = ["UnitState", "refuse_shared"]
+__all__ = ["UnitState"]
 
 _Place = tuple[dict[str, Any], str, bool]  # where it is, its name, whether it is a parameter or buffer
 
@@ -24,7 +22,13 @@ class UnitState:
 
     def __init__(self, unit: nn.Module, twin: nn.Module | None = None):
         self._own = [tensor for _, tensor in _entries(unit)]
-        self._before = list(_entries(twin or unit))
+        # With their memory: `tensor.data = other` gives a tensor another one.
+        self._before = [(*entry, storage_key(entry[1])) for entry in _entries(twin or unit)]
+
+    @property
+    def plain(self) -> list[Tensor]:
+        """The unit's tensors in plain attributes that were there before the trace."""
+        return [tensor for tensor in self._own if type(tensor) is Tensor]
 
     def changed(self, written: Collection[int]) -> list[Tensor]:
         """The unit's tensors that the call has written to, and the parameters and buffers that it replaced.
@@ -34,36 +38,13 @@ class UnitState:
         """
         return [
             own
-            for own, ((registry, key, registered), before) in zip(self._own, self._before, strict=True)
-            if storage_key(before) in written or (registered and registry.get(key) is not before)
+            for own, ((registry, key, registered), before, memory) in zip(
+                self._own, self._before, strict=True
+            )
+            if memory in written
+            or storage_key(before) != memory
+            or (registered and registry.get(key) is not before)
         ]
-
-
-def refuse_shared(unit: nn.Module, changed: Sequence[Tensor], unit_map: UnitMap, line: str) -> None:
-    """Refuses that a unit writes to a tensor that is no buffer, and that a module outside of it has as well.
-
-    Args:
-        unit: the unit.
-        changed: what it has changed.
-        unit_map: knows the whole model.
-        line: where it is called.
-
-    Raises:
-        TraceError: it does.
-    """
-    plain = [tensor for tensor in changed if type(tensor) is Tensor and id(tensor) not in unit_map.parameters]
-    if not plain:
-        return
-    memories = {storage_key(tensor) for tensor in plain}
-    inside = set(unit.modules())
-    for name, module in unit_map.model.named_modules():
-        for key, tensor in vars(module).items():
-            if module not in inside and type(tensor) is Tensor and storage_key(tensor) in memories:
-                raise TraceError(
-                    f"{line}: {unit_map.units[id(unit)]} writes to a tensor in place that is also the "
-                    f"attribute {key} of {name or 'the model'}, and is no buffer: on another stage it would "
-                    f"not change. Register it as a buffer in both: register_buffer({key!r}, tensor)."
-                )
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:
