@@ -544,3 +544,68 @@ def test_parameters_that_are_frozen_for_a_part_of_the_step(kind):
     recipe = Recipe(build=FrozenForAWhile, batch=features, loss=classify)
     case = Case(config={**CONFIG, "pipeline": kind}, iterations=[Iteration()] * 2)
     assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+# ---- which tensor is taken -------------------------------------------------------------------------------
+
+
+class Chosen:
+    """What a script sets between steps."""
+
+    number = 0
+
+
+def train_choosing(wide: bool, number: int) -> list[str]:
+    sw, plain, model = start(Stack, {"pipeline_parallel_degree": 2})
+    found = []
+
+    def chosen(model: nn.Module, x: Tensor) -> Tensor:
+        made = []
+        own = model.module if isinstance(model, sw.DistributedModel) else model
+        for block in own.blocks:
+            x = block(x)
+            made.append(x)
+        taken = torch.stack([made[Chosen.number], x]).sum(0) if wide else x + made[Chosen.number]
+        return own.head(taken).square().mean()
+
+    @sw.step
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        loss = chosen(model, x)
+        model.backward(loss)
+        return loss
+
+    for step, Chosen.number in enumerate([0, number]):
+        x = batches(step, 1)[0]
+        loss = train(model, x).reduce_mean().item()
+        expected = sum(chosen(plain, part).item() for part in x.tensor_split(4)) / 4
+        if abs(loss - expected) > 1e-12:
+            found.append(f"step {step}: {loss}, not {expected}")
+    return found
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_another_tensor_than_in_the_trace_is_refused(wide):
+    """The one of the trace was taken in its place, whatever the code said."""
+    assert run_ranks(train_choosing, 2, wide, 0) == [[], []]
+    with pytest.raises(RanksFailedError, match=r"gets another tensor in microbatch 0 than in the trace"):
+        run_ranks(train_choosing, 2, wide, 2)
+
+
+def return_another(backward: bool) -> None:
+    sw, _, model = start(Stack, {"pipeline_parallel_degree": 2})
+
+    @sw.step
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        hidden = model.module.blocks[0](x)
+        losses = [hidden.square().mean(), model(x).square().mean()]
+        model.backward(losses[Chosen.number] if backward else losses[1])
+        return losses[1] if backward else losses[Chosen.number]
+
+    for Chosen.number in (1, 0):
+        train(model, batches(0, 1)[0])
+
+
+@pytest.mark.parametrize(("backward", "what"), [(True, "the loss"), (False, "the result")])
+def test_another_loss_or_result_than_in_the_trace_is_refused(backward, what):
+    with pytest.raises(RanksFailedError, match=f"{what} is another tensor in microbatch 0"):
+        run_ranks(return_another, 2, backward)

@@ -1,20 +1,21 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
+from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.functions import gradient_of_backward
+from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
@@ -23,6 +24,7 @@ from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.rng import GeneratorState, set_state
+from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
 
 __all__ = ["Microbatch"]
@@ -173,6 +175,8 @@ class Microbatch:
             if instruction.draws:
                 self._restore_generators(position)
             return func(*args, **kwargs)
+        if instruction.expects:
+            self._compare_arguments(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
@@ -187,6 +191,8 @@ class Microbatch:
             raise GreenletExit
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
+        if instruction.expects:
+            self._compare_arguments(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
@@ -215,6 +221,7 @@ class Microbatch:
         if self._closing:
             raise GreenletExit
         self._cursor.backward()
+        self._compare(loss, self.program.loss, "the loss")
         if self.program.loss_stage in self.program.stages:
             assert self.program.loss is not None
             self.loss = self.tensors.values[self.program.loss]
@@ -232,7 +239,33 @@ class Microbatch:
         with GlueMode(self):
             result = self._function(*args, **kwargs)
         self._cursor.end()
+        items = flatten(result)[0] if self.program.result_values else []
+        for position, value in self.program.result_values:
+            self._compare(items[position] if position < len(items) else None, value, "the result")
         return result
+
+    def _compare_arguments(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuses another argument than in the trace, which is what ranks send each other."""
+        items: Sequence[Any] = args if instruction.flat else flatten((args, kwargs))[0]
+        for position, expected, elsewhere in instruction.expects:
+            item = items[position] if position < len(items) else None
+            if item.value != expected if type(item) is DeferredTensor else elsewhere:
+                self._refuse_other(f"{name_of_call(instruction.func)} gets", instruction.line)
+
+    def _compare(self, item: Any, value: int | None, what: str) -> None:
+        expected = None if value is None else self.program.stand_ins[value]
+        if expected is not None and type(item) is DeferredTensor and item.value != expected:
+            self._refuse_other(f"{what} is", "")
+
+    def _refuse_other(self, what: str, line: str) -> NoReturn:
+        raise TraceMismatchError(
+            f"{line or user_line()}: {what} another tensor in microbatch {self.index} than in the trace, by "
+            "which ranks send each other what they need. What is chosen among tensors must be the same for "
+            "every batch, or follow from the arguments of the step function: pass what decides it to the "
+            "step function as an argument, or put the choice inside one module."
+        )
 
     def _given_back(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]

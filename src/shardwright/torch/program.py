@@ -102,6 +102,9 @@ class Instruction:
         passed_attributes: where it leaves free arguments: (module, name, position in the arguments).
         leaves: attributes that change inside the unit, which its backward may look at.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
+        expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
+            must be a stand-in).
+        flat: its arguments are the leaves themselves, all given by position.
     """
 
     func: Any
@@ -119,6 +122,8 @@ class Instruction:
     passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     leaves: tuple[tuple[nn.Module, str], ...] = ()
     shapes: tuple[tuple[int, int], ...] = ()
+    expects: tuple[tuple[int, int, bool], ...] = ()
+    flat: bool = False
 
 
 @dataclass(slots=True)
@@ -154,6 +159,7 @@ class Program:
         takes_unknown: microbatches may do free operations that the trace does not have: what they keep for
             later is found by the others in the order of a plain loop. Not where microbatches take turns, and
             not where the backward runs code of the step function again.
+        stand_ins: of each value, the one that its stand-in names; None where every rank has the tensor.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -181,6 +187,7 @@ class Program:
     draws_of_python: bool
     changes_free_tensors: bool
     takes_unknown: bool
+    stand_ins: tuple[int | None, ...]
     as_planned: bool = True
 
     @property
@@ -270,6 +277,7 @@ def build_program(
         changes_free_tensors=_changes_free_tensors(trace),
         draws_of_python=bool(trace.python_draws),
         takes_unknown=len(local) == 1 and not trace.recomputes,
+        stand_ins=trace.stand_ins,
     )
 
 
@@ -318,6 +326,8 @@ def _instructions(
         instruction = _instruction(step, flow, homes, stage_ranks, rank)
         node = None if step.node is None else trace.graph.nodes[step.node]
         wanted = node is not None and node.kind == "unit" and node.label in recompute
+        instruction.expects = _expected(trace, step, homes, stage_ranks, rank)
+        instruction.flat = step.flat
         instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
         # Where it changes its inputs, they are not what they were.
         instruction.recompute = wanted and not step.changes and not step.recomputed
@@ -326,6 +336,18 @@ def _instructions(
             instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
         instructions.append(instruction)
     return instructions
+
+
+def _expected(
+    trace: Trace, step: Step, homes: Sequence[int], stage_ranks: Sequence[int], rank: int
+) -> tuple[tuple[int, int, bool], ...]:
+    found = []
+    for position, value in step.reads:
+        stand_in = trace.stand_ins[value]
+        if stand_in is not None:
+            made_here = stage_ranks[homes[trace.graph.values[value].producer]] == rank
+            found.append((position, stand_in, not made_here and stand_in == value))
+    return tuple(found)
 
 
 def _instruction(

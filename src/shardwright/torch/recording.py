@@ -106,6 +106,7 @@ class Step:
         attributes: where a unit leaves tensors: (module, name, what another rank finds there). Among
             `writes` they follow the leaves of the result.
         passed_attributes: where a unit leaves free arguments: (module, name, position in the arguments).
+        flat: its arguments are the leaves themselves, all by position.
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
     """
 
@@ -126,6 +127,7 @@ class Step:
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
     passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     recomputed: bool = False
+    flat: bool = False
 
     @property
     def numbers(self) -> tuple[tuple[int, Any], ...]:
@@ -179,6 +181,8 @@ class Trace:
         left_in_units: attributes of modules inside units that these change.
         python_draws: how many steps have run where random numbers of Python or NumPy are drawn between units.
         draws_in_units: units draw such numbers, too.
+        stand_ins: of each value, the one that its stand-in names on other ranks: after a change in place,
+            that of before. None where every rank has a tensor of its own.
     """
 
     graph: ModelGraph
@@ -201,6 +205,7 @@ class Trace:
     left_in_units: tuple[Place, ...] = ()
     python_draws: tuple[float, ...] = ()
     draws_in_units: bool = False
+    stand_ins: tuple[int | None, ...] = ()
 
     def holds_for(self, part: Arguments) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""

@@ -114,7 +114,7 @@ class TraceRecorder:
             self._gradients[index] = any(self._values.find(item) is None for item in asked)
         changed_parameters = (
             *self._changes.parameters(call, outcome),
-            *self._values.names_of(outcome.written),
+            *outcome.written_names,
         )
         changes = self._changes.of_call(index, call, outcome)
         results, structure = flatten(outcome.output)
@@ -151,6 +151,7 @@ class TraceRecorder:
             attributes=tuple(left),
             passed_attributes=tuple(outcome.passed_attributes),
             recomputed=recomputed,
+            flat=call.is_flat,
         )
         self._changes.note(step)
         self.steps.append(step)

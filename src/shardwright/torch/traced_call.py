@@ -1,5 +1,6 @@
 """One call of a step function that is traced: a unit's, or that of an operation between units."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ class Outcome:
         attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
         passed_attributes: free arguments that it left there: (module, name, position among the arguments).
         written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
+        written_names: names of the parameters and buffers among these, and of those in the same memory.
         unreached: positions of arguments that require gradients, and get none from it.
     """
 
@@ -33,6 +35,7 @@ class Outcome:
     attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
     passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
     written: Sequence[Tensor] = ()
+    written_names: tuple[str, ...] = ()
     unreached: frozenset[int] = frozenset()
 
 
@@ -62,6 +65,13 @@ class TracedCall:
     def inputs(self) -> tuple[int, ...]:
         """The values among its arguments, each once."""
         return tuple(dict.fromkeys(value for _, value in self.reads))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its arguments are the leaves themselves, all given by position."""
+        args, kwargs = self.arguments
+        same = len(args) == len(self.fakes) and all(map(operator.is_, args, self.fakes))
+        return not kwargs and same
 
     def run(self, cost: CostCounter) -> Outcome:
         """Runs it on fake tensors, whose mode is in force."""

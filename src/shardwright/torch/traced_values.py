@@ -66,7 +66,6 @@ class TracedValues:
         self._in_memory: dict[int, list[int]] = {}
         self._fakes: dict[int, Tensor] = {}
         self._lent_for: dict[int, Tensor] = {}
-        self._lent_in: dict[int, list[str]] = {}  # memory -> names
         self._keep_alive: list[Tensor] = []
 
     def __getitem__(self, value: int) -> TracedValue:
@@ -94,6 +93,14 @@ class TracedValues:
     def find(self, item: Any) -> int | None:
         """The value that a tensor holds now; None for anything else."""
         return self._value_of.get(id(item)) if isinstance(item, Tensor) else None
+
+    def stand_ins(self) -> tuple[int | None, ...]:
+        """Of each value, the one that its stand-in names; None where every rank has a tensor of its own."""
+        firsts: dict[int, int] = {}
+        for value, made in enumerate(self._values):
+            if isinstance(made.holder, DeferredTensor | FakeTensor):
+                firsts.setdefault(id(made.holder), value)
+        return tuple(firsts.get(id(made.holder)) for made in self._values)
 
     def memory_of(self, value: int) -> int:
         """Equal for values that share memory."""
@@ -143,7 +150,6 @@ class TracedValues:
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         self.names[id(fake)] = self.names[id(tensor)]
         self._lent_for[id(fake)] = tensor
-        self._lent_in.setdefault(storage_key(fake), []).append(self.names[id(fake)])
         self._keep_alive.append(fake)
         return fake
 
@@ -154,7 +160,9 @@ class TracedValues:
 
     def lent_in(self, memories: Sequence[int]) -> tuple[str, ...]:
         """Names of what was lent and lies in one of these memories."""
-        return tuple(name for memory in dict.fromkeys(memories) for name in self._lent_in.get(memory, ()))
+        # In which memory one lies may change: `tensor.data = other` gives it another.
+        lent = (item for item in self._keep_alive if id(item) in self._lent_for)
+        return tuple(self.names[id(fake)] for fake in lent if storage_key(fake) in memories)
 
     # ---- names ----
 

@@ -303,9 +303,10 @@ class Tracer:
             if not call.changed(outcome):
                 made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
                 outcome = replace(outcome, unreached=unreached(call.fakes, made))
-        if self._values.names_of(outcome.written):
+        names = self._values.names_of(outcome.written)
+        if names:
             self._mutates.add(name)
-        return outcome
+        return replace(outcome, written_names=names)
 
     def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:
         """Adds what a unit left in attributes; the step function finds its own tensors there, if free."""
@@ -399,6 +400,7 @@ class Tracer:
             left_in_units=left_in_units,
             python_draws=tuple(self.python_draws.places),
             draws_in_units=self.python_draws.in_units,
+            stand_ins=values.stand_ins(),
             orders={
                 index: order
                 for index, value in enumerate(values)
