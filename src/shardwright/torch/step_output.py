@@ -1,6 +1,7 @@
 """What a step gives back: one value a microbatch, and ways to reduce them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ _ADVICE = (
     "It holds one tensor for each microbatch. Make one of them first: reduce_mean() for a loss, concat() for "
     "what has a row for each sample."
 )
+_LONGEST_NAMES = 200
 
 
 class StepOutput:
@@ -101,14 +103,37 @@ class StepOutput:
 def gather_outputs(results: Sequence[Any]) -> Any:
     """Turns one result a microbatch into one result: tensors become `StepOutput`, other things lists.
 
-    A result that is None in every microbatch stays None.
+    A result that is None in every microbatch stays None. Dictionaries may have their keys in another order in
+    each microbatch.
+
+    Raises:
+        UsageError: the microbatches have other keys, or lists of other lengths.
     """
-    first, structure = flatten(results[0])
-    columns: list[list[Any]] = [[] for _ in first]
-    for result in results:
-        for column, item in zip(columns, flatten(result)[0], strict=True):
-            column.append(item)
+    structure = flatten(results[0])[1]
+    paths = structure.paths()
+    columns: list[list[Any]] = [[] for _ in paths]
+    for microbatch, result in enumerate(results):
+        items = _by_path(result)
+        if items.keys() != set(paths):
+            raise UsageError(
+                f"the step function returns {_named(items)} in microbatch {microbatch} and {_named(paths)} "
+                "in microbatch 0, so there is not one value a microbatch to put together. Return the same "
+                "keys, and lists of the same length, in every microbatch, with None where there is no value."
+            )
+        for column, path in zip(columns, paths, strict=True):
+            column.append(items[path])
     return structure.rebuild([_combine(column) for column in columns])
+
+
+def _by_path(result: Any) -> dict[tuple[Any, ...], Any]:
+    items, structure = flatten(result)
+    return dict(zip(structure.paths(), items, strict=True))
+
+
+def _named(paths: Iterable[tuple[Any, ...]]) -> str:
+    """What an error says of a result; one value alone has no path."""
+    names = [".".join(map(str, path)) or "one value" for path in paths]
+    return shorten(", ".join(names), _LONGEST_NAMES) if names else "nothing"
 
 
 def _combine(column: list[Any]) -> Any:

@@ -39,6 +39,15 @@ class Structure:
         keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self._keys)
         return (type(self._template).__qualname__, keys, tuple(child.key for child in self.children))
 
+    def paths(self) -> list[tuple[Any, ...]]:
+        """The keys, names and positions that lead to each leaf, in the order of `flatten`."""
+        if self._kind == "leaf":
+            return [()]
+        names = self._keys or range(len(self.children))
+        return [
+            (name, *path) for name, child in zip(names, self.children, strict=True) for path in child.paths()
+        ]
+
     def rebuild(self, items: Sequence[Any]) -> Any:
         """Puts leaves back, in the order of `flatten`."""
         if self._kind == "leaf":
