@@ -177,3 +177,30 @@ def test_gradients_of_earlier_steps_survive_a_step_that_failed_on_replicas():
         return apart(plain, model)
 
     assert run_ranks(job, 2) == [[], []]
+
+
+def with_options(model: Any, x: Tensor, weights: Tensor, **options: Any) -> Tensor:
+    return model(x).square().mean() * weights.sum()
+
+
+def with_more(model: Any, x: Tensor, *weights: Tensor, scale: float = 1.0) -> Tensor:
+    return model(x).square().mean() * torch.stack([w.sum() for w in weights]).mean() * scale
+
+
+@pytest.mark.parametrize(("function", "num_weights"), [(with_options, 1), (with_more, 2)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_arguments_of_functions_that_take_any_go_by_their_names(function, num_weights, cut):
+    """What was named was cut as everything else, where the step function has ``**options``."""
+
+    def job():
+        sw, plain, model = start(Stack, {})
+        named = {"input_split_axes": {"weights": 1}} if cut else {"non_split_inputs": ["weights"]}
+        weights = torch.arange(40.0, dtype=torch.float64).view(5, 8)
+        x = batches(0, 1)[0]
+        with torch.no_grad():
+            found = sw.step(**named)(function)(model, x, *[weights] * num_weights)
+            parts = zip(x.tensor_split(4), weights.tensor_split(4, 1), strict=True)
+            expected = [function(plain, part, some if cut else weights) for part, some in parts]
+        torch.testing.assert_close(found.outputs, expected)
+
+    run_ranks(job, 1)

@@ -182,11 +182,13 @@ class Splitter:
 
     Attributes:
         names: names of the positional parameters of the step function.
+        further: name of the parameter that takes all further positional arguments.
         non_split: names of arguments that every microbatch gets whole.
         axes: name -> axis along which it is cut.
     """
 
     names: Sequence[str] = ()
+    further: str = ""
     non_split: frozenset[str] = frozenset()
     axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
 
@@ -215,7 +217,9 @@ class Splitter:
         ]
 
     def _name(self, position: int) -> str:
-        return self.names[position] if position < len(self.names) else f"argument {position}"
+        if position < len(self.names):
+            return self.names[position]
+        return self.further or f"argument {position}"
 
     def _axis(self, name: str) -> int:
         return self.axes.get(name, 0) if isinstance(self.axes, Mapping) else 0

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any, overload
 
 from shardwright.errors import UsageError
@@ -72,11 +73,19 @@ def step_function(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
             "it has run. Use a plain function, with return."
         )
-    names = _parameter_names(function)
+    parameters = inspect.signature(function).parameters
+    takes_any_name = _named(parameters, Parameter.VAR_KEYWORD)
     for name in (*non_split_inputs, *(input_split_axes or {})):
-        if names and name not in names:
-            raise UsageError(f"{name} is not a parameter of {function.__name__}: it has {', '.join(names)}.")
-    splitter = Splitter(names=names, non_split=frozenset(non_split_inputs), axes=dict(input_split_axes or {}))
+        if parameters and not takes_any_name and name not in parameters:
+            raise UsageError(
+                f"{name} is not a parameter of {function.__name__}: it has {', '.join(parameters)}."
+            )
+    splitter = Splitter(
+        names=_named(parameters, Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD),
+        further="".join(_named(parameters, Parameter.VAR_POSITIONAL)),
+        non_split=frozenset(non_split_inputs),
+        axes=dict(input_split_axes or {}),
+    )
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -91,9 +100,6 @@ def step_function(
     return run
 
 
-def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters; empty if it takes arbitrary keywords."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return ()
-    return tuple(p.name for p in parameters)
+def _named(parameters: Mapping[str, Parameter], *kinds: Any) -> tuple[str, ...]:
+    """Names of the parameters of these kinds."""
+    return tuple(name for name, parameter in parameters.items() if parameter.kind in kinds)
