@@ -85,3 +85,59 @@ def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks():
 
     with pytest.raises(RanksFailedError, match="of the gradients of all stages is nan"):
         run_ranks(job, 2)
+
+
+def clipped_one_by_one(choose, *, own_groups=False):
+    """Names of gradients that differ after clipping each parameter of a plain and a wrapped model."""
+    sw, plain, model = start(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {})
+    optimizers = []
+    for owner in (plain, model):
+        groups = [{"params": [p]} for p in owner.parameters()] if own_groups else owner.parameters()
+        optimizers.append(torch.optim.SGD(groups, lr=0.05))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    wrapped = sw.DistributedOptimizer(optimizers[1])
+    x = batches(0, 1)[0]
+    train(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    for owner, optimizer in ((plain, optimizers[0]), (model, wrapped)):
+        for parameters in choose(owner, optimizer):
+            clip_grad_norm_(parameters, 1e-3)
+    return apart(plain, model)
+
+
+def each_that_is_here(model, optimizer):
+    return optimizer.param_groups[0]["params"]
+
+
+def each_of_the_model(model, optimizer):
+    return model.parameters()
+
+
+def each_group(model, optimizer):
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def one_of_each_stage(model, optimizer):
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    return [[weights[0], weights[-1]]]
+
+
+def test_parameters_that_are_clipped_one_by_one_must_be_the_same_on_all_ranks():
+    """Each was scaled by the norm of itself and of another one, where ranks have equally many."""
+    with pytest.raises(RanksFailedError, match=r"clips the gradient of \d\.weight alone, and another rank"):
+        run_ranks(clipped_one_by_one, 2, each_that_is_here)
+
+
+@pytest.mark.parametrize(
+    ("choose", "own_groups"),
+    [(each_of_the_model, False), (each_group, False), (each_group, True), (one_of_each_stage, False)],
+)
+def test_some_parameters_after_others_are_clipped(choose, own_groups):
+    assert run_ranks(clipped_one_by_one, 2, choose, own_groups=own_groups) == [[], []]

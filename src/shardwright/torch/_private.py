@@ -3,9 +3,11 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ __all__ = [
     "make_wrapper",
     "new_fake_mode",
     "num_hooks_registered",
+    "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
     "put_saved_tensor_hooks",
@@ -99,6 +102,13 @@ def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..
     clip_grad._get_total_norm = replacement
     if getattr(torch.nn.utils, "get_total_norm", None) is original:
         torch.nn.utils.get_total_norm = replacement
+
+
+def parameters_to_clip(caller: FrameType) -> Sequence[torch.Tensor]:
+    """What `clip_grad_norm_` was given, where it is what calls for a norm: that gets the gradients alone."""
+    if caller.f_code is not inspect.unwrap(clip_grad.clip_grad_norm_).__code__:
+        return ()
+    return tuple(caller.f_locals.get("parameters", ()))
 
 
 def num_hooks_registered() -> int:

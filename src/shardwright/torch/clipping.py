@@ -4,14 +4,17 @@
 the norm that it takes is that of all of them.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.purpose import Purpose
-from shardwright.torch._private import replace_total_norm
+from shardwright.errors import UsageError
+from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
@@ -42,7 +45,7 @@ def clip_grad_norm_(
     chosen = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     refuse_inside_step("gradients are clipped", _REMEDY)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-    norm = _norm(gradients, norm_type)
+    norm = _norm(gradients, norm_type, asked=chosen)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
@@ -62,7 +65,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         refuse_inside_step("gradients are clipped", _REMEDY)
-        norm = _norm(gradients, float(norm_type))
+        norm = _norm(gradients, float(norm_type), asked=parameters_to_clip(sys._getframe(1)))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients of all stages is {norm.item()}, so they "
@@ -85,8 +88,14 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """The norm over all stages; collective over the replica."""
+def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor]) -> Tensor:
+    """The norm over all stages; collective over the replica.
+
+    Args:
+        gradients: of this rank.
+        norm_type: which p-norm.
+        asked: the parameters whose gradients they are, with those of other ranks; empty where nobody knows.
+    """
     current = context()
     counted = gradients
     if current.model is not None and current.model.partitioned:
@@ -95,9 +104,42 @@ def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     total = _power_sum(counted, norm_type, current.device)
     if current.replica is not None:
         with first_cause_named(current):
-            of_stages = current.replica.gather(total, Purpose.NORM)
+            alone = _name_of_one_alone(asked)
+            number = torch.tensor(float(crc32(alone.encode())), dtype=total.dtype, device=total.device)
+            of_stages, numbers = current.replica.gather(torch.stack([total, number]), Purpose.NORM).unbind(1)
+            if alone:
+                _refuse_another(alone, numbers.tolist())
         total = of_stages.max() if norm_type == float("inf") else of_stages.sum()
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
+
+
+def _name_of_one_alone(asked: Sequence[Tensor]) -> str:
+    """The name of the one parameter asked for; empty where it is more, or all that there is on this rank.
+
+    Lists such as the groups of an optimizer have other parameters on each rank: the norm is of all of them.
+    """
+    model = context().model
+    if model is None or not model.partitioned or len(asked) != 1:
+        return ""
+    with_gradient = [p for p in model.local_parameters() if p.grad is not None]
+    groups = [group["params"] for optimizer in context().optimizers for group in optimizer.param_groups]
+    for whole in (with_gradient, *groups):
+        if [id(parameter) for parameter in whole] == [id(asked[0])]:
+            return ""
+    return next((name for name, p in model.local_named_parameters() if p is asked[0]), "")
+
+
+def _refuse_another(alone: str, numbers: Sequence[float]) -> None:
+    """Refuses to clip one parameter while another rank clips another one, by the numbers of their names."""
+    current = context()
+    mine = numbers[current.pipeline_rank]
+    if any(number not in (0, mine) for number in numbers):
+        raise UsageError(
+            f"rank {current.rank} clips the gradient of {alone} alone, and another rank that of another "
+            "parameter, so the norm would be of both. Clip all at once: clip_grad_norm_(model.parameters(), "
+            "max_norm); or one after the other on all ranks, those of other ranks, too: "
+            "for p in model.parameters(): clip_grad_norm_(p, max_norm)."
+        )
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
