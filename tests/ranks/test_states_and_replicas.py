@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_changes_between_steps import QUIET, Stack, apart, batches, start
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
@@ -115,6 +116,47 @@ def test_a_state_is_of_one_moment_and_complete_under_every_prefix():
 
 
 # ---- scalers ---------------------------------------------------------------------------------------------
+
+
+def load_state_of_optimizer(of_first: bool) -> list[str]:
+    """Goes back to what a plain and a wrapped model were after the first step; names of what then differs."""
+    sw, plain, model = start(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {})
+    train, (x,) = trainer(sw), batches(0, 1)
+    pairs: list[tuple[Any, Any]] = [(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))]
+    own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    pairs.append((model, sw.DistributedOptimizer(own)))
+
+    def update() -> None:
+        for owner, optimizer in pairs:
+            optimizer.zero_grad()
+            if owner is model:
+                train(model, x)
+            else:
+                for part in x.tensor_split(4):
+                    (plain(part).square().mean() / 4).backward()
+            optimizer.step()
+
+    update()
+    saved = [copy.deepcopy([owner.state_dict(), optimizer.state_dict()]) for owner, optimizer in pairs]
+    if of_first:
+        dist.broadcast_object_list(saved, src=0)  # as from a file of rank 0
+    update()
+    for (owner, optimizer), (state, state_of_optimizer) in zip(pairs, saved, strict=True):
+        owner.load_state_dict(state)
+        optimizer.load_state_dict(state_of_optimizer)
+    update()
+    found = model.state_dict()
+    return [name for name, value in plain.state_dict().items() if not torch.allclose(found[name], value)]
+
+
+def test_each_rank_goes_back_to_the_state_of_its_optimizer():
+    assert run_ranks(load_state_of_optimizer, 2, of_first=False) == [[], []]
+
+
+def test_the_state_of_the_optimizer_of_another_rank():
+    """Its moments were taken for those of other parameters, where ranks have equally many."""
+    with pytest.raises(RanksFailedError, match=r"other parameters \(0\.weight to 3\.bias\) than it has here"):
+        run_ranks(load_state_of_optimizer, 2, of_first=True)
 
 
 class CappedScaler(torch.amp.GradScaler):

@@ -16,6 +16,7 @@ from shardwright.torch.glue import refuse_inside_step
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
 
 _REMEDY = "Call it in the training loop."
+_NAMES = "parameter_names"
 
 
 class DistributedOptimizer(Optimizer):
@@ -106,12 +107,34 @@ class DistributedOptimizer(Optimizer):
             model.takes(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the parameters of this rank."""
-        return self.optimizer.state_dict()
+        """State of the parameters of this rank, with their names once the model is spread over stages."""
+        names = self._parameter_names()
+        return {**self.optimizer.state_dict(), **({_NAMES: names} if names else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave on a rank with the same parameters."""
-        self.optimizer.load_state_dict(state_dict)
+        """Loads what `state_dict` gave on a rank with the same parameters.
+
+        Raises:
+            UsageError: it is of other parameters, as that of another rank is.
+        """
+        state = dict(state_dict)
+        theirs, mine = state.pop(_NAMES, None), self._parameter_names()
+        if theirs and mine and theirs != mine:
+            raise UsageError(
+                f"rank {context().rank} loads a state of the optimizer that is of other parameters "
+                f"({_brief(theirs)}) than it has here ({_brief(mine)}): each rank has the state of its own "
+                "stages. Save it on every rank, for example in a file with sw.rank() in its name, and load "
+                "on each rank its own."
+            )
+        self.optimizer.load_state_dict(state)
+
+    def _parameter_names(self) -> list[str]:
+        """Names of the parameters, in their order; empty as long as ranks do not have different ones."""
+        model = context().model if is_initialized() else None
+        if model is None or context().mesh.pipeline == 1 or not model.partitioned:
+            return []
+        names = {id(parameter): name for name, parameter in model.local_named_parameters()}
+        return [names.get(id(parameter), "") for group in self.param_groups for parameter in group["params"]]
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Refuses an optimizer of another model, or of a copy; on several ranks, of more than the model.
@@ -146,6 +169,10 @@ class DistributedOptimizer(Optimizer):
                 if id(parameter) not in identifiers:
                     self.optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
+
+
+def _brief(names: list[str]) -> str:
+    return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
 
 
 def refuse_optimizers_inside_steps() -> RemovableHandle:
