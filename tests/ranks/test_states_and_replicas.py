@@ -229,6 +229,52 @@ def test_replicas_go_on_with_the_buffers_of_the_first(num_ranks, stages):
     assert run_ranks(differences, num_ranks, recipe, case) == [[]] * num_ranks
 
 
+class Centred(Stack):
+    """Its outputs are taken from a centre, which the script moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.centre
+
+
+def move_the_centre(config: dict[str, Any], one_replica_moves: bool) -> list[str]:
+    sw, plain, model = start(Centred, config)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Any:
+        y = model(x)
+        model.backward(y.square().mean())
+        return y.detach()
+
+    found = []
+    for number in range(3):
+        xs = batches(number, sw.dp_size())
+        plain.zero_grad()
+        model.zero_grad()
+        outputs = train(model, xs[sw.dp_rank()]).concat()
+        expected = plain(xs.flatten(0, 1))
+        expected.square().mean().backward()
+        found += [f"step {number}: gradient of {name}" for name in apart(plain, model)]
+        if sw.dp_rank() == 0 or not one_replica_moves:
+            model.module.centre.lerp_(outputs.mean((0, 1)), 0.5)
+        plain.centre.lerp_(expected[:8].detach().mean((0, 1)), 0.5)  # of the first replica
+    return found
+
+
+@pytest.mark.parametrize("one_replica_moves", [False, True])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (4, 2)])
+def test_what_the_script_puts_into_a_buffer_is_that_of_the_first_replica(
+    num_ranks, stages, one_replica_moves
+):
+    """Each replica went on with its own for one step."""
+    config = {"pipeline_parallel_degree": stages}
+    for found in run_ranks(move_the_centre, num_ranks, config, one_replica_moves):
+        assert found == []
+
+
 def train_with_another_head(when: str, stages: int) -> list[str]:
     config = {"pipeline_parallel_degree": stages}
     sw, plain, model = start(Stack, config)

@@ -115,6 +115,8 @@ class PipelineEngine:
         agreed = self._agreement.on_batch(arguments, compared, function=function)
         gradients = BatchGradients(arguments, to_device(agreed, context.device))
         arguments = gradients.arguments
+        if self._replica_buffers is not None:
+            self._replica_buffers.agree_on_what_scripts_set()
         known = None
         if self._residency is None:
             with python_random_kept():  # units are timed

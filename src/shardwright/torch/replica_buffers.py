@@ -1,7 +1,7 @@
 """Buffers of replicas, such as running statistics: those of the first replica, after each step.
 
-Replicas see other data, so their forwards leave other things in buffers. As in DistributedDataParallel, with
-its default, all go on with what the first one has.
+Replicas see other data, so their forwards leave other things in buffers, and so may scripts between steps. As
+in DistributedDataParallel, with its default, all go on with what the first one has.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,11 @@ class _Seen:
         return cls(buffer, _version(buffer), content)
 
     def is_still(self, buffer: Tensor) -> bool:
-        same = self.buffer is buffer and self.version == _version(buffer) >= 0
-        return same and (self.content is None or torch.equal(self.content, buffer))
+        return self.is_unwritten(buffer) and (self.content is None or torch.equal(self.content, buffer))
+
+    def is_unwritten(self, buffer: Tensor) -> bool:
+        """By the version alone: scripts count it as they write, but for writes through ``.data``."""
+        return self.buffer is buffer and self.version == _version(buffer) >= 0
 
 
 class ReplicaBuffers:
@@ -54,6 +57,17 @@ class ReplicaBuffers:
         """Takes what is there for equal on all replicas."""
         self._seen = {name: _Seen.of(buffer) for name, buffer in self._here()}
 
+    def agree_on_what_scripts_set(self) -> None:
+        """`agree`, before a batch, if the script of any replica has set a buffer since; collective."""
+        here = list(self._here())
+        if not here:
+            return
+        unwritten = all(name in self._seen and self._seen[name].is_unwritten(buffer) for name, buffer in here)
+        found = torch.tensor(not unwritten, dtype=torch.int32, device=here[0][1].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        if found.item():
+            self.agree()
+
     @torch.no_grad()
     def agree(self) -> None:
         """Gives all replicas the buffers of the first that any of them has changed; collective."""
@@ -68,10 +82,10 @@ class ReplicaBuffers:
         )
         # One replica alone may have gone a way on which a buffer changes.
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
-        wanted = [buffer for (_, buffer), flag in zip(here, changed.tolist(), strict=True) if flag]
-        for dtype in sorted({buffer.dtype for buffer in wanted}, key=str):
-            self._broadcast([buffer for buffer in wanted if buffer.dtype is dtype])
-        self.note()
+        wanted = {name: buffer for (name, buffer), flag in zip(here, changed.tolist(), strict=True) if flag}
+        for dtype in sorted({buffer.dtype for buffer in wanted.values()}, key=str):
+            self._broadcast([buffer for buffer in wanted.values() if buffer.dtype is dtype])
+        self._seen.update((name, _Seen.of(buffer)) for name, buffer in wanted.items())
 
     def _broadcast(self, buffers: list[Tensor]) -> None:
         packed = torch.cat([buffer.reshape(-1) for buffer in buffers])

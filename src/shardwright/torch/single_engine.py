@@ -51,6 +51,8 @@ class SingleEngine:
             self._prepared = True
         if self._context.data_group is not None:
             self._prepare_replicas(self._context.data_group)
+        if self._buffers is not None:
+            self._buffers.agree_on_what_scripts_set()
         results: list[Any] = []
         losses: list[Tensor] = []
         row: list[tuple[Action, float, float, float]] = []
