@@ -40,6 +40,7 @@ __all__ = [
     "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
+    "put_in_place",
     "put_saved_tensor_hooks",
     "replace_total_norm",
     "run_backward",
@@ -88,6 +89,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)  # sparse tensors have no memory of their own to share
     return int(tensor.untyped_storage()._cdata)
+
+
+def put_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Makes a tensor another one, for everybody who has it; `other` becomes what it was.
+
+    `torch.utils.swap_tensors` refuses what weak references or a graph know, and takes attributes away.
+    """
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    torch._C._swap_tensor_impl(tensor, other)
 
 
 def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:

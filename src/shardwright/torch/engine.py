@@ -286,7 +286,14 @@ class PipelineEngine:
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
         held = set(residency.held_by(rank))
         was_whole = not self._materialiser.waits
-        release_remote(module, held, self._unit_map.parameters, device=context.device)
+        release_remote(
+            module,
+            residency,
+            self._unit_map.parameters,
+            rank=rank,
+            world_ranks=context.pipeline_ranks,
+            device=context.device,
+        )
         self._materialiser.named(held, self._unit_map)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))

@@ -260,8 +260,8 @@ class _UnitCall:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
             try:
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
-            except RuntimeError as error:
-                self._refuse_remote(error)
+            except UsageError:
+                self._refuse_remote()
                 raise
         hooks = _Hooks.of(self)  # type: ignore[arg-type]
         if hooks is None:
@@ -269,10 +269,10 @@ class _UnitCall:
         args, kwargs = hooks.before(args, kwargs)
         return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))  # type: ignore[arg-type]
 
-    def _refuse_remote(self, error: RuntimeError) -> None:
-        """Says what PyTorch cannot know: that weights without data are on another rank."""
+    def _refuse_remote(self) -> None:
+        """Says of a whole unit what its parameters say of themselves: that they are on another rank."""
         assert isinstance(self, nn.Module)
-        if "meta" in str(error) and self in _UNITS and any(p.is_meta for p in self.parameters()):
+        if self in _UNITS and any(p.is_meta for p in self.parameters()):
             raise UsageError(
                 f"{user_line()}: the weights of this {type(self).__name__} are on another rank, because the "
                 "model is spread over stages. Call the model inside a function decorated with @sw.step; "

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.functions import RELEASED
+from shardwright.torch.remote import make_remote
 
-__all__ = ["Residency", "free_tensor", "refuse_released", "release_remote"]
+__all__ = ["Residency", "refuse_released", "release_remote"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,37 +61,31 @@ class Residency:
 
 
 def release_remote(
-    model: nn.Module, keep: set[str], names: Mapping[int, str], *, device: torch.device
+    model: nn.Module,
+    residency: Residency,
+    names: Mapping[int, str],
+    *,
+    rank: int,
+    world_ranks: Sequence[int],
+    device: torch.device,
 ) -> None:
-    """Replaces every parameter and buffer that is not kept by one on the meta device, and frees its memory.
+    """Leaves every parameter and buffer that this rank does not hold without values, and frees its memory.
+
+    They stay the same objects, also in lists and optimizers of the script.
 
     Args:
         model: the whole model.
-        keep: first names of what this rank holds.
+        residency: who holds what.
         names: id of a parameter or buffer -> first name.
+        rank: this pipeline rank.
+        world_ranks: ranks of this replica, by pipeline rank.
         device: where this rank computes.
     """
-    replaced: dict[int, Tensor] = {}
-    for module in model.modules():
-        for registry in (module._parameters, module._buffers):
-            for key, tensor in list(registry.items()):
-                if tensor is None or names.get(id(tensor), "") in keep:
-                    continue
-                if tensor.is_meta:
-                    setattr(tensor, RELEASED, device)
-                    continue
-                if id(tensor) not in replaced:
-                    replaced[id(tensor)] = _meta_twin(tensor)
-                    setattr(replaced[id(tensor)], RELEASED, device)
-                    free_tensor(tensor)
-                registry[key] = replaced[id(tensor)]  # type: ignore[assignment]
-
-
-def free_tensor(tensor: Tensor) -> None:
-    """Gives memory back although an optimizer or a variable of the script still refers to the tensor."""
-    storage = tensor.untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    given_up = {key: names[key] for key in tensors if rank not in residency.ranks[names[key]]}
+    for key, name in given_up.items():
+        holders = [world_ranks[holder] for holder in residency.ranks[name]]
+        make_remote(tensors[key], name, holders, device=device)
 
 
 def refuse_released(model: nn.Module) -> None:
@@ -110,10 +105,3 @@ def refuse_released(model: nn.Module) -> None:
             f"other ones (for example {released[0]}). Build the model anew, and load into it what "
             "model.state_dict() gave before that run ended."
         )
-
-
-def _meta_twin(tensor: Tensor) -> Tensor:
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin

@@ -1,0 +1,163 @@
+"""Parameters and buffers that this rank has given up: shape and type, no values.
+
+PyTorch takes a tensor without values for a change of one that has some, and changes nothing::
+
+    average.mul_(0.9).add_(parameter, alpha=0.1)     parameter on the meta device: average only shrinks
+
+So what other ranks hold is not just on the meta device, but of a class that refuses this. What is computed
+from such tensors alone is such a tensor again, and what is written to them is left to their holder, who does
+it too.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place
+from shardwright.torch.functions import RELEASED
+from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves, map_tree
+
+__all__ = ["RemoteTensor", "make_remote"]
+
+
+class RemoteTensor(torch.Tensor):
+    """Stands for a parameter or buffer whose values are on another rank, or for what was computed from it.
+
+    Attributes:
+        first_name: of the parameter or buffer.
+        holders: the ranks of this replica that have its values, ascending.
+    """
+
+    first_name: str
+    holders: tuple[int, ...]
+
+    # What is asked in every iteration (`grad`, `requires_grad`) is answered without a detour through Python.
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, like: Tensor, first_name: str, holders: Sequence[int]) -> "RemoteTensor":
+        """Makes a stand-in with the metadata of `like`, which is on the meta device."""
+        remote: RemoteTensor = make_wrapper(cls, like)
+        remote.first_name, remote.holders = first_name, tuple(holders)
+        return remote
+
+    def __init__(self, like: Tensor, first_name: str, holders: Sequence[int]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _takes_several(func) and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
+        tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
+        first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
+        changed = _changed(func, args, kwargs)
+        if changed and all(isinstance(tensor, RemoteTensor) for tensor in changed):
+            return changed[0] if func._schema.returns else None
+        if not all(tensor.is_meta for tensor in tensors) or torch.Tag.data_dependent_output in func.tags:
+            first.refuse()
+        try:
+            plain_args, plain_kwargs = map_tree(_as_meta, (args, kwargs))
+            result = func(*plain_args, **plain_kwargs)
+        except NotImplementedError:  # it needs values: to copy them to a device, or to know the shape
+            first.refuse()
+        return map_tree(lambda item: _like(first, item), result)
+
+    def refuse(self) -> NoReturn:
+        """Refuses what cannot be done without values.
+
+        Raises:
+            UsageError: always.
+        """
+        holders = " and ".join(str(rank) for rank in self.holders)
+        raise UsageError(
+            f"{user_line()}: this needs the values of {self.first_name}, which are on rank {holders} and not "
+            "here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
+            "statistic or a copy take model.local_named_parameters(), what this rank holds, on each rank, or "
+            "model.state_dict(), called on all ranks, which has the values of all."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteTensor":
+        copied = RemoteTensor(self, self.first_name, self.holders)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        holders = " and ".join(str(rank) for rank in self.holders)
+        return (
+            f"RemoteTensor({self.first_name}, shape={tuple(self.shape)}, dtype={self.dtype}, its values are "
+            f"on rank {holders})"
+        )
+
+
+def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
+    """Makes a parameter or buffer one without values, the same object, and lets go of its memory.
+
+    Args:
+        tensor: has values, or is on the meta device.
+        first_name: its name.
+        holders: the ranks of this replica that keep it.
+        device: on which it would be here.
+    """
+    remote = RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
+    attributes = vars(remote)
+    if isinstance(tensor, nn.Parameter):
+        attributes["_is_param"] = True
+    put_in_place(tensor, remote)
+    vars(tensor).update(attributes)
+    setattr(tensor, RELEASED, device)
+
+
+def _as_meta(item: Any) -> Any:
+    """An ordinary tensor on the meta device, for one of any kind; anything else as it is."""
+    if not isinstance(item, Tensor):
+        return item
+    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+
+def _like(remote: RemoteTensor, item: Any) -> Any:
+    """What a function gave, as what it was computed from; what has values is left as it is."""
+    if not isinstance(item, Tensor) or not item.is_meta:
+        return item
+    result = RemoteTensor(item, remote.first_name, remote.holders)
+    setattr(result, RELEASED, vars(remote).get(RELEASED))
+    return result
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function changes in place, if it does nothing else."""
+    schema = func._schema
+    if not all(_is_changed(result) for result in schema.returns):
+        return []
+    named = zip((argument.name for argument in schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    changed = [given.get(argument.name) for argument in schema.arguments if _is_changed(argument)]
+    return [item for item in leaves(changed) if isinstance(item, Tensor)]
+
+
+def _is_changed(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _takes_several(func: Any) -> bool:
+    return str(func._schema.name).startswith("aten::_foreach_")
+
+
+def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Runs a function of lists on one tensor of each after the other: some are here, and some are not."""
+    results: list[Any] = []
+    for index in range(len(args[0])):
+        own = [item[index : index + 1] if isinstance(item, list | tuple) else item for item in args]
+        results += func(*own, **kwargs) or ()
+    return results or None

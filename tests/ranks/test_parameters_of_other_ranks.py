@@ -1,0 +1,202 @@
+"""What a script does with parameters and buffers that its rank has given up."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from test_changes_between_steps import Stack, batches, start
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.testing import run_ranks
+
+
+class Normed(Stack):
+    """Has buffers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(block(x))
+        return self.head(x)
+
+
+def trained(prepare: Callable[[nn.Module], Any], num_steps: int = 1) -> tuple[Any, Any, Any]:
+    """The library, a model that is spread over stages, and what `prepare` made of it before it was."""
+    sw, _, model = start(Normed, {})
+    prepared = prepare(model.module)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(num_steps):
+        train(model, batches(number, 1)[0])
+    return sw, model, prepared
+
+
+def remote(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters that this rank has given up."""
+    own = dict(model.local_named_parameters())
+    return {name: p for name, p in model.module.named_parameters() if name not in own}
+
+
+# ---- what would go wrong without a word
+
+
+def update_averages(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.mul_(0.9).add_(theirs, alpha=0.1)
+
+
+def update_averages_through_data(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+def update_averages_together(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_mul_(list(average.parameters()), 0.9)
+    torch._foreach_add_(list(average.parameters()), list(model.parameters()), alpha=0.1)
+
+
+def update_averages_out_of_place(average: nn.Module, model: nn.Module) -> None:
+    averages = [0.9 * p for p in average.parameters()]
+    assert [a + 0.1 * p for a, p in zip(averages, model.parameters(), strict=True)]
+
+
+def update_averages_of_buffers(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
+        mine.add_(theirs)
+
+
+def copy_parameters(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
+def sum_of_squares(average: nn.Module, model: nn.Module) -> None:
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        total += parameter.square().sum()
+
+
+def read_numbers(average: nn.Module, model: nn.Module) -> None:
+    assert [p.norm().item() for p in model.parameters()]
+
+
+def read_conditions(average: nn.Module, model: nn.Module) -> None:
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def copy_to_the_host(average: nn.Module, model: nn.Module) -> None:
+    assert [p.detach().cpu().numpy() for p in model.parameters()]
+
+
+def save_parameters(average: nn.Module, model: nn.Module) -> None:
+    torch.save(dict(model.named_parameters()), io.BytesIO())
+
+
+def average_of_torch(average: nn.Module, model: nn.Module) -> None:
+    torch.optim.swa_utils.AveragedModel(average).update_parameters(model)
+
+
+USES = [
+    update_averages,
+    update_averages_through_data,
+    update_averages_together,
+    update_averages_out_of_place,
+    update_averages_of_buffers,
+    copy_parameters,
+    sum_of_squares,
+    read_numbers,
+    read_conditions,
+    copy_to_the_host,
+    save_parameters,
+    average_of_torch,
+]
+
+
+def refusals() -> dict[str, str]:
+    """What is said to each use, on this rank."""
+    _, model, average = trained(copy.deepcopy)
+    said = {}
+    for use in USES:
+        try:
+            with torch.no_grad():
+                use(average, model.module)
+        except UsageError as error:
+            said[use.__name__] = str(error)
+    return said
+
+
+def test_values_of_other_ranks_are_not_computed_with():
+    """PyTorch takes `average.add_(parameter)` for done where the parameter has no values."""
+    for rank, said in enumerate(run_ranks(refusals, 2)):
+        assert list(said) == [use.__name__ for use in USES]
+        for text in said.values():
+            assert f"which are on rank {1 - rank} and not here" in text
+            assert "model.local_named_parameters()" in text
+            assert "model.state_dict()" in text
+            assert "test_parameters_of_other_ranks.py:" in text or "swa_utils" in text
+    assert "of blocks.0.up.weight," in said["update_averages"]
+    assert "of norms.0.running_mean," in said["update_averages_of_buffers"]
+
+
+# ---- what goes on as it was
+
+
+def kept_uses() -> dict[str, bool]:
+    """Whether each use does what it should."""
+    sw, model, _ = trained(lambda module: None)
+    parameters, others = dict(model.module.named_parameters()), remote(model)
+    name, other = next(iter(others.items()))
+    found = {"some are remote": 0 < len(others) < len(parameters)}
+    whole = model.state_dict()
+    found["shape"] = other.shape == whole[name].shape and other.numel() == whole[name].numel()
+    found["type"] = isinstance(other, nn.Parameter) and other.dtype == torch.float64
+    found["leaf"] = other.is_leaf and other.requires_grad and other.grad is None
+    found["text"] = name in repr(other) and "rank" in f"{other}"
+
+    copied = copy.deepcopy(model.module)
+    found["copy"] = [n for n, _ in copied.named_parameters()] == list(parameters)
+    found["copied parameters"] = all(isinstance(p, nn.Parameter) for p in copied.parameters())
+    found["copied values"] = all(
+        torch.equal(dict(copied.named_parameters())[n], p) for n, p in model.local_named_parameters()
+    )
+
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = make(model.parameters(), lr=0.0)
+        optimizer.step()
+        wrapped = sw.DistributedOptimizer(make(model.parameters(), lr=0.0))
+        wrapped.step()
+        mine = [p for group in wrapped.param_groups for p in group["params"]]
+        found[f"{make.__name__} keeps its own"] = len(mine) == len(parameters) - len(others)
+        wrapped.zero_grad()
+    model.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+    found["clip"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == 0
+
+    with torch.no_grad():  # a change of every parameter by its holder
+        for parameter in model.parameters():
+            parameter.mul_(0.5).clamp_(-1.0, 1.0)
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+        for key, parameter in parameters.items():
+            parameter.add_(whole[key], alpha=0.75)
+    found["changed"] = all(torch.allclose(v, whole[n]) for n, v in model.state_dict().items())
+    model.load_state_dict({key: value.clone() for key, value in whole.items()})
+    found["zeros"] = all(torch.zeros_like(p).shape == p.shape for p in model.parameters())
+    model.module.float()
+    found["converted"] = other.dtype == torch.float32 and model.state_dict()[name].dtype == torch.float32
+    return found
+
+
+def test_what_needs_no_values_is_as_it_was():
+    for found in run_ranks(kept_uses, 2):
+        assert all(found.values()), [name for name, right in found.items() if not right]
