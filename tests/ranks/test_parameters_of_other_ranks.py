@@ -2,6 +2,7 @@
 
 import copy
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -199,4 +200,67 @@ def kept_uses() -> dict[str, bool]:
 
 def test_what_needs_no_values_is_as_it_was():
     for found in run_ranks(kept_uses, 2):
+        assert all(found.values()), [name for name, right in found.items() if not right]
+
+
+# ---- what the script took hold of before the first step
+
+
+def old_lists() -> dict[str, bool]:
+    """Whether what was made before the first step can be used after it."""
+    found = {}
+    sw, plain, model = start(Stack, {})
+    parameters = list(model.parameters())
+    for p in parameters:
+        p.decays = p.dim() > 1  # type: ignore[attr-defined]
+    graph = sum(p.square().sum() for p in parameters)
+    makes = (lambda p: p.data, lambda p: p.detach()[:1], lambda p: p.view(-1))
+    views = [[make(p) for p in parameters] for make in makes]
+    memory = [weakref.ref(p.untyped_storage()) for p in parameters]
+    backbone = list(model.module.blocks.parameters())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, weight_decay=0.1) for m in (plain, model)]
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def both(number: int) -> None:
+        x = batches(number, 1)[0]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        train(model, x)
+        sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for number in range(4):
+        for p in (*plain.blocks.parameters(), *backbone):
+            p.requires_grad_(number % 2 == 1)
+        both(number)
+        for p in (*plain.parameters(), *parameters):
+            with torch.no_grad():
+                p.mul_(0.9)
+    own = {id(p) for p in model.local_parameters()}
+    found["one list"] = all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    found["attributes"] = all(p.decays == (p.dim() > 1) for p in parameters)  # type: ignore[attr-defined]
+    del graph
+    kept = [reference() is not None for reference in memory]
+    found["memory"] = kept == [id(p) in own for p in parameters]
+    found["training"] = all(torch.allclose(v, plain.state_dict()[n]) for n, v in model.state_dict().items())
+    for kind, old in enumerate([parameters, *views]):
+        refused = 0
+        for tensor in old:
+            try:
+                torch.zeros(1).double() + tensor.sum()
+            except UsageError as error:
+                refused += "not here" in str(error)
+        found[f"views {kind}"] = refused == len(parameters) - len(own)
+    return found
+
+
+def test_what_was_made_before_the_first_step_is_what_the_model_has_after_it():
+    """The memory of what other ranks keep was taken from under old lists: reading it killed the process."""
+    for found in run_ranks(old_lists, 2):
         assert all(found.values()), [name for name, right in found.items() if not right]

@@ -34,6 +34,7 @@ __all__ = [
     "function_mode_depth",
     "function_transforms_active",
     "gradient_is_wanted",
+    "has_storage",
     "make_wrapper",
     "new_fake_mode",
     "num_hooks_registered",
@@ -82,6 +83,11 @@ def make_wrapper(cls: type, like: torch.Tensor) -> Any:
 def new_fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data; real tensors that turn up are converted."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether it has memory that other tensors may share: not those of `torch.func` (vmap, grad)."""
+    return tensor.layout is torch.strided and bool(torch._C._has_storage(tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -1,13 +1,15 @@
 """Which rank holds which parameter, and giving up the others."""
 
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
+from shardwright.torch._private import has_storage, storage_key
 from shardwright.torch.functions import RELEASED
 from shardwright.torch.remote import make_remote
 
@@ -71,7 +73,7 @@ def release_remote(
 ) -> None:
     """Leaves every parameter and buffer that this rank does not hold without values, and frees its memory.
 
-    They stay the same objects, also in lists and optimizers of the script.
+    They stay the same objects, also in lists and optimizers of the script, and so do its views of them.
 
     Args:
         model: the whole model.
@@ -83,9 +85,20 @@ def release_remote(
     """
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     given_up = {key: names[key] for key in tensors if rank not in residency.ranks[names[key]]}
+    held = {storage_key(tensor) for key, tensor in tensors.items() if key not in given_up}
+    by_memory = {storage_key(tensors[key]): name for key, name in given_up.items()}
+    for tensor in _views_of_script(by_memory.keys() - held):
+        given_up.setdefault(id(tensor), by_memory[storage_key(tensor)])
+        tensors.setdefault(id(tensor), tensor)
     for key, name in given_up.items():
         holders = [world_ranks[holder] for holder in residency.ranks[name]]
         make_remote(tensors[key], name, holders, device=device)
+
+
+def _views_of_script(memories: Collection[int]) -> list[Tensor]:
+    """Tensors in some memory, whoever has them: ``[p.data for p in model.parameters()]``."""
+    tensors = (item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter))
+    return [tensor for tensor in tensors if has_storage(tensor) and storage_key(tensor) in memories]
 
 
 def refuse_released(model: nn.Module) -> None:
