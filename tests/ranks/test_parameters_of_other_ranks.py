@@ -264,3 +264,57 @@ def test_what_was_made_before_the_first_step_is_what_the_model_has_after_it():
     """The memory of what other ranks keep was taken from under old lists: reading it killed the process."""
     for found in run_ranks(old_lists, 2):
         assert all(found.values()), [name for name, right in found.items() if not right]
+
+
+# ---- what to do instead
+
+
+def averages_of_each_rank() -> list[str]:
+    """What differs from an average of the plain model, by the code of docs/script.md."""
+    sw, plain, model = start(Stack, {})
+    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.05)]
+    optimizers.append(sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)))
+    averages: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    @torch.no_grad()
+    def average(decay: float) -> None:
+        for name, p in model.local_named_parameters():
+            averages.setdefault(name, p.clone()).lerp_(p, 1 - decay)
+        for name, p in plain.named_parameters():
+            expected.setdefault(name, p.clone()).lerp_(p, 1 - decay)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for name, p in model.local_named_parameters():
+            own = p.clone()
+            p.copy_(averages[name])
+            averages[name] = own
+
+    found = []
+    for number in range(4):
+        x = batches(number, 1)[0]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        train(model, x)
+        sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        average(0.5)
+        exchange()
+        averaged = model.state_dict()
+        exchange()
+        trained = model.state_dict()
+        found += [f"average of {n}" for n, v in expected.items() if not torch.allclose(averaged[n], v)]
+        found += [n for n, v in plain.state_dict().items() if not torch.allclose(trained[n], v)]
+    return found
+
+
+def test_each_rank_averages_what_it_holds():
+    assert run_ranks(averages_of_each_rank, 2) == [[], []]
