@@ -134,7 +134,39 @@ def log_calls(function: Any) -> Any:
     return logged
 
 
+def fills_a_large_one() -> Any:
+    features = torch.zeros(2**18, dtype=torch.float64)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        features[:1] = loss.detach()
+        return loss
+
+    return step
+
+
+class Metric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+
+def updates_a_metric() -> Any:
+    metric = Metric()
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        metric.total += loss.detach()
+        return loss
+
+    return step
+
+
 WRITERS = {
+    "a large one": fills_a_large_one,
+    "a metric": updates_a_metric,
     "a global": lambda: sums_in_a_global,
     "a variable around": sums_in_a_variable_around,
     "an attribute of a trainer": lambda: Trainer().step,
@@ -153,25 +185,41 @@ def test_variables_of_a_script_cannot_be_written_on_one_rank(name):
         run_ranks(job, 2)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.seen = 0
+        self.sizes: list[int] = []
+
+
+SEEN = {"samples": 0}
+
+
 def test_what_every_rank_counts_is_counted_once_a_microbatch():
     """The trace counted, too."""
 
-    def job() -> int:
+    def job() -> list[int]:
         _, _, model = start(Stack, CONFIG)
+        meter, in_variable = Meter(), 0
 
         @sw.step
         def train(model: nn.Module, x: Tensor) -> Tensor:
+            nonlocal in_variable
             COUNT.add_(x.shape[0])
+            SEEN["samples"] += x.shape[0]
+            in_variable += x.shape[0]
+            meter.seen += x.shape[0]
+            meter.sizes.append(x.shape[0])
             loss = model(x).square().mean()
             model.backward(loss)
             return loss
 
         COUNT.zero_()
+        SEEN["samples"] = 0
         for number in range(2):
             train(model, batches(number, 1)[0])
-        return int(COUNT)
+        return [int(COUNT), SEEN["samples"], in_variable, meter.seen, sum(meter.sizes)]
 
-    assert run_ranks(job, 2) == [16, 16]
+    assert run_ranks(job, 2) == [[16] * 5, [16] * 5]
 
 
 # ---- trained tensors that are no parameters

@@ -2,9 +2,9 @@
 
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
-what they had, and tensors that were changed in place their content, also small ones in variables; and fake
-tensors are taken out of globals, classes and ``lru_cache``. Real tensors may stay there: code between units
-makes them, too.
+what they had, and tensors that were changed in place their content, also small ones in variables; counts in
+variables are put back, and fake tensors taken out of globals, classes and ``lru_cache``. Real tensors may
+stay there: code between units makes them, too.
 """
 
 import functools
@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ _MOST = 200_000
 _LARGEST_SHARED = 2**20  # bytes of a tensor in a variable of a script: a count, a sum, but no data set
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
-_SKIPPED = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 # Classes of these keep things that are not the model's: registries, locks, queues.
 _NOT_OURS = (
     *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
@@ -62,6 +62,7 @@ class NothingLeftBehind:
         self._tensors = TensorContents()
         self._seen: set[int] = set()
         self._left = {True: _MOST, False: _MOST}
+        self._modules = set(self._model.modules())
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for module in self._model.modules():
             for key, item in list(vars(module).items()):
@@ -75,7 +76,8 @@ class NothingLeftBehind:
         for _, names in self._classes:
             for item in names.values():
                 self._look_into(item, _DEPTH - 1, owned=False)
-        for item in _variables_of(self._function):
+        self._cells = [(cell, cell.cell_contents) for cell in _cells_of(self._function) if _has(cell)]
+        for item in (*_variables_of(self._function), *(content for _, content in self._cells)):
             self._look_into(item, _DEPTH - 1, owned=False)
         for name in files:
             if name in sys.modules:
@@ -95,6 +97,10 @@ class NothingLeftBehind:
         for container, content in self._shared:
             if any(self._is_new_fake(item) for item in _items(container)):
                 _take_fakes_out(container, content, self._is_new_fake)
+            _put_plain_back(container, content)
+        for cell, content in self._cells:
+            if _has(cell) and type(cell.cell_contents) in _PLAIN and type(content) in _PLAIN:
+                cell.cell_contents = content
         for kind, names in self._classes:
             for name, item in list(vars(kind).items()):
                 if self._is_new_fake(item):
@@ -117,6 +123,8 @@ class NothingLeftBehind:
             owned: a module holds it.
         """
         if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen:
+            return
+        if isinstance(item, nn.Module) and (owned or item in self._modules):
             return
         size = len(item) if type(item) in _CONTAINERS else 1
         if size > min(self._left[owned], _LONGEST):
@@ -141,6 +149,9 @@ class NothingLeftBehind:
         elif is_plain_object(item):
             held = (vars(item),)
             depth += 1  # its namespace is not one more step
+        elif isinstance(item, nn.Module) and not owned:  # a metric
+            held = (item._buffers, {key: v for key, v in vars(item).items() if key not in _OF_EVERY_MODULE})
+            depth += 1
         else:
             return
         for inner in held:
@@ -173,6 +184,22 @@ def _take_fakes_out(container: Any, content: Any, is_fake: Callable[[Any], bool]
                 del container[key]
 
 
+def _put_plain_back(container: Any, content: Any) -> None:
+    """Puts back numbers and texts that were changed, and takes out those that were added: a count."""
+    before = dict(enumerate(content)) if isinstance(container, list) else content
+    if isinstance(container, list):
+        added = container[len(content) :]
+        if all(type(item) in _PLAIN for item in added):
+            del container[len(content) :]
+    for key, item in list(enumerate(container) if isinstance(container, list) else container.items()):
+        if type(item) not in _PLAIN or item is before.get(key):
+            continue
+        if key not in before:
+            del container[key]
+        elif type(before[key]) in _PLAIN:
+            container[key] = before[key]
+
+
 def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:
     if name in names:
         setattr(kind, name, names[name])
@@ -185,17 +212,30 @@ def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
 
 
 def _variables_of(function: Any) -> list[Any]:
-    """The variables of a function's file, those of the functions around it, and the object of a method."""
+    """The variables of a function's file, the object of a method, and what arguments are by default."""
     if isinstance(function, functools.partial):
         return _variables_of(function.func)
-    found = [getattr(function, "__globals__", {}), getattr(function, "__self__", None)]
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
+    names = ("__globals__", "__self__", "__defaults__", "__kwdefaults__")
+    found = [getattr(function, name, None) for name in names]
     wrapped = getattr(function, "__wrapped__", None)
     return found if wrapped is None else found + _variables_of(wrapped)
+
+
+def _cells_of(function: Any) -> list[CellType]:
+    """The variables of the functions around a function."""
+    if isinstance(function, functools.partial):
+        return _cells_of(function.func)
+    found = list(getattr(function, "__closure__", None) or ())
+    wrapped = getattr(function, "__wrapped__", None)
+    return found if wrapped is None else found + _cells_of(wrapped)
+
+
+def _has(cell: CellType) -> bool:
+    """Whether a variable has been assigned to."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def is_plain_object(item: Any) -> bool:

@@ -20,6 +20,7 @@ class TensorContents:
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._bytes_left = most_bytes
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._noted: set[int] = set()
         self._versions: list[tuple[Tensor, int, int]] = []
 
     def keep(self, tensor: Tensor, *, most_bytes: int | None = None) -> None:
@@ -27,16 +28,17 @@ class TensorContents:
 
         Args:
             tensor: any tensor.
-            most_bytes: one that is larger is not noted at all.
+            most_bytes: of one that is larger it is noted that it was there, and nothing else.
         """
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return
         if tensor.is_meta or tensor.is_inference() or tensor.is_quantized:
             return
         memory = tensor.untyped_storage()
+        key = memory._cdata
+        self._noted.add(key)
         if most_bytes is not None and memory.nbytes() > most_bytes:
             return
-        key = memory._cdata
         if key not in self._kept:
             # One dimension over all of it: views may have holes, or one entry many times.
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
@@ -47,7 +49,7 @@ class TensorContents:
 
     def has_noted(self, memory: int) -> bool:
         """Whether a tensor in this memory (`storage_key`) was noted."""
-        return memory in self._kept
+        return memory in self._noted
 
     def restore(self) -> TraceError | None:
         """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""
