@@ -206,6 +206,82 @@ def test_a_backward_finds_what_its_own_forward_left(recompute):
     check(LooksBackOften, "gpipe", *KINDS, activation_checkpointing=recompute)
 
 
+class Adapted(nn.Module):
+    """Has an adapter that can be switched off, and drops some of what it computes; it runs as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses_adapter = True
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.adapter = nn.Parameter(torch.randn(WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.adapter * self.uses_adapter
+        return x + nn.functional.dropout((x @ weight).tanh(), 0.3, self.training)
+
+
+class _Twice(Stack):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Adapted() for _ in range(8))
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class SwitchesAdaptersOff(_Twice):
+    """Compares itself with what it was before it had adapters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.run(x)
+        for block in self.blocks:
+            block.uses_adapter = False
+        reference = self.run(x)
+        for block in self.blocks:
+            block.uses_adapter = True
+        return y - reference.tanh()
+
+
+class EvaluatesInBetween(_Twice):
+    """Its teacher is itself, without dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, training = self.run(x), self.training
+        self.blocks.eval()
+        with torch.no_grad():
+            teacher = self.run(x)
+        self.blocks.train(training)
+        return y - teacher
+
+
+class HasASecondHalf(Stack):
+    """A flag and a number of its own, of which code between the blocks reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.scale = False, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            self.second = number > 2
+            x = block(x) * (2 if self.second else self.scale)
+            self.scale = 3.0
+        self.second, self.scale = False, 1.0
+        return self.head(x)
+
+
+@pytest.mark.parametrize("build", [SwitchesAdaptersOff, EvaluatesInBetween, HasASecondHalf])
+def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(build):
+    check(build, *KINDS)
+
+
+@pytest.mark.parametrize("build", [SwitchesAdaptersOff, EvaluatesInBetween])
+def test_a_recomputed_unit_finds_what_it_found_first(build):
+    check(build, *KINDS, activation_checkpointing="full")
+
+
 class ReadOnly(dict):
     """As some libraries keep the settings of a model."""
 

@@ -1,13 +1,13 @@
 """What attributes of modules hold at one moment, to be there again at another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["AttributeContent", "held_again"]
+__all__ = ["AttributeContent", "called_as_now", "held_again"]
 
 _ABSENT: Any = object()
 
@@ -56,3 +56,23 @@ def held_again(contents: Sequence[AttributeContent]) -> Iterator[None]:
         for content, other in zip(contents, before, strict=True):
             if content.is_there:
                 other.put()
+
+
+def called_as_now(call: Callable[..., Any], places: Sequence[tuple[nn.Module, str]]) -> Callable[..., Any]:
+    """A call that finds in these attributes what is there now, whenever it is made.
+
+    Args:
+        call: the call.
+        places: (module, name of the attribute); one that holds a tensor with a graph is left out, which
+            would be kept for long.
+    """
+    contents = [AttributeContent.of(module, key) for module, key in places]
+    contents = [c for c in contents if not (isinstance(c.value, Tensor) and c.value.requires_grad)]
+    if not contents:
+        return call
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with held_again(contents):
+            return call(*args, **kwargs)
+
+    return called

@@ -6,6 +6,9 @@ first has no need of others. One that reads first finds what the microbatch befo
 written it by then::
 
     F(0, 0) reads a, F(0, 1) reads a, F(2, 0) writes a, F(2, 1) writes a      refused: 1 does not see 0's
+
+One that is put back by the end (a flag that switches adapters off for a while) each microbatch finds as the
+first one did.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.torch.container_content import content_of, has_content, versions_of
+from shardwright.torch.container_content import PLAIN, content_of, has_content, is_same, versions_of
 from shardwright.torch.glue import active_handler
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
@@ -23,6 +26,10 @@ from shardwright.torch.tree import leaves
 __all__ = ["Access", "AttributeUse", "AttributeUses", "Place"]
 
 Place = tuple[nn.Module, str]
+
+_ABSENT: Any = object()
+# Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
+_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class AttributeUse:
         carries_tensor: it holds a tensor of the graph when the microbatch ends.
         read_late: it is used behind ``backward``.
         in_place: it holds tensors whose values change.
+        put_back: in the end it is what it was at the start.
     """
 
     module: nn.Module
@@ -62,6 +70,7 @@ class AttributeUse:
     carries_tensor: bool
     read_late: bool
     in_place: bool
+    put_back: bool = False
 
     @property
     def first_read(self) -> Access | None:
@@ -82,7 +91,7 @@ class _Content:
 
     @classmethod
     def of(cls, module: nn.Module, key: str) -> "_Content":
-        value = vars(module).get(key)
+        value = vars(module).get(key, _ABSENT)
         return cls(value, content_of(value), versions_of(value))
 
 
@@ -103,13 +112,18 @@ class AttributeUses:
         self._rehearses = rehearses
         self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, str]] = set()
-        self._contents = {(id(m), k): _Content.of(m, k) for m, k in places}
+        self._initial = {(id(m), k): _Content.of(m, k) for m, k in places}
+        self._contents = dict(self._initial)
         self._in_place: set[tuple[int, str]] = set()
+        self._written: dict[tuple[int, str], Place] = {}
 
     def look(self) -> None:
         """Looks what has changed in containers and tensors since the last time; before every step."""
         for module, key in self._places:
-            before, now = self._contents[id(module), key], _Content.of(module, key)
+            before = self._contents[id(module), key]
+            if type(before.value) in PLAIN and vars(module).get(key) is before.value:
+                continue
+            now = _Content.of(module, key)
             if now.value is before.value and has_content(now.inside, before.inside):
                 if now.versions == before.versions:
                     continue
@@ -125,10 +139,7 @@ class AttributeUses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what happens inside."""
-        if not self._places:
-            yield
-            return
+        """Sees what happens inside; which attributes are written it sees of all modules."""
         set_plainly = nn.Module.__setattr__
         kind: Any = nn.Module
 
@@ -138,14 +149,25 @@ class AttributeUses:
 
         def write(module: nn.Module, key: str, value: Any) -> None:
             self._note(module, key, writes=True)
+            before = vars(module).get(key, _ABSENT)
             set_plainly(module, key, value)
+            if key not in _OWN and vars(module).get(key, _ABSENT) is not before:
+                self._written[id(module), key] = module, key
 
-        kind.__getattribute__, kind.__setattr__ = read, write
+        kind.__setattr__ = write
+        if self._places:
+            kind.__getattribute__ = read
         try:
             yield
         finally:
-            del kind.__getattribute__
+            if self._places:
+                del kind.__getattribute__
             kind.__setattr__ = set_plainly
+
+    def written(self, model: nn.Module) -> list[Place]:
+        """The attributes of a model's modules that were given another value, put back or not."""
+        modules = {id(module) for module in model.modules()} if self._written else set()
+        return [place for place in self._written.values() if id(place[0]) in modules]
 
     def _note(self, module: nn.Module, key: str, *, writes: bool) -> None:
         accesses = self._log.get((id(module), key))
@@ -175,5 +197,10 @@ class AttributeUses:
                 carries = any(is_value(item) for item in leaves(vars(module).get(key)))
                 late = any(access.before % 1 in (0.25, 0.75) for access in accesses)
                 in_place = (id(module), key) in self._in_place
-                found.append(AttributeUse(module, key, name, accesses, carries, late, in_place))
+                put_back = not in_place and self._is_put_back(module, key)
+                found.append(AttributeUse(module, key, name, accesses, carries, late, in_place, put_back))
         return tuple(found)
+
+    def _is_put_back(self, module: nn.Module, key: str) -> bool:
+        before, now = self._initial[id(module), key], self._contents[id(module), key]
+        return is_same(now.value, before.value) and has_content(now.inside, before.inside)

@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["content_of", "has_content", "put_content", "versions_of"]
+__all__ = ["PLAIN", "content_of", "has_content", "is_same", "put_content", "versions_of"]
+
+PLAIN = frozenset({type(None), bool, int, float, str})  # what nothing can change
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether it is the same object, or the same number or text."""
+    return one is other or (type(one) is type(other) and type(one) in PLAIN and bool(one == other))
 
 
 def content_of(value: Any) -> Any:

@@ -242,7 +242,7 @@ class Executor:
             self._on_last_backward(stage, True)
         if roots:
             again = microbatch.running_again(stage) if program.recomputes else nullcontext()
-            with again, microbatch.as_units_left(stage):
+            with again, microbatch.as_left(stage):
                 if split:
                     with put_off_weights(root.grad_fn for root in roots) as work:
                         run_backward(roots, gradients)

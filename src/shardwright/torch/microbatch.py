@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
-from shardwright.torch.attribute_content import AttributeContent, held_again
+from shardwright.torch.attribute_content import AttributeContent, called_as_now, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import gradient_of_backward, name_of_call
@@ -123,18 +123,19 @@ class Microbatch:
             leaf = self.tensors.leaves.get((item.value, stage))
             return item if leaf is None else leaf
 
-        attributes = self._attributes
-        own = nullcontext() if attributes is None else attributes.again_for(self.index)
-        with own, Realised(realise):
+        with Realised(realise):
             yield
 
-    def as_units_left(self, stage: int) -> AbstractContextManager[None]:
-        """For a backward of this stage: what its units left in their own attributes is there again.
+    @contextmanager
+    def as_left(self, stage: int) -> Iterator[None]:
+        """For a backward of this stage: what the microbatch left in attributes is there again.
 
-        A reversible layer, for example, keeps the state of the generator there.
+        A reversible layer, for example, keeps the state of the generator in its own.
         """
-        left = self._left.pop(stage, None)
-        return nullcontext() if left is None else held_again(list(left.values()))
+        left = self._left.pop(stage, {})
+        own = nullcontext() if self._attributes is None else self._attributes.again_for(self.index)
+        with own, held_again(list(left.values())):
+            yield
 
     def backward_ran(self) -> None:
         """The backward of one stage has ended, but for gradients of weights that are left for later."""
@@ -205,7 +206,8 @@ class Microbatch:
         with plain_torch():
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
             if instruction.recompute:
-                result = call_recomputed(module, partial(call_without_hooks, module), args, kwargs)
+                call = called_as_now(partial(call_without_hooks, module), instruction.finds)
+                result = call_recomputed(module, call, args, kwargs)
             else:
                 result = call_without_hooks(module, *args, **kwargs)
             self._cursor.note_made(result, given)

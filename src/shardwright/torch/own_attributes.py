@@ -1,6 +1,7 @@
 """Python attributes of modules while microbatches take turns: each finds what it wrote.
 
-What it has not written yet it finds as the microbatch before it left it (see `attribute_use`).
+What it has not written yet it finds as the microbatch before it left it (see `attribute_use`); what every
+microbatch puts back, as all of them leave it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.attribute_use import AttributeUse, Place
-from shardwright.torch.container_content import content_of, has_content, put_content
+from shardwright.torch.container_content import content_of, has_content, is_same, put_content
 from shardwright.torch.program import Program
 
 __all__ = ["OwnAttributes"]
@@ -36,6 +37,7 @@ class OwnAttributes:
             all(use.first_read is None and use.carries_tensor and not use.read_late for use in uses)
             for uses in places.values()
         ]
+        self._put_back = [all(use.put_back for use in uses) for uses in places.values()]
         self._runs_again = any(program.recomputes for program in programs)
         self._read_in = [[program.read_in.get(place) for program in programs] for place in places]
         self._turns = [0] * len(programs)
@@ -68,9 +70,9 @@ class OwnAttributes:
 
     @contextmanager
     def again_for(self, microbatch: int) -> Iterator[None]:
-        """Has the modules hold what this microbatch wrote, for a backward that runs parts of it again.
+        """Has the modules hold what this microbatch wrote, for a backward.
 
-        What these write is not kept: they have been run once.
+        It may look there, or run parts of the forward again; what these write is not kept.
         """
         self._put_for(microbatch)
         yield
@@ -82,6 +84,8 @@ class OwnAttributes:
         return found
 
     def _check_not_read_yet(self, number: int, microbatch: int) -> None:
+        if self._put_back[number]:
+            return
         read_in, turns = self._read_in[number], self._turns
         for later in range(microbatch + 1, len(turns)):
             turn = read_in[later]
@@ -109,12 +113,31 @@ class OwnAttributes:
                     written.pop(microbatch, None)
 
     def finish(self) -> None:
-        """Leaves what a plain loop would leave: what the last microbatch wrote."""
+        """Leaves what a plain loop would leave: what the last microbatch wrote.
+
+        Raises:
+            TraceMismatchError: one did not put back what it found.
+        """
+        for number, read_in in enumerate(self._read_in):
+            if self._put_back[number] and any(turn is not None for turn in read_in):
+                self._check_put_back(number)
         for number, place in enumerate(self._places):
             _put(place, self._found_by(number, self._last))
 
+    def _check_put_back(self, number: int) -> None:
+        found, inside = self._initial[number]
+        for microbatch, (value, content) in self._written[number].items():
+            if not (is_same(value, found) and has_content(content, inside)):
+                raise TraceMismatchError(
+                    f"microbatch {microbatch} leaves another value in the attribute "
+                    f"{self._uses[number].name} than it has found there, and when it was traced it put back "
+                    "what it had found. Put it back in all microbatches, or write it before it is read."
+                )
+
     def _found_by(self, number: int, microbatch: int) -> _Content:
         written = self._written[number]
+        if self._put_back[number]:
+            return written.get(microbatch, self._initial[number])
         last = max((index for index in written if index <= microbatch), default=None)
         return self._initial[number] if last is None else written[last]
 

@@ -105,6 +105,7 @@ class Instruction:
         expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
             must be a stand-in).
         flat: its arguments are the leaves themselves, all given by position.
+        finds: attributes inside the unit that the step function sets, for a recomputation to find again.
     """
 
     func: Any
@@ -124,6 +125,7 @@ class Instruction:
     shapes: tuple[tuple[int, int], ...] = ()
     expects: tuple[tuple[int, int, bool], ...] = ()
     flat: bool = False
+    finds: tuple[tuple[nn.Module, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -334,6 +336,11 @@ def _instructions(
         if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
             inside = set(step.func.modules())
             instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
+        if trace.attributes and instruction.recompute and isinstance(step.func, nn.Module):
+            inside = set(step.func.modules())
+            instruction.finds = tuple(
+                (use.module, use.key) for use in trace.attributes if use.module in inside
+            )
         instructions.append(instruction)
     return instructions
 

@@ -67,7 +67,7 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
     """Refuses an attribute in which a microbatch would not find what the one before leaves there."""
     for use in trace.attributes:
         read, write = use.first_read, use.last_write
-        if read is None:
+        if read is None or use.put_back:
             continue
         if use.in_place:
             write = use.accesses[-1]  # to all microbatches it is the same tensor, wherever they look at it

@@ -244,5 +244,5 @@ class Trace:
                 (name_of_call(step.func), step.reads, step.writes, changes, step.numbers, step.passed, draws)
             )
         for use in self.attributes:
-            rows.append((use.name, [(access.before, access.writes) for access in use.accesses]))
+            rows.append((use.name, use.put_back, [(access.before, access.writes) for access in use.accesses]))
         return hashlib.sha256(repr(rows).encode()).hexdigest()

@@ -96,7 +96,7 @@ class _Run:
         watched: Sequence[Place] = (),
     ) -> tuple[Trace, dict[str, bool], list[Place]]:
         """Traces; also tells which buffers outside of units were changed (`BufferWatch.changed`), and which
-        attributes of modules.
+        attributes of modules were changed or written.
 
         Args:
             state: buffers whose content is a value of the graph.
@@ -156,7 +156,10 @@ class _Run:
                 attributes=attributes,
                 left_in_units=tuple(unchanged.left_in_units),
             )
-            return trace, changed, unchanged.changed
+            touched = {
+                (id(m), key): (m, key) for m, key in (*unchanged.changed, *use.written(self.unit_map.model))
+            }
+            return trace, changed, list(touched.values())
         except DeferredReadError as error:
             error.inside = open_modules.at_failure
             raise

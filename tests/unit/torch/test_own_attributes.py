@@ -13,9 +13,11 @@ from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import _read_in
 
 
-def program(module, *, reads_first=False, read_in=None, carries=False, recomputes=False) -> Any:
+def program(
+    module, *, reads_first=False, read_in=None, carries=False, recomputes=False, put_back=False
+) -> Any:
     accesses = (Access(0, not reads_first, "user.py:1"), Access(1, True, "user.py:2"))
-    use = AttributeUse(module, "held", "held of the model", accesses, carries, False, False)
+    use = AttributeUse(module, "held", "held of the model", accesses, carries, False, False, put_back)
     known = {} if read_in is None else {(id(module), "held"): read_in}
     return SimpleNamespace(attributes=(use,), read_in=known, recomputes=recomputes)
 
@@ -73,6 +75,24 @@ def test_a_microbatch_that_writes_first_does_not_mind(module):
     turn(attributes, 1, module, "one")
     with pytest.raises(TraceMismatchError):
         turn(attributes, 0, module, "zero")
+
+
+def test_what_all_put_back_each_finds_as_the_first_did(module):
+    attributes = OwnAttributes([program(module, reads_first=True, read_in=0, put_back=True)] * 2)
+    assert turn(attributes, 0, module, "switched") == "initial"
+    assert turn(attributes, 1, module, "switched too") == "initial"
+    assert turn(attributes, 0, module, "initial") == "switched"
+    assert turn(attributes, 1, module, "initial") == "switched too"
+    attributes.finish()
+    assert module.held == "initial"
+
+
+def test_one_that_does_not_put_it_back_is_refused(module):
+    attributes = OwnAttributes([program(module, reads_first=True, read_in=0, put_back=True)] * 2)
+    turn(attributes, 0, module, "switched")
+    turn(attributes, 1, module)
+    with pytest.raises(TraceMismatchError, match=r"microbatch 0 leaves another value .* held of the model"):
+        attributes.finish()
 
 
 def test_a_backward_that_runs_code_again_finds_what_the_forward_wrote(module):
