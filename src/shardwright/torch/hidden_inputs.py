@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch.container_states import ContainerStates
 from shardwright.torch.cost import tensors_in
 from shardwright.torch.deferred import REMEDY
 from shardwright.torch.object_states import ObjectStates
@@ -35,6 +36,9 @@ class HiddenInputs:
 
     Args:
         values: of the trace.
+
+    Attributes:
+        containers: those among the arguments of units.
     """
 
     def __init__(self, values: TracedValues):
@@ -48,6 +52,7 @@ class HiddenInputs:
         self._node: int | None = None
         self._given: set[int] = set()
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
+        self.containers = ContainerStates(self._read_entry)
 
     @contextmanager
     def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
@@ -137,6 +142,11 @@ class HiddenInputs:
                 self._makers[own] = self._makers[item]
         else:
             self._objects.stands_for(own, item)
+
+    def _read_entry(self, writer: int) -> None:
+        """A unit reads an entry of a container that another has changed."""
+        if self._node is not None and self._node != writer:
+            self._found.setdefault(self._node, set()).add(writer)
 
     def gives(self, items: Sequence[Any]) -> None:
         """The call is given these as well."""

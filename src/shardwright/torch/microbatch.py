@@ -15,6 +15,7 @@ from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, called_as_now, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.filled_containers import FilledLists, given_the_same
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
@@ -81,6 +82,7 @@ class Microbatch:
         self._backwards_left = len(program.stages)
         # Of each stage, what its units left in attributes of their own.
         self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
+        self._lists = FilledLists()
         self._closing = False
 
     # ---- driven by the executor ----
@@ -156,6 +158,7 @@ class Microbatch:
             )
         self._coroutine = _ENDED
         self._left.clear()
+        self._lists.clear()
         self._cursor.clear()
         self.tensors.clear()
         self.loss = self.loss_gradient = None
@@ -192,6 +195,8 @@ class Microbatch:
             raise GreenletExit
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
+        own = args, kwargs
+        args, kwargs = self._lists.without_appended(own)
         if instruction.expects:
             self._compare_arguments(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
@@ -205,11 +210,16 @@ class Microbatch:
         given = self._given_back(instruction, args, kwargs)
         with plain_torch():
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
+            call: Callable[..., Any] = partial(call_without_hooks, module)
+            fills = instruction.fills or self._lists.are_filled
             if instruction.recompute:
-                call = called_as_now(partial(call_without_hooks, module), instruction.finds)
-                result = call_recomputed(module, call, args, kwargs)
+                call = called_as_now(call, instruction.finds)
+                call = partial(_recomputed, module, given_the_same(call) if fills else call)
+            if fills:
+                result = self._lists.called(call, own, (args, kwargs))
+                args, kwargs = self._lists.without_appended((args, kwargs))
             else:
-                result = call_without_hooks(module, *args, **kwargs)
+                result = call(*args, **kwargs)
             self._cursor.note_made(result, given)
             for owner, key, _ in instruction.attributes:
                 self._cursor.note_made(vars(owner)[key], ())
@@ -310,6 +320,10 @@ def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if any(isinstance(item, DeferredTensor) for item in flatten((args, kwargs))[0]):
         raise GreenletExit
     return func(*args, **kwargs)
+
+
+def _recomputed(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call_recomputed(module, call, args, kwargs)
 
 
 _ENDED = Coroutine(lambda: None)

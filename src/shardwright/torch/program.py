@@ -105,6 +105,7 @@ class Instruction:
         expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
             must be a stand-in).
         flat: its arguments are the leaves themselves, all given by position.
+        fills: the unit is given containers that units change.
         finds: attributes inside the unit that the step function sets, for a recomputation to find again.
     """
 
@@ -125,6 +126,7 @@ class Instruction:
     shapes: tuple[tuple[int, int], ...] = ()
     expects: tuple[tuple[int, int, bool], ...] = ()
     flat: bool = False
+    fills: bool = False
     finds: tuple[tuple[nn.Module, str], ...] = ()
 
 
@@ -376,6 +378,7 @@ def _instruction(
         numbers=step.numbers,
         attributes=step.attributes,
         passed_attributes=step.passed_attributes,
+        fills=step.fills,
     )
 
 

@@ -108,6 +108,7 @@ class Step:
         passed_attributes: where a unit leaves free arguments: (module, name, position in the arguments).
         flat: its arguments are the leaves themselves, all by position.
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
+        fills: a unit is given containers that units change.
     """
 
     func: Any
@@ -128,6 +129,7 @@ class Step:
     passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
     recomputed: bool = False
     flat: bool = False
+    fills: bool = False
 
     @property
     def numbers(self) -> tuple[tuple[int, Any], ...]:

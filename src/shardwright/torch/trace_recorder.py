@@ -95,7 +95,15 @@ class TraceRecorder:
         self.steps.append(step)
         return step
 
-    def record(self, node: Node, call: TracedCall, outcome: Outcome, *, recomputed: bool = False) -> Any:
+    def record(
+        self,
+        node: Node,
+        call: TracedCall,
+        outcome: Outcome,
+        *,
+        recomputed: bool = False,
+        fills: bool = False,
+    ) -> Any:
         """Adds a call that has run.
 
         Args:
@@ -103,6 +111,7 @@ class TraceRecorder:
             call: the call.
             outcome: what it gave and did.
             recomputed: the step function computes it again in the backward.
+            fills: it is given containers that units change.
 
         Returns:
             Its result as the step function gets it: with deferred tensors.
@@ -152,6 +161,7 @@ class TraceRecorder:
             passed_attributes=tuple(outcome.passed_attributes),
             recomputed=recomputed,
             flat=call.is_flat,
+            fills=fills,
         )
         self._changes.note(step)
         self.steps.append(step)

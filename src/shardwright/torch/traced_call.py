@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.functions import on_fakes, unnoticed_changes
-from shardwright.torch.tree import Structure, leaves
+from shardwright.torch.tree import Structure
 
 __all__ = ["Outcome", "TracedCall", "is_opaque"]
 
@@ -49,7 +49,7 @@ class TracedCall:
         structure: their structure.
         reads: (position among the leaves, value) of each value among them.
         arguments: (args, kwargs) with fake tensors.
-        fakes: leaves of these.
+        fakes: leaves of these, but for what units have appended to lists.
         line: where in the user's code.
     """
 
@@ -76,7 +76,7 @@ class TracedCall:
     def run(self, cost: CostCounter) -> Outcome:
         """Runs it on fake tensors, whose mode is in force."""
         args, kwargs = self.arguments
-        versions = [item._version if isinstance(item, Tensor) else None for item in leaves(self.arguments)]
+        versions = [item._version if isinstance(item, Tensor) else None for item in self.fakes]
         with cost:
             return Outcome(on_fakes(self.func)(*args, **kwargs), versions, cost)
 

@@ -21,7 +21,7 @@ from shardwright.torch.attribute_use import AttributeUse, Place
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
-from shardwright.torch.filled_containers import give_back_changes, without_appended
+from shardwright.torch.filled_containers import append_again, give_back_changes, without_appended
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.gradient_reach import unreached
@@ -179,7 +179,8 @@ class Tracer:
         name = self._unit_map.units[id(module)]
         recomputed = called_from("torch.utils.checkpoint")
         self._recomputes = self._recomputes or recomputed
-        items, structure = flatten(without_appended((args, kwargs), self._values.is_made))
+        own = args, kwargs
+        items, structure = flatten(without_appended(own, self._values.is_made))
         reads = self._recorder.reads(items)
         call = self._call(module, items, structure, reads, user_line())
         # Before the call: it may put fake tensors into such an object.
@@ -188,12 +189,17 @@ class Tracer:
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
         key = self.samples.cost_class(call, class_key(module), kept)
-        own = self._values.names_in(module)
+        held = self._values.names_in(module)
+        before = self._hidden.containers.contents(own)
+        append_again(own, call.arguments, self._values.is_made)
+        call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
         with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
             memory = self.samples.working_memory(key, call)
             outcome = self._execute_unit(call, module, kept)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
-        give_back_changes((args, kwargs), call.arguments, known)
+        give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
+        outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
+        fills = self._hidden.containers.note(self._recorder.num_nodes, before)
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
         node = Node(
@@ -202,7 +208,7 @@ class Tracer:
             ordinal=ordinal,
             inputs=call.inputs,
             outputs=(),
-            parameters=tuple(sorted(outcome.cost.parameters - own)),
+            parameters=tuple(sorted(outcome.cost.parameters - held)),
             cost_class=key,
             flops=outcome.cost.flops,
             work_bytes=memory.work_bytes,
@@ -212,7 +218,7 @@ class Tracer:
             detached=call.detached(outcome),
             line=call.line,
         )
-        return self._recorder.record(node, call, outcome, recomputed=recomputed)
+        return self._recorder.record(node, call, outcome, recomputed=recomputed, fills=fills)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
