@@ -160,9 +160,9 @@ class Executor:
         steps = [
             [(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs
         ]
-        states, final = run_ahead(steps, self._device)
-        for microbatch, known in zip(self._microbatches, states, strict=True):
-            microbatch.generator_states = known
+        turns, final = run_ahead(steps, self._device)
+        for microbatch, own in zip(self._microbatches, turns, strict=True):
+            microbatch.turns = own
         return final
 
     def _act(self, action: Action) -> None:

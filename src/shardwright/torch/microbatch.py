@@ -24,7 +24,7 @@ from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Crossing, Instruction, Place, Program
 from shardwright.torch.program_cursor import ProgramCursor
-from shardwright.torch.rng import GeneratorState, set_state
+from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
 
@@ -44,7 +44,7 @@ class Microbatch:
         loss: the loss, on the rank that computes it.
         loss_gradient: gradient that the user gave to ``backward``.
         tensors: what it keeps beside the user's variables.
-        generator_states: position of a step that draws random numbers -> state of the generators before it.
+        turns: position of a step that draws random numbers -> what it must find, and leave.
         uses: id of a weight -> contributions to its gradient that are still to come.
     """
 
@@ -73,7 +73,9 @@ class Microbatch:
         self.uses: dict[int, int] = {}
         self._cursor = ProgramCursor(index, program, parameters, device)
         self._device = device
-        self.generator_states: dict[int, GeneratorState] = {}
+        self.turns: dict[int, Turn] = {}
+        # What the step that is running must leave; None where nobody has to know.
+        self._must_leave: GeneratorState | None = None
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
@@ -176,9 +178,10 @@ class Microbatch:
             return self._cursor.run_unknown(func, args, kwargs)
         position = self._cursor.position
         if instruction.place is Place.FREE:
-            if instruction.draws:
-                self._restore_generators(position)
-            return func(*args, **kwargs)
+            self._restore_generators(instruction, position)
+            result = func(*args, **kwargs)
+            self._check_generators(instruction)
+            return result
         if instruction.expects:
             self._compare_arguments(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
@@ -186,6 +189,7 @@ class Microbatch:
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         result = func(*args, **kwargs)
+        self._check_generators(instruction)
         self._cursor.note_made(result, given)
         return self.tensors.keep(instruction, result, args, kwargs, copied)
 
@@ -220,6 +224,7 @@ class Microbatch:
                 args, kwargs = self._lists.without_appended((args, kwargs))
             else:
                 result = call(*args, **kwargs)
+            self._check_generators(instruction)
             self._cursor.note_made(result, given)
             for owner, key, _ in instruction.attributes:
                 self._cursor.note_made(vars(owner)[key], ())
@@ -298,8 +303,7 @@ class Microbatch:
         copied: dict[int, Tensor] = {}
         if instruction.flow.finds:
             args, kwargs, copied = self.tensors.find(instruction, args, kwargs)
-        if instruction.draws:
-            self._restore_generators(position)
+        self._restore_generators(instruction, position)
         return args, kwargs, copied
 
     def _enter(self, stage: int) -> None:
@@ -308,11 +312,32 @@ class Microbatch:
         while self.stage != stage:
             self._coroutine.pause()
 
-    def _restore_generators(self, position: int) -> None:
+    def _restore_generators(self, instruction: Instruction, position: int) -> None:
         """Makes random numbers those that a plain loop would draw here."""
-        state = self.generator_states.get(position - 1)
-        if state is not None:
-            set_state(state, self._device)
+        self._must_leave = None
+        turn = self.turns.get(position - 1) if instruction.draws else None
+        if turn is not None:
+            set_state(turn.before, self._device)
+            self._must_leave = turn.after
+        elif instruction.looks_at_values:
+            self._must_leave = get_state(self._device)
+
+    def _check_generators(self, instruction: Instruction) -> None:
+        """Refuses a step that has drawn more or less than was run ahead for all other steps.
+
+        Raises:
+            TraceMismatchError: it has.
+        """
+        if self._must_leave is None or same_state(self._must_leave, get_state(self._device)):
+            return
+        raise TraceMismatchError(
+            f"{instruction.line or user_line()}: {name_of_call(instruction.func)} takes another amount of "
+            f"random numbers in microbatch {self.index} than in the trace, so other stages would draw other "
+            "numbers than in a single process. How many it takes must not follow from values or from other "
+            "random numbers. Draw always, and choose with torch.where or a mask; numbers whose drawing looks "
+            "at values (RReLU, Poisson, binomial, Gamma, Beta, Dirichlet) can be drawn before the step "
+            "function and passed to it."
+        )
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,6 +96,7 @@ class Instruction:
         passed: (position in the result, position in the arguments).
         line: where in the user's code.
         draws: random numbers that it takes.
+        looks_at_values: so it may take other random numbers than in the trace.
         recompute: drop its activations, and compute them again in the backward.
         numbers: (position in the result, value) of what other ranks know from the trace alone.
         attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
@@ -118,6 +119,7 @@ class Instruction:
     passed: tuple[tuple[int, int], ...] = ()
     line: str = ""
     draws: tuple[Draw, ...] = ()
+    looks_at_values: bool = False
     recompute: bool = False
     numbers: tuple[tuple[int, Any], ...] = ()
     attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
@@ -375,6 +377,7 @@ def _instruction(
         passed=step.passed,
         line=step.line,
         draws=step.draws,
+        looks_at_values=step.looks_at_values,
         numbers=step.numbers,
         attributes=step.attributes,
         passed_attributes=step.passed_attributes,

@@ -23,7 +23,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.program import Instruction, Place, Program
-from shardwright.torch.rng import get_state
+from shardwright.torch.rng import get_state, same_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
 
@@ -99,10 +99,7 @@ class ProgramCursor:
         """
         before = get_state(self._device)
         result = func(*args, **kwargs)
-        if any(
-            now is not None and then is not None and not torch.equal(now, then)
-            for now, then in zip(get_state(self._device), before, strict=True)
-        ):
+        if not same_state(get_state(self._device), before):
             self.mismatch(name_of_call(func))
         return result
 

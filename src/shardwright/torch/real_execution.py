@@ -83,13 +83,6 @@ class RealExecution:
             ) from second
         finally:
             torch.random.set_rng_state(generators)
-        if cost.draws and module.training:
-            log.warning(
-                "unit %s draws random numbers and cannot run on tensors without data: how many it draws may "
-                "follow from values, so its random numbers, and those drawn after it, need not be those of a "
-                "single process",
-                name,
-            )
         originals = dict(zip(twin.modules(), module.modules(), strict=True))
         own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
         new = [(originals[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]

@@ -100,6 +100,7 @@ class Step:
             are.
         line: where in the user's code.
         draws: random numbers that it takes.
+        looks_at_values: values decide what it does.
         changed_parameters: names of parameters that it changes in place.
         counters: names of buffers that it reads or changes on every rank.
         given_counters: its arguments have such buffers, although it has a place.
@@ -115,6 +116,7 @@ class Step:
     node: int | None
     line: str = ""
     draws: tuple[Draw, ...] = ()
+    looks_at_values: bool = False
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
     changes: tuple[Change, ...] = ()

@@ -9,6 +9,8 @@ drawn into scratch memory, and where a draw of its own comes up, the state of th
     rank of stage 1          scratch       state kept               scratch       state kept
 
 So dropout masks are the same for any number of stages, and for none. A model that draws nothing pays nothing.
+How many numbers an operation takes follows from shapes and strides, mostly. Where it follows from values, a
+step leaves the generator in another state than the scratch did, which is noticed when it has run.
 """
 
 from collections.abc import Sequence
@@ -20,7 +22,17 @@ from torch import Tensor
 
 from shardwright.torch.tree import Structure, flatten
 
-__all__ = ["Draw", "GeneratorState", "describe_draw", "get_state", "run_ahead", "set_state", "skip"]
+__all__ = [
+    "Draw",
+    "GeneratorState",
+    "Turn",
+    "describe_draw",
+    "get_state",
+    "run_ahead",
+    "same_state",
+    "set_state",
+    "skip",
+]
 
 GeneratorState = tuple[Tensor, Tensor | None]
 """State of the CPU's generator, and of the GPU's where the rank has one."""
@@ -31,8 +43,22 @@ class _Shape:
     """A tensor argument of a draw: enough to make one like it."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step of this rank that draws.
+
+    Attributes:
+        before: state of the generators that it must find.
+        after: the one that it must leave.
+    """
+
+    before: GeneratorState
+    after: GeneratorState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +82,9 @@ def describe_draw(func: Any, args: Any, kwargs: Any) -> Draw | None:
         return None
     items, structure = flatten((tuple(args), dict(kwargs)))
     shapes = tuple(
-        _Shape(tuple(item.shape), item.dtype, item.device) if isinstance(item, Tensor) else item
+        _Shape(tuple(item.shape), item.stride(), item.dtype, item.device)
+        if isinstance(item, Tensor)
+        else item
         for item in items
     )
     return Draw(func, shapes, structure.without_template())
@@ -83,9 +111,16 @@ def set_state(state: GeneratorState, device: torch.device) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
+def same_state(one: GeneratorState, other: GeneratorState) -> bool:
+    """Whether the same numbers follow."""
+    return all(
+        now is None or then is None or torch.equal(now, then) for now, then in zip(one, other, strict=True)
+    )
+
+
 def run_ahead(
     microbatches: Sequence[Sequence[tuple[tuple[Draw, ...], bool]]], device: torch.device
-) -> tuple[list[dict[int, GeneratorState]], GeneratorState]:
+) -> tuple[list[dict[int, Turn]], GeneratorState]:
     """Goes through all draws of a batch in the order of the plain loop.
 
     Args:
@@ -94,17 +129,19 @@ def run_ahead(
         device: where this rank computes.
 
     Returns:
-        For each microbatch, step -> state of the generators before it; and the state after the batch.
+        For each microbatch, the steps of this rank that draw; and the state after the batch.
     """
-    kept: list[dict[int, GeneratorState]] = []
+    kept: list[dict[int, Turn]] = []
     for steps in microbatches:
-        states: dict[int, GeneratorState] = {}
+        turns: dict[int, Turn] = {}
         for position, (draws, own) in enumerate(steps):
-            if draws:
-                if own:
-                    states[position] = get_state(device)
+            if draws and own:
+                before = get_state(device)
                 skip(draws)
-        kept.append(states)
+                turns[position] = Turn(before, get_state(device))
+            elif draws:
+                skip(draws)
+        kept.append(turns)
     return kept, get_state(device)
 
 
@@ -125,4 +162,7 @@ def _scratch(item: Any) -> Any:
     if not isinstance(item, _Shape):
         return item
     # Zeros are valid probabilities and means; ones are valid weights where a sum must not be zero.
-    return torch.ones(item.shape, dtype=item.dtype, device=item.device)
+    # Not all of its memory need be its own, and where it lies decides how many numbers some kernels draw.
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.strides, strict=True))
+    memory = torch.ones(max(reach, 0), dtype=item.dtype, device=item.device)
+    return memory.as_strided(item.shape, item.strides)

@@ -149,6 +149,7 @@ class TraceRecorder:
             node=index,
             line=node.line,
             draws=tuple(outcome.cost.draws),
+            looks_at_values=outcome.cost.reads_data,
             reads=tuple(call.reads),
             writes=tuple(writes),
             changes=changes,
