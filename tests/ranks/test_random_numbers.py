@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import Block, Stack
@@ -93,4 +95,83 @@ def test_a_distribution_between_modules_is_refused_where_values_decide_what_it_d
     recipe = Recipe(build=lambda: Stack(6), batch=features, loss=mixed)
     message = r"test_random_numbers\.py:\d+: _sample_dirichlet\(\) takes another amount of random numbers"
     with pytest.raises(RanksFailedError, match=message):
+        run_ranks(differences, 2, recipe, TWICE)
+
+
+# ---- seeds ------------------------------------------------------------------------------------------------
+
+
+class SeedsInside(Block):
+    """Its dropout goes on where it was before the seed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.1, self.training)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(42)
+            noise = torch.randn(x.shape, dtype=x.dtype)
+        return F.dropout(super().forward(x + noise), 0.1, self.training)
+
+
+class SeedsBetweenBlocks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(42)
+                noise = torch.randn(x.shape, dtype=x.dtype)
+            x = self.dropout(block(x + noise))
+        return self.head(x)
+
+
+class TakesItsGradient(Block):
+    """The backward inside of its forward computes, and draws, a second time what the forward drew."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            start = x.detach().requires_grad_()
+            y = checkpoint(self._noisy, start, use_reentrant=False)
+            slope = torch.autograd.grad(y.square().sum(), start)[0]
+        return F.dropout(super().forward(x) + 0.1 * slope, 0.1, self.training)
+
+    def _noisy(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(x), 0.1, self.training)
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("build", [stack_of(SeedsInside), SeedsBetweenBlocks, stack_of(TakesItsGradient)])
+def test_numbers_of_a_fixed_seed_leave_all_others_as_they_are(build, pipeline):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": pipeline}, iterations=[Iteration()] * 2)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+class DropoutAfterASeed(SeedsBetweenBlocks):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(0)  # as the script did before the first step
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return self.head(x)
+
+
+class DropoutBeforeASeed(SeedsBetweenBlocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        torch.manual_seed(7)
+        return self.head(x)
+
+
+class SeedsForGood(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return super().forward(x) + torch.randn(x.shape, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("build", [DropoutAfterASeed, DropoutBeforeASeed, stack_of(SeedsForGood)])
+def test_a_seed_that_other_stages_would_not_see_is_refused(build):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    with pytest.raises(RanksFailedError, match=r"has set the state of PyTorch's generator"):
         run_ranks(differences, 2, recipe, TWICE)

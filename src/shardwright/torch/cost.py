@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.rng import Draw, describe_draw
+from shardwright.torch.traced_draws import TracedDraws
 
 __all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class", "tensors_in"]
 
@@ -58,11 +59,13 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         names: id of a parameter or buffer -> its name.
         watch: is shown every operation, too.
+        row: tells which random numbers are drawn in the row of a plain loop; all, unless given.
 
     Attributes:
         flops: floating-point operations; a multiply-add counts as two.
         saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
-        draws: operations that took random numbers, in order.
+        draws: operations that took random numbers in the row of a plain loop, in order.
+        random: random numbers were drawn, in the row or not.
         parameters: names of the parameters and buffers that were read.
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         reads_data: an operation looked at values, or took the shape of its result from them.
@@ -81,23 +84,25 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What all counters have counted so far: differences tell what happened in between."""
         return CostCounter._so_far
 
-    def __init__(self, names: Mapping[int, str] | None = None, watch: Watch | None = None):
+    def __init__(
+        self,
+        names: Mapping[int, str] | None = None,
+        watch: Watch | None = None,
+        row: TracedDraws | None = None,
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.draws: list[Draw] = []
+        self.random = False
         self.parameters: set[str] = set()
         self.written: set[int] = set()
         self.reads_data = False
         self._names = names or {}
         self._watch = watch
+        self._row = row
         self._saved: dict[int, int] = {}
         self._stand_ins: dict[int, tuple[Tensor, Tensor | None]] = {}  # memory of a view -> the real tensor
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    @property
-    def random(self) -> bool:
-        """Whether random numbers were drawn."""
-        return bool(self.draws)
 
     def ignore(self, storages: Collection[int]) -> None:
         """Takes back what was counted as saved for these storages: it is somebody else's memory."""
@@ -140,22 +145,30 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._names:
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
+        draw = describe_draw(func, args, kwargs)
+        in_row = draw is not None and (self._row is None or self._row.in_row)
         result = func(*args, **kwargs)
         if self._names and getattr(func, "is_view", False):
             self._note_stand_in(args, result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
-        draw = describe_draw(func, args, kwargs)
         if self._watch is not None:
             self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:
-            self.draws.append(draw)
+            self._note_draw(draw, in_row=in_row)
         count = _FLOPS.get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         self.flops += flops
         if flops or reads or draw is not None:
             CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
         return result
+
+    def _note_draw(self, draw: Draw, *, in_row: bool) -> None:
+        self.random = True
+        if in_row:
+            self.draws.append(draw)
+            if self._row is not None:
+                self._row.drawn()
 
     def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         for tensor in _written(func, args, kwargs):

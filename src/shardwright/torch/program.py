@@ -28,6 +28,7 @@ from shardwright.torch.program_checks import (
     check_after_backward,
     check_attributes,
     check_counters,
+    check_generators,
     check_lasting_tensors,
     check_python_draws,
     pauses_of,
@@ -252,6 +253,7 @@ def build_program(
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
     check_python_draws(trace, homes, stage_ranks)
+    check_generators(trace)
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)
     return Program(

@@ -12,6 +12,7 @@ __all__ = [
     "check_after_backward",
     "check_attributes",
     "check_counters",
+    "check_generators",
     "check_lasting_tensors",
     "check_python_draws",
     "pauses_of",
@@ -103,6 +104,19 @@ def check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence
             f"the step function draws random numbers of Python or NumPy between modules, and {where}: ranks "
             "would not draw them in the same order. Draw them before the step function and pass them to it, "
             "or use PyTorch's random functions, which are the same on all ranks."
+        )
+
+
+def check_generators(trace: Trace) -> None:
+    """Refuses random numbers after a seed between units, where not every rank draws all of them in a row."""
+    if trace.generators_set_at:
+        raise TraceError(
+            f"{trace.generators_set_at}: the step function, or a module without putting it back, has set the "
+            "state of PyTorch's generator (torch.manual_seed, torch.set_rng_state, torch.random.fork_rng). "
+            "Each stage runs a part of what draws from it, so they would draw other numbers than a single "
+            "process. Draw with a generator of your own (torch.randn(..., generator="
+            "torch.Generator().manual_seed(seed))), or set the state inside one module, within "
+            "torch.random.fork_rng()."
         )
 
 

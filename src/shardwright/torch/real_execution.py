@@ -63,15 +63,16 @@ class RealExecution:
         """
         module = call.func
         assert isinstance(module, nn.Module)
+        generators = get_state(self._device)
         spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
         twin = copy_of_module(module, self._device, originals=self._values.lent_for)
         self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
         args, kwargs = call.structure.rebuild(spare)
         before = self._path.versions(spare)
-        generators = torch.random.get_rng_state()
         attributes = Attributes(twin)
         state = UnitState(module, twin)
+        set_state(generators, self._device)
         try:
             with cost:
                 output = twin(*args, **kwargs)
@@ -81,8 +82,6 @@ class RealExecution:
                 f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
                 f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
             ) from second
-        finally:
-            torch.random.set_rng_state(generators)
         originals = dict(zip(twin.modules(), module.modules(), strict=True))
         own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
         new = [(originals[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
@@ -110,15 +109,17 @@ class RealExecution:
         ends = [end for item in slices for end in (item.start, item.stop, item.step)]
         if any(isinstance(end, Tensor) and not is_free(end) for end in ends):
             return None
+        generators = get_state(self._device)
         spare = [self._real(item, fake) for item, fake in pairs]
         zeros = [self._real(item, fake) for item, fake in pairs]
         zeros = [torch.zeros_like(own) if d else own for d, own in zip(deferred, zeros, strict=True)]
         before, blank = self._path.versions(spare), self._path.versions(zeros)
-        generators = get_state(self._device)
+        set_state(generators, self._device)
         try:
             args, kwargs = call.structure.rebuild(spare)
             with cost:
                 output = call.func(*args, **kwargs)
+            generators = get_state(self._device)
             args, kwargs = call.structure.rebuild(zeros)
             again = call.func(*args, **kwargs)
         except Exception as error:

@@ -187,6 +187,8 @@ class Trace:
         draws_in_units: units draw such numbers, too.
         stand_ins: of each value, the one that its stand-in names on other ranks: after a change in place,
             that of before. None where every rank has a tensor of its own.
+        generators_set_at: where the step function has set PyTorch's generators so that ranks would not draw
+            what a plain loop draws; empty if it has not.
     """
 
     graph: ModelGraph
@@ -210,6 +212,7 @@ class Trace:
     python_draws: tuple[float, ...] = ()
     draws_in_units: bool = False
     stand_ins: tuple[int | None, ...] = ()
+    generators_set_at: str = ""
 
     def holds_for(self, part: Arguments) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""

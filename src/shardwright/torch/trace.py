@@ -108,6 +108,7 @@ class _Run:
         copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
+        generators = get_state(self.device)
         nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
         tracer = Tracer(
             self.unit_map,
@@ -129,7 +130,6 @@ class _Run:
         tracer.before_step = look
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
-        generators = get_state(self.device)
         open_modules = OpenModules(tracer)
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         try:

@@ -38,6 +38,7 @@ from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
 from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.traced_draws import TracedDraws
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
@@ -88,6 +89,7 @@ class Tracer:
         self._hidden = HiddenInputs(self._values)
         self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
         self.python_draws = DrawsOfPython(lambda: self.position)
+        self._draws = TracedDraws(device, user_line)
         self._path = PathRecorder(batch)
         self._real = RealExecution(self._values, self._hidden, self._path, device)
         self._loss: int | None = None
@@ -152,7 +154,9 @@ class Tracer:
         call = self._call(func, items, structure, reads, line)
         key = self.samples.cost_class(call, functions.name_of(func))
         memory = self.samples.working_memory(key, call)
+        self._draws.before_step(self._recorder.num_nodes)
         outcome = self._execute_operation(call)
+        self._draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         node = Node(
             kind="op",
             name=functions.name_of(func),
@@ -195,7 +199,9 @@ class Tracer:
         call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
         with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
             memory = self.samples.working_memory(key, call)
+            self._draws.before_step(self._recorder.num_nodes)
             outcome = self._execute_unit(call, module, kept)
+            self._draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
         give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
         outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
@@ -254,11 +260,13 @@ class Tracer:
     ) -> Any:
         step = self._recorder.free_step(func, items)
         versions = self._path.versions(items)
-        with CostCounter() as cost:
+        self._draws.before_step(self._recorder.num_nodes)
+        with CostCounter(row=self._draws) as cost:
             result = func(*args, **kwargs)
+        self._draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
         step.draws = tuple(cost.draws)
         reads = cost.reads_data or func in functions.READS_DATA
-        self._path.note(func, items, structure, result, versions, draws=bool(cost.draws), reads=reads)
+        self._path.note(func, items, structure, result, versions, draws=cost.random, reads=reads)
         return result
 
     def _call(
@@ -275,9 +283,9 @@ class Tracer:
     def _execute_operation(self, call: TracedCall) -> Outcome:
         try:
             with self._values.fake_mode:
-                return call.run(CostCounter())
+                return call.run(CostCounter(row=self._draws))
         except FAKE_FAILURES as error:
-            found = self._real.operation(call, CostCounter())
+            found = self._real.operation(call, CostCounter(row=self._draws))
             if found is None:
                 raise self._unreadable(
                     f"{call.line}: the shape of the result of {functions.name_of(call.func)}() depends on "
@@ -292,10 +300,10 @@ class Tracer:
         state = UnitState(module)
         try:
             with self._values.fake_mode:
-                outcome = call.run(CostCounter(self._values.names, self._hidden))
+                outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
         except Exception as error:
             attributes.restore()
-            cost = CostCounter(self._values.names, self._hidden)
+            cost = CostCounter(self._values.names, self._hidden, self._draws)
             outcome = self._real.unit(call, name, kept, cost, error)
             plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
             self._hidden.ran_on_a_copy(state.plain, plain)
@@ -370,6 +378,7 @@ class Tracer:
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
+        self._draws.at_end(draws=any(step.draws for step in recorder.steps))
         refuse_returned(leaves(result), self._values)
         recorder.reads(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
@@ -407,6 +416,7 @@ class Tracer:
             python_draws=tuple(self.python_draws.places),
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
+            generators_set_at=self._draws.set_at,
             orders={
                 index: order
                 for index, value in enumerate(values)
