@@ -11,6 +11,7 @@ from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import Block, Stack
 
+import shardwright.torch as sw
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
@@ -173,5 +174,82 @@ class SeedsForGood(Block):
 @pytest.mark.parametrize("build", [DropoutAfterASeed, DropoutBeforeASeed, stack_of(SeedsForGood)])
 def test_a_seed_that_other_stages_would_not_see_is_refused(build):
     recipe = Recipe(build=build, batch=features, loss=classify)
-    with pytest.raises(RanksFailedError, match=r"has set the state of PyTorch's generator"):
+    with pytest.raises(RanksFailedError, match=r"has set the state of a generator"):
         run_ranks(differences, 2, recipe, TWICE)
+
+
+# ---- generators of the script's own -----------------------------------------------------------------------
+
+
+class NoiseOfItsOwn(Block):
+    """Each block has a generator, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, dtype=x.dtype, generator=self.generators[0])
+        return F.dropout(super().forward(x) + 0.1 * noise, 0.1, self.training)
+
+
+class OneGeneratorForAll(Stack):
+    """Modules and the code between them draw from one."""
+
+    block: type[NoiseOfItsOwn] = NoiseOfItsOwn
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(6))
+        for block in self.blocks:
+            block.generators = self.blocks[0].generators
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + torch.randn(x.shape, dtype=x.dtype, generator=self.blocks[0].generators[0]))
+        return self.head(x)
+
+
+class NoiseForLongRows(NoiseOfItsOwn):
+    """Cannot run on tensors without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.detach().abs().amax() > 1.0 else 2 * y
+
+
+class OneGeneratorForLongRows(OneGeneratorForAll):
+    block = NoiseForLongRows
+
+
+class MadeAnew(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return super().forward(x) + torch.randn(x.shape, dtype=x.dtype, generator=generator)
+
+
+OF_THEIR_OWN = [stack_of(NoiseOfItsOwn), OneGeneratorForAll, OneGeneratorForLongRows, stack_of(MadeAnew)]
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("build", OF_THEIR_OWN)
+def test_a_generator_of_the_models_own(build, pipeline):
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": pipeline}, iterations=[Iteration()] * 2)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+def test_a_generator_in_a_variable_of_a_function_that_the_step_function_calls():
+    """A trace draws from it, too."""
+
+    def job() -> list[str]:
+        generators = [torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)]
+
+        def noisy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            generator = generators[isinstance(model, sw.DistributedModel)]
+            noise = torch.randn(batch["x"].shape, dtype=torch.float64, generator=generator)
+            return classify(model, {**batch, "x": batch["x"] + noise})
+
+        return differences(Recipe(build=lambda: Stack(6), batch=features, loss=noisy), TWICE)
+
+    assert run_ranks(job, 2) == [[], []]

@@ -33,6 +33,7 @@ __all__ = [
     "fake_failures_unlogged",
     "function_mode_depth",
     "function_transforms_active",
+    "generator_key",
     "gradient_is_wanted",
     "has_storage",
     "make_wrapper",
@@ -104,6 +105,11 @@ def put_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     torch._C._swap_tensor_impl(tensor, other)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Equal for all Python objects that stand for one generator: operations are handed new ones."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:

@@ -1,6 +1,6 @@
 """What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -139,19 +139,22 @@ class Agreement:
                 + ". Build the same model with the same settings on every rank."
             )
 
-    def on_random_numbers(self) -> None:
-        """Gives all ranks of the replica the generators of its first."""
+    def on_random_numbers(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """Gives all ranks of the replica the generators of its first.
+
+        Args:
+            generators: of the script's own, that are drawn from.
+        """
         context = self._context
         assert context.replica is not None
         agreed: list[Tensor | None] = []
-        for state in get_state(context.device):
+        for state in get_state(context.device, generators):
             if state is not None:
                 shared = state.to(context.device)
                 context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
                 state = shared.cpu()
             agreed.append(state)
-        assert agreed[0] is not None
-        set_state((agreed[0], agreed[1]), context.device)
+        set_state(tuple(agreed), context.device, generators)
 
     def on_random_numbers_of_python(self) -> None:
         """Gives all ranks of the replica the generators of Python and NumPy of its first."""

@@ -146,7 +146,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
         draw = describe_draw(func, args, kwargs)
-        in_row = draw is not None and (self._row is None or self._row.in_row)
+        in_row = draw is not None and (self._row is None or self._row.has(draw))
         result = func(*args, **kwargs)
         if self._names and getattr(func, "is_view", False):
             self._note_stand_in(args, result)
@@ -168,7 +168,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if in_row:
             self.draws.append(draw)
             if self._row is not None:
-                self._row.drawn()
+                self._row.drawn(draw)
 
     def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         for tensor in _written(func, args, kwargs):

@@ -34,7 +34,7 @@ from shardwright.torch.placement import (
     reduced_parameters,
     synchronise,
 )
-from shardwright.torch.program import Program, build_program, merged_edges
+from shardwright.torch.program import Program, build_program, generators_of, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
@@ -128,7 +128,7 @@ class PipelineEngine:
         check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
-            self._agreement.on_random_numbers()
+            self._agreement.on_random_numbers(generators_of(programs))
         if any(program.draws_of_python for program in programs):
             self._agreement.on_random_numbers_of_python()
         changes_batch = any(program.changes_batch for program in programs)

@@ -26,7 +26,7 @@ from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.layout import from_memory_order, in_memory_order
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
-from shardwright.torch.program import Crossing, Place, Program
+from shardwright.torch.program import Crossing, Place, Program, generators_of
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.split_backward import allow_split, count_uses, put_off_weights
 
@@ -130,7 +130,7 @@ class Executor:
             if attributes is not None:
                 attributes.finish()
             if final_state is not None:
-                set_state(final_state, self._device)
+                set_state(final_state, self._device, generators_of(programs))
         finally:
             allow_split(True)
             for microbatch in self._microbatches:
@@ -160,9 +160,10 @@ class Executor:
         steps = [
             [(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs
         ]
-        turns, final = run_ahead(steps, self._device)
+        generators = generators_of(programs)
+        turns, final = run_ahead(steps, self._device, generators)
         for microbatch, own in zip(self._microbatches, turns, strict=True):
-            microbatch.turns = own
+            microbatch.turns, microbatch.generators = own, generators
         return final
 
     def _act(self, action: Action) -> None:

@@ -48,6 +48,9 @@ class NothingLeftBehind:
     Args:
         model: the whole model.
         function: the step function.
+
+    Attributes:
+        generators: of random numbers, that were there at the start.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]):
@@ -61,6 +64,7 @@ class NothingLeftBehind:
         self._caches = [(cache, cache.cache_info().misses) for cache in _lru_caches()]
         self._tensors = TensorContents()
         self._seen: set[int] = set()
+        self.generators: list[torch.Generator] = []
         self._left = {True: _MOST, False: _MOST}
         self._modules = set(self._model.modules())
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -133,6 +137,10 @@ class NothingLeftBehind:
         if isinstance(item, Tensor):
             self._seen.add(id(item))
             self._tensors.keep(item, most_bytes=None if owned else _LARGEST_SHARED)
+            return
+        if isinstance(item, torch.Generator):
+            self._seen.add(id(item))
+            self.generators.append(item)
             return
         if depth == 0:
             return

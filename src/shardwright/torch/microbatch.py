@@ -45,6 +45,7 @@ class Microbatch:
         loss_gradient: gradient that the user gave to ``backward``.
         tensors: what it keeps beside the user's variables.
         turns: position of a step that draws random numbers -> what it must find, and leave.
+        generators: of the script's own, that are drawn from.
         uses: id of a weight -> contributions to its gradient that are still to come.
     """
 
@@ -74,6 +75,7 @@ class Microbatch:
         self._cursor = ProgramCursor(index, program, parameters, device)
         self._device = device
         self.turns: dict[int, Turn] = {}
+        self.generators: tuple[torch.Generator, ...] = ()
         # What the step that is running must leave; None where nobody has to know.
         self._must_leave: GeneratorState | None = None
         self._function = function
@@ -317,10 +319,10 @@ class Microbatch:
         self._must_leave = None
         turn = self.turns.get(position - 1) if instruction.draws else None
         if turn is not None:
-            set_state(turn.before, self._device)
+            set_state(turn.before, self._device, self.generators)
             self._must_leave = turn.after
         elif instruction.looks_at_values:
-            self._must_leave = get_state(self._device)
+            self._must_leave = get_state(self._device, self.generators)
 
     def _check_generators(self, instruction: Instruction) -> None:
         """Refuses a step that has drawn more or less than was run ahead for all other steps.
@@ -328,7 +330,9 @@ class Microbatch:
         Raises:
             TraceMismatchError: it has.
         """
-        if self._must_leave is None or same_state(self._must_leave, get_state(self._device)):
+        if self._must_leave is None:
+            return
+        if same_state(self._must_leave, get_state(self._device, self.generators)):
             return
         raise TraceMismatchError(
             f"{instruction.line or user_line()}: {name_of_call(instruction.func)} takes another amount of "

@@ -11,11 +11,12 @@ it::
     └───────────┘        └───────────┘
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.model_graph import TensorSpec
@@ -34,7 +35,7 @@ from shardwright.torch.program_checks import (
     pauses_of,
 )
 from shardwright.torch.recording import Step, Trace
-from shardwright.torch.rng import Draw
+from shardwright.torch.rng import Draw, own_generators
 from shardwright.torch.tree import Structure
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Place",
     "Program",
     "build_program",
+    "generators_of",
     "merged_edges",
 ]
 
@@ -201,6 +203,13 @@ class Program:
     def draws(self) -> bool:
         """Whether a microbatch takes random numbers."""
         return any(instruction.draws for instruction in self.instructions)
+
+
+def generators_of(programs: Iterable[Program]) -> tuple[torch.Generator, ...]:
+    """Generators of the script's own that microbatches draw from, in the same order on all ranks."""
+    return own_generators(
+        draw for program in programs for instruction in program.instructions for draw in instruction.draws
+    )
 
 
 def merged_edges(programs: Sequence[Program]) -> list[Edge]:

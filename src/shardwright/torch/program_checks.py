@@ -112,11 +112,11 @@ def check_generators(trace: Trace) -> None:
     if trace.generators_set_at:
         raise TraceError(
             f"{trace.generators_set_at}: the step function, or a module without putting it back, has set the "
-            "state of PyTorch's generator (torch.manual_seed, torch.set_rng_state, torch.random.fork_rng). "
-            "Each stage runs a part of what draws from it, so they would draw other numbers than a single "
-            "process. Draw with a generator of your own (torch.randn(..., generator="
-            "torch.Generator().manual_seed(seed))), or set the state inside one module, within "
-            "torch.random.fork_rng()."
+            "state of a generator of random numbers (torch.manual_seed, torch.set_rng_state, "
+            "torch.random.fork_rng, or a method of the generator). Each stage runs a part of what draws from "
+            "it, so they would draw other numbers than a single process. Draw with a generator that is made "
+            "there (torch.randn(..., generator=torch.Generator().manual_seed(seed))), or set the state in "
+            "one module, within torch.random.fork_rng()."
         )
 
 

@@ -19,6 +19,7 @@ from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
 from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.traced_call import Outcome, TracedCall
+from shardwright.torch.traced_draws import TracedDraws
 from shardwright.torch.traced_values import TracedValues, with_history
 from shardwright.torch.tree import flatten, leaves
 from shardwright.torch.unit_state import UnitState
@@ -35,13 +36,22 @@ class RealExecution:
         values: of the trace.
         hidden: finds out what units use without having been given it.
         path: notes which shapes follow from values of free tensors.
+        draws: knows the generators of the script's own.
         device: where to compute.
     """
 
-    def __init__(self, values: TracedValues, hidden: HiddenInputs, path: PathRecorder, device: torch.device):
+    def __init__(
+        self,
+        values: TracedValues,
+        hidden: HiddenInputs,
+        path: PathRecorder,
+        draws: TracedDraws,
+        device: torch.device,
+    ):
         self._values = values
         self._hidden = hidden
         self._path = path
+        self._draws = draws
         self._device = device
 
     def unit(
@@ -66,7 +76,8 @@ class RealExecution:
         generators = get_state(self._device)
         spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
-        twin = copy_of_module(module, self._device, originals=self._values.lent_for)
+        originals, shared = self._values.lent_for, self._draws.generators
+        twin = copy_of_module(module, self._device, originals=originals, shared=shared)
         self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
         args, kwargs = call.structure.rebuild(spare)
         before = self._path.versions(spare)
@@ -82,9 +93,9 @@ class RealExecution:
                 f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
                 f"{type(error).__name__} ({error}), on random data {type(second).__name__} ({second})."
             ) from second
-        originals = dict(zip(twin.modules(), module.modules(), strict=True))
+        modules = dict(zip(twin.modules(), module.modules(), strict=True))
         own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
-        new = [(originals[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
+        new = [(modules[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in twin.parameters())
         return replace(
             self._faked(output, call.fakes, spare, before, cost, trained=trained),

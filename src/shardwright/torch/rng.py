@@ -13,13 +13,14 @@ How many numbers an operation takes follows from shapes and strides, mostly. Whe
 step leaves the generator in another state than the scratch did, which is noticed when it has run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.torch._private import generator_key
 from shardwright.torch.tree import Structure, flatten
 
 __all__ = [
@@ -28,14 +29,16 @@ __all__ = [
     "Turn",
     "describe_draw",
     "get_state",
+    "is_default",
+    "own_generators",
     "run_ahead",
     "same_state",
     "set_state",
     "skip",
 ]
 
-GeneratorState = tuple[Tensor, Tensor | None]
-"""State of the CPU's generator, and of the GPU's where the rank has one."""
+GeneratorState = tuple[Tensor | None, ...]
+"""State of the CPU's generator, of the GPU's where the rank has one, and of those of the script's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,18 @@ class Draw:
     items: tuple[Any, ...]
     structure: Structure
 
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that it was given; None where it takes numbers from that of its device."""
+        given = (item for item in self.items if isinstance(item, torch.Generator))
+        return next((generator for generator in given if not is_default(generator)), None)
+
+
+def is_default(generator: torch.Generator) -> bool:
+    """Whether it is the one that operations on its device draw from unless told otherwise."""
+    defaults = (torch.default_generator, *torch.cuda.default_generators)
+    return generator_key(generator) in map(generator_key, defaults)
+
 
 def describe_draw(func: Any, args: Any, kwargs: Any) -> Draw | None:
     """Describes an operation that draws; None if it draws nothing with these arguments."""
@@ -98,17 +113,33 @@ def skip(draws: Sequence[Draw]) -> None:
             draw.func(*args, **kwargs)
 
 
-def get_state(device: torch.device) -> GeneratorState:
-    """State of the generators that a rank on this device uses."""
+def own_generators(draws: Iterable[Draw]) -> tuple[torch.Generator, ...]:
+    """The generators that operations were given, each once."""
+    found = (draw.generator for draw in draws)
+    return tuple({generator_key(each): each for each in found if each is not None}.values())
+
+
+def get_state(device: torch.device, own: Sequence[torch.Generator] = ()) -> GeneratorState:
+    """State of the generators that a rank on this device uses.
+
+    Args:
+        device: where the rank computes.
+        own: generators of the script's own.
+    """
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.random.get_rng_state(), on_device
+    return torch.random.get_rng_state(), on_device, *(generator.get_state() for generator in own)
 
 
-def set_state(state: GeneratorState, device: torch.device) -> None:
-    """Sets the state of the generators that a rank on this device uses."""
-    torch.random.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
+def set_state(state: GeneratorState, device: torch.device, own: Sequence[torch.Generator] = ()) -> None:
+    """Sets the state of the generators that a rank on this device uses; takes what `get_state` does."""
+    on_cpu, on_device, *of_own = state
+    assert on_cpu is not None
+    torch.random.set_rng_state(on_cpu)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)
+    for generator, own_state in zip(own, of_own, strict=True):
+        assert own_state is not None
+        generator.set_state(own_state)
 
 
 def same_state(one: GeneratorState, other: GeneratorState) -> bool:
@@ -119,7 +150,9 @@ def same_state(one: GeneratorState, other: GeneratorState) -> bool:
 
 
 def run_ahead(
-    microbatches: Sequence[Sequence[tuple[tuple[Draw, ...], bool]]], device: torch.device
+    microbatches: Sequence[Sequence[tuple[tuple[Draw, ...], bool]]],
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
 ) -> tuple[list[dict[int, Turn]], GeneratorState]:
     """Goes through all draws of a batch in the order of the plain loop.
 
@@ -127,6 +160,7 @@ def run_ahead(
         microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the
             step.
         device: where this rank computes.
+        generators: of the script's own, that are drawn from.
 
     Returns:
         For each microbatch, the steps of this rank that draw; and the state after the batch.
@@ -136,13 +170,13 @@ def run_ahead(
         turns: dict[int, Turn] = {}
         for position, (draws, own) in enumerate(steps):
             if draws and own:
-                before = get_state(device)
+                before = get_state(device, generators)
                 skip(draws)
-                turns[position] = Turn(before, get_state(device))
+                turns[position] = Turn(before, get_state(device, generators))
             elif draws:
                 skip(draws)
         kept.append(turns)
-    return kept, get_state(device)
+    return kept, get_state(device, generators)
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:

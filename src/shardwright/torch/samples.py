@@ -1,7 +1,7 @@
 """Stand-ins for the arguments and weights of a call: random data of the right shapes."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,11 @@ def copy_of_object(item: Any, replace: Callable[[Tensor], Tensor] = lambda tenso
 
 
 def copy_of_module(
-    module: nn.Module, device: torch.device, *, originals: Mapping[int, Tensor] | None = None
+    module: nn.Module,
+    device: torch.device,
+    *,
+    originals: Mapping[int, Tensor] | None = None,
+    shared: Iterable[Any] = (),
 ) -> nn.Module:
     """A copy with weights of its own: random where the module has none.
 
@@ -65,8 +69,9 @@ def copy_of_module(
         module: any module.
         device: where the copy goes.
         originals: id of a stand-in among its parameters and buffers -> the tensor that it stands for.
+        shared: objects that the copy has in common with the module.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(item): item for item in shared}
     for identifier, tensor in (originals or {}).items():
         memo[identifier] = _own(tensor, device)
     for sub in module.modules():

@@ -135,6 +135,7 @@ class _Run:
         try:
             glue = GlueMode(tracer, tracer.shape_asked)
             with python_random_kept(), nothing_left, unchanged, open_modules, glue:
+                tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
                 with use.watching():
                     result = self.function(*args, **kwargs)
@@ -166,6 +167,7 @@ class _Run:
         finally:
             del tracer.before_step  # a circle of references would keep the copies of the batch
             tracer.stop_watching()
+            tracer.draws.put_back()
             set_active_handler(before)
             set_state(generators, self.device)
 

@@ -64,6 +64,7 @@ class Tracer:
         before_step: called before every call and before ``backward``.
         samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
+        draws: PyTorch's.
     """
 
     before_step: Callable[[], None]
@@ -89,9 +90,9 @@ class Tracer:
         self._hidden = HiddenInputs(self._values)
         self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
         self.python_draws = DrawsOfPython(lambda: self.position)
-        self._draws = TracedDraws(device, user_line)
+        self.draws = TracedDraws(device, user_line)
         self._path = PathRecorder(batch)
-        self._real = RealExecution(self._values, self._hidden, self._path, device)
+        self._real = RealExecution(self._values, self._hidden, self._path, self.draws, device)
         self._loss: int | None = None
         self._backward_at: int | None = None
         self._batch_bytes = 0
@@ -154,9 +155,9 @@ class Tracer:
         call = self._call(func, items, structure, reads, line)
         key = self.samples.cost_class(call, functions.name_of(func))
         memory = self.samples.working_memory(key, call)
-        self._draws.before_step(self._recorder.num_nodes)
+        self.draws.before_step(self._recorder.num_nodes)
         outcome = self._execute_operation(call)
-        self._draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
+        self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         node = Node(
             kind="op",
             name=functions.name_of(func),
@@ -199,9 +200,9 @@ class Tracer:
         call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
         with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
             memory = self.samples.working_memory(key, call)
-            self._draws.before_step(self._recorder.num_nodes)
+            self.draws.before_step(self._recorder.num_nodes)
             outcome = self._execute_unit(call, module, kept)
-            self._draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
+            self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
         give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
         outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
@@ -260,10 +261,10 @@ class Tracer:
     ) -> Any:
         step = self._recorder.free_step(func, items)
         versions = self._path.versions(items)
-        self._draws.before_step(self._recorder.num_nodes)
-        with CostCounter(row=self._draws) as cost:
+        self.draws.before_step(self._recorder.num_nodes)
+        with CostCounter(row=self.draws) as cost:
             result = func(*args, **kwargs)
-        self._draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
+        self.draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
         step.draws = tuple(cost.draws)
         reads = cost.reads_data or func in functions.READS_DATA
         self._path.note(func, items, structure, result, versions, draws=cost.random, reads=reads)
@@ -283,9 +284,9 @@ class Tracer:
     def _execute_operation(self, call: TracedCall) -> Outcome:
         try:
             with self._values.fake_mode:
-                return call.run(CostCounter(row=self._draws))
+                return call.run(CostCounter(row=self.draws))
         except FAKE_FAILURES as error:
-            found = self._real.operation(call, CostCounter(row=self._draws))
+            found = self._real.operation(call, CostCounter(row=self.draws))
             if found is None:
                 raise self._unreadable(
                     f"{call.line}: the shape of the result of {functions.name_of(call.func)}() depends on "
@@ -300,10 +301,10 @@ class Tracer:
         state = UnitState(module)
         try:
             with self._values.fake_mode:
-                outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
+                outcome = call.run(CostCounter(self._values.names, self._hidden, self.draws))
         except Exception as error:
             attributes.restore()
-            cost = CostCounter(self._values.names, self._hidden, self._draws)
+            cost = CostCounter(self._values.names, self._hidden, self.draws)
             outcome = self._real.unit(call, name, kept, cost, error)
             plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
             self._hidden.ran_on_a_copy(state.plain, plain)
@@ -378,7 +379,7 @@ class Tracer:
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
-        self._draws.at_end(draws=any(step.draws for step in recorder.steps))
+        self.draws.at_end(draws=any(step.draws for step in recorder.steps))
         refuse_returned(leaves(result), self._values)
         recorder.reads(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
@@ -416,7 +417,7 @@ class Tracer:
             python_draws=tuple(self.python_draws.places),
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
-            generators_set_at=self._draws.set_at,
+            generators_set_at=self.draws.set_at,
             orders={
                 index: order
                 for index, value in enumerate(values)
