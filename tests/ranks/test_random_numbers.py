@@ -253,3 +253,39 @@ def test_a_generator_in_a_variable_of_a_function_that_the_step_function_calls():
         return differences(Recipe(build=lambda: Stack(6), batch=features, loss=noisy), TWICE)
 
     assert run_ranks(job, 2) == [[], []]
+
+
+# ---- torch.utils.checkpoint between modules
+
+
+class Drops(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.2, self.training)
+
+
+class CheckpointsDropout(Stack):
+    """The user checkpoints blocks with dropout by hand."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Drops() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant and x.requires_grad)
+        return self.head(x)
+
+
+class CheckpointsDropoutReentrantly(CheckpointsDropout):
+    reentrant = True
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("build", [CheckpointsDropout, CheckpointsDropoutReentrantly])
+def test_dropout_is_recomputed_with_the_mask_of_its_forward(build, pipeline):
+    """The state of the generators was saved before the block had got its own."""
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    case = Case(config={**CONFIG, "pipeline": pipeline}, iterations=[Iteration()] * 2)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]

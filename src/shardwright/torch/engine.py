@@ -17,6 +17,7 @@ from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.batch_programs import check_one_order, homes_of_buffers
+from shardwright.torch.checkpoint_generators import generators_saved_in_turn
 from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
@@ -97,7 +98,12 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
-        with inference_mode_as_no_grad(), custom_functions_intercepted(), backward_intercepted():
+        with (
+            inference_mode_as_no_grad(),
+            custom_functions_intercepted(),
+            backward_intercepted(),
+            generators_saved_in_turn(),
+        ):
             try:
                 return self._run(function, arguments, splitter)
             finally:

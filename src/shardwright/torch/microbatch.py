@@ -314,6 +314,12 @@ class Microbatch:
         while self.stage != stage:
             self._coroutine.pause()
 
+    def set_next_generators(self) -> None:
+        """Gives the generators the state from which the next step of this rank draws, if one does."""
+        coming = [position for position in self.turns if position >= self._cursor.position]
+        if coming:
+            set_state(self.turns[min(coming)].before, self._device, self.generators)
+
     def _restore_generators(self, instruction: Instruction, position: int) -> None:
         """Makes random numbers those that a plain loop would draw here."""
         self._must_leave = None
