@@ -49,6 +49,9 @@ class Watch(Protocol):
     def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
         """An operation has run, and may have drawn random numbers."""
 
+    def rehearsed(self, arguments: Sequence[Any], result: Any) -> None:
+        """An operation has run in a call that the step function does not make."""
+
     def wrote(self, tensor: Tensor) -> None:
         """An operation has written to this tensor."""
 

@@ -80,31 +80,36 @@ class HiddenInputs:
 
     def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
         """An operation of the call has run."""
-        if self._node is None:
+        if self._node is not None:
+            for tensor in tensors_in(arguments):
+                self._note_use(self._node, tensor)
+            self._note_made(arguments, result, draws=draws)
+
+    def rehearsed(self, arguments: Sequence[Any], result: Any) -> None:
+        """An operation has run to be counted: what it makes the call may leave somewhere all the same."""
+        if self._node is not None:
+            self._note_made(arguments, result, draws=False)
+
+    def _note_use(self, node: int, tensor: Tensor) -> None:
+        if self._is_known(tensor):
             return
-        follows_from_data = draws
-        for tensor in tensors_in(arguments):
-            follows_from_data = self._use(tensor) or follows_from_data
-        if follows_from_data:
+        if tensor not in self._makers:
+            if not isinstance(tensor, FakeTensor):
+                self._note_real(tensor, self._readers)
+        # What a unit leaves in an attribute of a module is a value of the graph.
+        elif self._makers[tensor] != node and self._values.find(tensor) is None:
+            self._found.setdefault(node, set()).add(self._makers[tensor])
+
+    def _note_made(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
+        """Takes note of a result that follows from more than shapes."""
+        if draws or any(self._holds_data(tensor) for tensor in tensors_in(arguments)):
             for tensor in tensors_in((result,)):
-                if not self._is_known(tensor):
+                if not self._is_known(tensor) and tensor not in self._makers:
                     self._makers[tensor] = self._node
 
-    def _use(self, tensor: Tensor) -> bool:
-        """Notes a hidden input; tells whether a tensor has more to it than its shape."""
-        assert self._node is not None
-        if self._is_known(tensor):
-            return True
-        if tensor in self._makers:
-            maker = self._makers[tensor]
-            # What a unit leaves in an attribute of a module is a value of the graph.
-            if maker != self._node and self._values.find(tensor) is None:
-                self._found.setdefault(self._node, set()).add(maker)
-            return True
-        if isinstance(tensor, FakeTensor):
-            return False
-        self._note_real(tensor, self._readers)
-        return storage_key(tensor) in self._writers
+    def _holds_data(self, tensor: Tensor) -> bool:
+        is_written = not isinstance(tensor, FakeTensor) and storage_key(tensor) in self._writers
+        return self._is_known(tensor) or tensor in self._makers or is_written
 
     def wrote(self, tensor: Tensor) -> None:
         """An operation of the call has written to a tensor: here, one that is there on every rank."""

@@ -168,7 +168,7 @@ class _LiveBytes(TorchDispatchMode):
         known = {storage_key(t) for t in leaves((args, kwargs or {})) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         if self._watch is not None:
-            self._watch.ran((*args, *(kwargs or {}).values()), result, draws=False)
+            self._watch.rehearsed((*args, *(kwargs or {}).values()), result)
         for tensor in leaves(result):
             if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
                 self._add(tensor)
