@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwright.torch.container_content import PLAIN, content_of, has_content, is_same, versions_of
 from shardwright.torch.glue import active_handler
+from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
 
@@ -29,7 +30,7 @@ Place = tuple[nn.Module, str]
 
 _ABSENT: Any = object()
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
-_OWN = frozenset(vars(nn.Module())) - {"training"}
+_OWN = OF_EVERY_MODULE - {"training"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.torch.module_tree import all_modules
+from shardwright.torch.module_tree import OF_EVERY_MODULE, all_modules
 
 __all__ = ["AttributeWatch"]
 
@@ -24,7 +24,6 @@ _Place = tuple[int, str, str]
 _PLAIN = frozenset({type(None), bool, int, str, float})
 _MISSING: Any = object()
 _NEVER_PLAIN = frozenset({dict, set, OrderedDict, nn.Parameter, type(torch.relu)})
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # `training` among them, which is looked at elsewhere
 _TIMES_WITHOUT_EFFECT = 3
 _DIGESTS_KEPT = 64
 _LONGEST = 64  # lists beyond are data
@@ -89,7 +88,7 @@ def _attributes(model: nn.Module) -> dict[_Place, Any]:
     seen: set[int] = set()
     for number, module in enumerate(all_modules(model)):
         for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE:
+            if name in OF_EVERY_MODULE:
                 continue
             kind = type(value)
             if kind in _NEVER_PLAIN:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_content import content_of, put_content
+from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
 
 __all__ = ["NothingLeftBehind", "is_plain_object"]
@@ -38,7 +39,6 @@ _NOT_OURS = (
     *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
     *("multiprocessing.", "queue.", "threading.", "weakref."),
 )
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -70,7 +70,7 @@ class NothingLeftBehind:
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
         for module in self._model.modules():
             for key, item in list(vars(module).items()):
-                if key not in _OF_EVERY_MODULE:
+                if key not in OF_EVERY_MODULE:
                     self._look_into(item, _DEPTH, owned=True)
         files: dict[str, None] = {}
         for kind in dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__):
@@ -158,7 +158,7 @@ class NothingLeftBehind:
             held = (vars(item),)
             depth += 1  # its namespace is not one more step
         elif isinstance(item, nn.Module) and not owned:  # a metric
-            held = (item._buffers, {key: v for key, v in vars(item).items() if key not in _OF_EVERY_MODULE})
+            held = (item._buffers, {key: v for key, v in vars(item).items() if key not in OF_EVERY_MODULE})
             depth += 1
         else:
             return

@@ -1,8 +1,14 @@
-"""Walks through a model, for what is done in every step: `torch.nn.Module.modules` makes a name for each."""
+"""Walks through a model, for what is done in every step: `torch.nn.Module.modules` makes a name for each.
+
+And knows what every module has, whatever its class.
+"""
 
 from torch import nn
 
-__all__ = ["all_modules"]
+__all__ = ["OF_EVERY_MODULE", "all_modules"]
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes for parameters, buffers, modules and hooks, and `training`."""
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

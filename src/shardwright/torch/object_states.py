@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.left_behind import is_plain_object
+from shardwright.torch.module_tree import OF_EVERY_MODULE
 
 __all__ = ["ObjectStates"]
 
@@ -134,7 +135,7 @@ def _objects_in(roots: Sequence[Any]) -> Iterator[Any]:
         seen.add(id(item))
         if isinstance(item, nn.Module):
             for sub in item.modules():
-                pending += [value for key, value in vars(sub).items() if key not in _OF_EVERY_MODULE]
+                pending += [value for key, value in vars(sub).items() if key not in OF_EVERY_MODULE]
         elif type(item) in (dict, list, tuple):  # others may do things when they are read
             if len(item) <= _LONGEST:
                 pending += item.values() if isinstance(item, dict) else item
@@ -146,5 +147,4 @@ def _objects_in(roots: Sequence[Any]) -> Iterator[Any]:
 _PLAIN = frozenset({bool, int, float, str})
 _WATCHED = ("__getattribute__", "__setattr__")
 _LONGEST, _MOST = 1_000, 10_000  # what is beyond is data
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _WITHOUT_STATE = (Tensor, type, type(None), bool, int, float, complex, str, bytes)

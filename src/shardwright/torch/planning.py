@@ -11,6 +11,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,11 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            traces = self._traces_of_training(function, arguments, splitter, counts)
+            trace = partial(self._trace, function, arguments, splitter, counts)
+            traces = self._as_in_training(trace)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
-                traces = self._trace(function, arguments, splitter, counts)
+                traces = trace()
         context.cluster = cluster = present_cluster(context)
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
@@ -92,13 +94,7 @@ class Planner:
             )
         return microbatch_counts(batch_size, config=config, pipeline=pipeline)
 
-    def _traces_of_training(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        splitter: Splitter,
-        counts: tuple[int, ...],
-    ) -> dict[int, Trace] | None:
+    def _as_in_training(self, trace: Callable[[], dict[int, Trace]]) -> dict[int, Trace] | None:
         """Traces an evaluation as if it trained, if training is to follow; None if not, or if it cannot."""
         if torch.is_grad_enabled() or not self._context.optimizers:
             return None
@@ -106,7 +102,7 @@ class Planner:
         try:
             self._model.train()  # layers that recompute themselves do so in training only
             with torch.enable_grad():
-                return self._trace(function, arguments, splitter, counts)
+                return trace()
         except Exception as error:  # the user's code may insist on there being none
             log.info("the evaluation cannot be traced as training: %s", error)
             return None

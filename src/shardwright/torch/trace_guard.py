@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from shardwright.torch.container_content import content_of, has_content, put_content, versions_of
 from shardwright.torch.glue import Handler, active_handler
 from shardwright.torch.module_hooks import hook_registries
+from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["Attributes", "OpenModules", "Unchanged"]
@@ -24,7 +25,9 @@ class Attributes:
         self._versions: dict[int, dict[str, tuple[int, ...]]] = {}
         for sub in module.modules():
             attributes = dict(sub.__dict__)
-            self._versions[id(sub)] = {k: versions_of(v) for k, v in attributes.items() if k not in _OWN}
+            self._versions[id(sub)] = {
+                k: versions_of(v) for k, v in attributes.items() if k not in OF_EVERY_MODULE
+            }
             containers = [(v, c) for v in attributes.values() if (c := content_of(v)) is not None]
             self._saved.append((sub, attributes, containers))
 
@@ -45,7 +48,7 @@ class Attributes:
             contents = {id(container): content for container, content in containers}
             for key in dict.fromkeys([*before, *vars(module)]):
                 value = vars(module).get(key)
-                if key in _OWN:
+                if key in OF_EVERY_MODULE:
                     continue
                 same = value is before.get(key) and (key in before) == (key in vars(module))
                 same = same and has_content(value, contents.get(id(value)))
@@ -70,10 +73,6 @@ class Attributes:
             module.__dict__.update(attributes)
             for container, content in containers:
                 put_content(container, content)
-
-
-# What every module has: parameters, buffers, modules, hooks.
-_OWN = frozenset(vars(nn.Module()))
 
 
 class Unchanged:
