@@ -3,7 +3,7 @@
 import copy
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,18 @@ class Normed(Stack):
         for block, norm in zip(self.blocks, self.norms, strict=True):
             x = norm(block(x))
         return self.head(x)
+
+
+def train_both(
+    optimizers: Sequence[torch.optim.Optimizer], train: Callable[[Tensor], Any], plain: nn.Module, x: Tensor
+) -> None:
+    """One step of the wrapped model and one of the plain one."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    train(x)
+    sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def trained(prepare: Callable[[nn.Module], Any], num_steps: int = 1) -> tuple[Any, Any, Any]:
@@ -227,13 +239,7 @@ def old_lists() -> dict[str, bool]:
         return loss
 
     def both(number: int) -> None:
-        x = batches(number, 1)[0]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        train(model, x)
-        sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
 
     for number in range(4):
         for p in (*plain.blocks.parameters(), *backbone):
@@ -299,13 +305,7 @@ def averages_of_each_rank() -> list[str]:
 
     found = []
     for number in range(4):
-        x = batches(number, 1)[0]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        train(model, x)
-        sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
         average(0.5)
         exchange()
         averaged = model.state_dict()
