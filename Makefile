@@ -1,8 +1,10 @@
 # make test PYTHON=python3.12          another interpreter
+# make test TEST_WORKERS=8              tests at a time
 # make test PIP_ARGS='--no-index -f /path/to/wheels'   options for pip, for example another source of packages
 
 PYTHON ?= python3
 PIP_ARGS ?=
+TEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,7 +24,7 @@ help:
 	@echo 'make clean   remove .venv, builds and caches'
 
 test: check
-	$(BIN)/python -m pytest --doctest-modules -m 'not sweep' src tests
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --doctest-modules -m 'not sweep' src tests
 
 check: $(STAMP)
 	$(BIN)/ruff check
