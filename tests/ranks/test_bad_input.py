@@ -140,6 +140,34 @@ def test_ranks_that_build_different_models():
     assert "trace different models" in str(caught.value)
 
 
+def test_ranks_that_take_different_paths_after_the_first_step():
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 2})
+        torch.manual_seed(0)
+        model = sw.DistributedModel(four_layers())
+        known = set()
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            for name, p in model.module.named_parameters():
+                if name in known:
+                    loss = loss + p.square().sum()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.ones(4, 4))
+        known.update(name for name, p in model.module.named_parameters() if p.grad is not None)
+        train(model, torch.ones(6, 4))  # of another size: traced anew
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(job, 2)
+    assert "took another path through the step function" in str(caught.value)
+    assert "what only this rank knows" in str(caught.value)
+
+
 def test_a_stage_without_parameters_works():
     class Glue(nn.Module):
         def forward(self, x):

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transparency import Case, Recipe, differences_by_case
-from zoo import classify, features
+from zoo import classify, features, padded
 from zoo_modules import CLASSES, WIDTH, Block, Stack
 
-from shardwright.testing import run_ranks
+from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 
@@ -94,7 +95,21 @@ class ReversibleLayers(nn.Module):
         return sum(_Reversible.apply(torch.cat([x, x], dim=-1), self.layers).chunk(2, dim=-1))
 
 
-@pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers])
+class MappedLayers(nn.Module):
+    """Its layers see tensors that are no real ones, and one of them other weights than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.vmap(layer)(x)
+        larger = {name: 2 * value for name, value in self.layers[0].named_parameters()}
+        return torch.func.functional_call(self.layers[0], larger, (x,))
+
+
+@pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers, MappedLayers])
 def test_modules_that_cannot_be_split_are_kept_whole(middle):
     check(Recipe(build=lambda: Surrounded(middle()), batch=features, loss=classify))
 
@@ -155,3 +170,42 @@ def connectionist(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_a_loss_without_a_fake_kernel_is_computed_between_units():
     check(Recipe(build=Stack, batch=spoken, loss=connectionist))
+
+
+class PackedLSTM(nn.Module):
+    """How many places of a sequence there are follows from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        lengths = (~padding).sum(1).cpu()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(PackedLSTM() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, padding)
+        return self.head(x)
+
+
+def loss_of_tags(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"], batch["padding"]).mT, batch["target"])
+
+
+def test_modules_that_pack_sequences():
+    check(Recipe(build=Tagger, batch=padded, loss=loss_of_tags))
+
+
+def test_a_model_that_packs_sequences_between_its_units_is_told_what_to_do():
+    recipe = Recipe(build=PackedLSTM, batch=padded, loss=loss_of_tags)
+    with pytest.raises(RanksFailedError, match=r"packs sequences .* Move this code and these modules"):
+        run_ranks(differences_by_case, 2, recipe, {"": Case()})

@@ -119,6 +119,37 @@ class Held(Handed):
         return self.head(x)
 
 
+class NotesModule(Notes, nn.Module):
+    """The same as a module, which all blocks have."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        Notes.__init__(self)
+        self.depths = {"of all": [0]}
+
+
+class CountingInAList(Whole):
+    def forward(self, x: Tensor, notes: Any) -> Tensor:
+        notes.depths["of all"][0] += 1
+        return super().forward(x) / notes.depths["of all"][0]
+
+
+class HeldInAModule(Held):
+    notes: NotesModule  # type: ignore[assignment]
+
+    def __init__(self, *blocks: type[Whole]):
+        super().__init__(*blocks)
+        self.notes = NotesModule()
+        for block in self.blocks:
+            block.notes = self.notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.depth, self.notes.depths["of all"][0] = 0, 0
+        for block in self.blocks:
+            x = block(x, block.notes)
+        return self.head(x)
+
+
 class ReadBetween(Handed):
     """Code between the blocks looks at what they count."""
 
@@ -254,6 +285,21 @@ def test_a_recomputed_module_finds_in_a_container_what_it_found_first(name):
     config = {**CONFIG, "pipeline_parallel_degree": 2, "activation_checkpointing": "full"}
     case = Case(config=config, iterations=[Iteration()] * 2)
     assert run_ranks(differences, 2, recipe_of({**TOGETHER, **FREE}[name]), case) == [[], []]
+
+
+def differences_of_held_states() -> list[str]:
+    found = []
+    for block in (Counting, CountingInAList):
+        for pipeline in ("auto", "zb_v"):
+            recipe = recipe_of(lambda block=block: HeldInAModule(Whole, block, block, Whole, Whole, Whole))
+            config = {**CONFIG, "pipeline": pipeline, "pipeline_parallel_degree": 2}
+            found += differences(recipe, Case(config=config, iterations=[Iteration()] * 2))
+    return found
+
+
+def test_modules_that_share_a_module_or_a_list_share_a_stage():
+    """Each stage counted for itself."""
+    assert run_ranks(differences_of_held_states, 2) == [[], []]
 
 
 APART = {

@@ -253,12 +253,15 @@ def test_replicas_of_pytorch_and_compilers_around_and_inside_the_model():
         script = Script(first_step=False)
         replica = nn.parallel.DistributedDataParallel(four_layers())
         compiled = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
+        with pytest.warns(DeprecationWarning, match="jit.trace"):
+            traced = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
         around = torch.compile(script.model, backend="eager")
         script.sw.shutdown()
         script.sw.init(QUIET)
         for module, words in (
             (replica, "it is a torch.nn.parallel.Distrib"),
             (compiled, "its module 1 is comp"),
+            (traced, "its module 1 is compiled by torch.jit"),
         ):
             with pytest.raises(RuntimeError, match=f"the model cannot be pipelined: {words}"):
                 script.sw.DistributedModel(module)

@@ -80,6 +80,42 @@ def test_a_block_that_skipped_itself_in_the_trace_alone_is_noticed():
         run_ranks(job, 2)
 
 
+class ClampsLargeRows(Block):
+    """Changes what it is given, or leaves it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().abs().amax() > 100:
+            x.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class ReadsWhatMayBeClamped(Blocks):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.clamps, self.scale = ClampsLargeRows(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.blocks
+        y = first(x)
+        x = y * self.scale
+        for block in others:
+            y = block(y)
+        return self.head(y + self.clamps(x) + x)
+
+
+def test_a_change_in_place_that_the_trace_does_not_have():
+    """Autograd said something of leaves; without gradients, a stage went on with the tensor as it was."""
+
+    def job(scale: float) -> list[str]:
+        recipe = Recipe(build=lambda: ReadsWhatMayBeClamped(scale), batch=features, loss=classify)
+        return differences(recipe, Case(config=CONFIG))
+
+    assert run_ranks(job, 2, 1.0) == [[], []]
+    message = r"ClampsLargeRows changes an argument in place in microbatch \d, but not in the trace"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(job, 2, 1e4)
+
+
 # ---- buffers and parameters under another name -----------------------------------------------------------
 
 
@@ -160,10 +196,28 @@ class WritesIntoItsHead(Blocks):
         return self.head(x)
 
 
+class ReadsBuffersOfItsHead(Blocks):
+    """Code between modules reads a table of a module, and what another module counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = HeadWithPrototype()
+        nn.init.normal_(self.head.prototype)
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + self.head.prototype)
+        x = x / (1 + self.norm.running_var.mean())
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + self.head.prototype)
+
+
 @pytest.mark.parametrize(
     ("build", "config"),
     [
         (WritesIntoItsHead, CONFIG),
+        (ReadsBuffersOfItsHead, CONFIG),
         (BuffersUnderOtherNames, CONFIG),
         (BuffersUnderOtherNames, V),
         (CodebookThatIsWrittenAlone, CONFIG),
@@ -225,8 +279,31 @@ class ProbedBackbone(Stack):
         self.head = Probe()
 
 
-def train_a_probe(optimizer_kind: Callable[..., torch.optim.Optimizer], config: dict[str, Any]) -> list[str]:
-    sw, plain, model = start(ProbedBackbone, config)
+class CountingProbe(Probe):
+    """Changes what it is given to count in."""
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        counts.add_(1)
+        return super().forward(x) / counts.mean()
+
+
+class CountedBackbone(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = CountingProbe()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, torch.zeros_like(x))
+
+
+def train_a_probe(
+    optimizer_kind: Callable[..., torch.optim.Optimizer],
+    config: dict[str, Any],
+    make: Callable[[], nn.Module] = ProbedBackbone,
+) -> list[str]:
+    sw, plain, model = start(make, config)
     plain_optimizer = optimizer_kind(plain.parameters(), lr=0.1, weight_decay=0.5)
     optimizer = sw.DistributedOptimizer(optimizer_kind(model.parameters(), lr=0.1, weight_decay=0.5))
 
@@ -252,6 +329,10 @@ def train_a_probe(optimizer_kind: Callable[..., torch.optim.Optimizer], config: 
 def test_what_a_unit_detaches_has_no_gradient(config):
     """It had zeros, so that AdamW made the weights behind it smaller."""
     assert run_ranks(train_a_probe, 2, torch.optim.AdamW, config) == [[], []]
+
+
+def test_what_a_unit_detaches_that_changes_another_argument():
+    assert run_ranks(train_a_probe, 2, torch.optim.AdamW, {}, CountedBackbone) == [[], []]
 
 
 class Tied(nn.Module):

@@ -115,6 +115,36 @@ def test_a_state_is_of_one_moment_and_complete_under_every_prefix():
     assert run_ranks(states_of_two_moments, 2) == [[True] * 5] * 2
 
 
+class MakesABuffer(nn.Linear):
+    """Registers a buffer in its first forward, and fills one that it has declared."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", None)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.mean is None:
+            self.mean = torch.zeros_like(self.scale)
+            self.register_buffer("seen", torch.zeros_like(self.scale))
+        self.seen += y.detach().mean((0, 1))
+        return y * self.scale - self.mean - 0.1 * self.seen
+
+
+def test_a_state_has_the_order_of_a_plain_one():
+    """What modules of other ranks had made in their forward came last."""
+
+    def build() -> nn.Module:
+        model = Blocks(4)
+        model.blocks = nn.ModuleList(MakesABuffer() for _ in range(4))
+        return model
+
+    case = Case(config={"microbatches": 2, "profile": "estimated"}, iterations=[Iteration()])
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
 # ---- scalers ---------------------------------------------------------------------------------------------
 
 
@@ -304,6 +334,48 @@ def test_a_head_that_comes_after_the_wrapping_is_averaged_over_replicas():
     message = "parameters were added to the model, or replaced, after it was spread over stages and replicas"
     with pytest.raises(RanksFailedError, match=message):
         run_ranks(train_with_another_head, 4, "after", 2)
+
+
+# ---- a script that goes on with what another has saved ---------------------------------------------------
+
+
+def train_and_save(saved: list[Any], device: str) -> list[Any]:
+    """Two steps from what was saved, or four from the beginning; what is there after two and in the end."""
+    import shardwright.torch as sw
+
+    sw.init(QUIET)
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    model = sw.DistributedModel(whole.to(device) if saved else whole)
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train, found = trainer(sw), []
+    if saved:
+        for owner, state in zip((model, optimizer, schedule), saved[sw.rank()], strict=True):
+            owner.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+        optimizer.param_groups[0]["weight_decay"] = 0.25  # set by a script that goes on otherwise
+    for number in range(2 if saved else 0, 4):
+        if not saved and number == 2:
+            optimizer.param_groups[0]["weight_decay"] = 0.25
+        optimizer.zero_grad()
+        train(model, batches(number, 1, torch.float32)[0])
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["weight_decay"] == (0.25 if number > 1 else 0.01)
+        found.append(copy.deepcopy([owner.state_dict() for owner in (model, optimizer, schedule)]))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_are_loaded_before_the_first_step(device):
+    """On the meta device the moments were lost; elsewhere a rank's own did not fit the whole model's."""
+    whole = run_ranks(train_and_save, 2, [], "cpu")
+    again = run_ranks(train_and_save, 2, [states[1] for states in whole], device)
+    for expected, found in zip(whole, again, strict=True):
+        names = [states[-1][1].pop("parameter_names") for states in (expected, found)]
+        assert names[0] == names[1]
+        torch.testing.assert_close(found[-1], expected[-1], rtol=0, atol=0)
 
 
 # ---- optimizers in the backward, complex numbers ---------------------------------------------------------

@@ -19,12 +19,15 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "FAKE_FAILURES",
+    "BackwardHookFunction",
+    "BatchNormBase",
     "FakeTensor",
     "FakeTensorMode",
     "TorchFunctionMode",
@@ -52,6 +55,9 @@ __all__ = [
 
 # Raised when an operation's result cannot be known without data.
 FAKE_FAILURES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+# What batch and instance norms have in common: running statistics, and their momentum.
+BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl

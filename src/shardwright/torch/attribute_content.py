@@ -1,5 +1,6 @@
 """What attributes of modules hold at one moment, to be there again at another."""
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,9 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["AttributeContent", "called_as_now", "held_again"]
+from shardwright.torch.container_content import ABSENT
 
-_ABSENT: Any = object()
+__all__ = ["DICTIONARIES", "AttributeContent", "called_as_now", "held_again", "namespace_of"]
+
+DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
+"""Others may do things when they are read."""
+
+
+def namespace_of(holder: Any) -> dict[Any, Any]:
+    """The attributes of a module or an object; a dictionary itself."""
+    found: dict[Any, Any] = holder if type(holder) in DICTIONARIES else vars(holder)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,16 +39,16 @@ class AttributeContent:
     @classmethod
     def of(cls, module: nn.Module, key: str) -> "AttributeContent":
         """What is there now."""
-        return cls(module, key, vars(module).get(key, _ABSENT))
+        return cls(module, key, vars(module).get(key, ABSENT))
 
     @property
     def is_there(self) -> bool:
         """Whether the module holds it."""
-        return vars(self.module).get(self.key, _ABSENT) is self.value
+        return vars(self.module).get(self.key, ABSENT) is self.value
 
     def put(self) -> None:
         """Has the module hold it."""
-        if self.value is _ABSENT:
+        if self.value is ABSENT:
             vars(self.module).pop(self.key, None)
         else:
             vars(self.module)[self.key] = self.value

@@ -9,26 +9,33 @@ written it by then::
 
 One that is put back by the end (a flag that switches adapters off for a while) each microbatch finds as the
 first one did.
+
+So it is with attributes of objects and entries of dictionaries that modules hold: a count in a context that
+all blocks share. Who reads an entry is not seen, so that a number that is changed counts as read before. A
+tensor does not: features that hooks collect are read by nobody, and one of another microbatch says so itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
 from torch import nn
 
-from shardwright.torch.container_content import PLAIN, content_of, has_content, is_same, versions_of
+from shardwright.torch.attribute_content import DICTIONARIES, namespace_of
+from shardwright.torch.container_content import ABSENT, PLAIN, content_of, has_content, is_same, versions_of
 from shardwright.torch.glue import active_handler
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
+from shardwright.torch.watched_containers import original_of
 
-__all__ = ["Access", "AttributeUse", "AttributeUses", "Place"]
+__all__ = ["Access", "AttributeUse", "AttributeUses", "Slot"]
 
-Place = tuple[nn.Module, str]
+Slot = tuple[Any, Any]
+"""A module, an object or a dictionary, and the name of what is in it."""
 
-_ABSENT: Any = object()
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
 _OWN = OF_EVERY_MODULE - {"training"}
 
@@ -54,7 +61,7 @@ class AttributeUse:
     """A changed attribute that code between units reads or writes.
 
     Attributes:
-        module: whose attribute it is.
+        module: whose attribute it is; also an object or a dictionary that a module holds.
         key: its name.
         name: how an error calls it.
         accesses: in order.
@@ -64,8 +71,8 @@ class AttributeUse:
         put_back: in the end it is what it was at the start.
     """
 
-    module: nn.Module
-    key: str
+    module: Any
+    key: Any
     name: str
     accesses: tuple[Access, ...]
     carries_tensor: bool
@@ -91,9 +98,9 @@ class _Content:
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, key: str) -> "_Content":
-        value = vars(module).get(key, _ABSENT)
-        return cls(value, content_of(value), versions_of(value))
+    def of(cls, module: Any, key: Any) -> "_Content":
+        value = namespace_of(module).get(key, ABSENT)
+        return cls(original_of(value), content_of(value), versions_of(value))
 
 
 class AttributeUses:
@@ -106,23 +113,28 @@ class AttributeUses:
     """
 
     def __init__(
-        self, places: Sequence[Place], position: Callable[[], float], *, rehearses: Callable[[], bool]
+        self, places: Sequence[Slot], position: Callable[[], float], *, rehearses: Callable[[], bool]
     ):
         self._places = list(places)
         self._position = position
         self._rehearses = rehearses
-        self._log: dict[tuple[int, str], list[Access]] = {(id(m), k): [] for m, k in places}
-        self._from_glue: set[tuple[int, str]] = set()
+        self._log: dict[tuple[int, Any], list[Access]] = {(id(m), k): [] for m, k in places}
+        self._from_glue: set[tuple[int, Any]] = set()
+        self._watched: set[type] = set()  # classes of objects whose attributes tell when they are used
         self._initial = {(id(m), k): _Content.of(m, k) for m, k in places}
         self._contents = dict(self._initial)
-        self._in_place: set[tuple[int, str]] = set()
-        self._written: dict[tuple[int, str], Place] = {}
+        self._in_place: set[tuple[int, Any]] = set()
+        self._written: dict[tuple[int, str], Slot] = {}
 
-    def look(self) -> None:
-        """Looks what has changed in containers and tensors since the last time; before every step."""
+    def look(self, *, inside: bool = False) -> None:
+        """Looks what has changed in containers and tensors since the last time; before every step.
+
+        Args:
+            inside: a unit has just ended, and may have changed it.
+        """
         for module, key in self._places:
             before = self._contents[id(module), key]
-            if type(before.value) in PLAIN and vars(module).get(key) is before.value:
+            if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
                 continue
             now = _Content.of(module, key)
             if now.value is before.value and has_content(now.inside, before.inside):
@@ -130,13 +142,17 @@ class AttributeUses:
                     continue
                 self._in_place.add((id(module), key))
             self._contents[id(module), key] = now
-            if now.value is not before.value:
+            tells = isinstance(module, nn.Module) or type(module) in self._watched
+            if now.value is not before.value and tells:
                 continue  # it was written, which is noted
             accesses = self._log[id(module), key]
             line = accesses[-1].line if accesses else user_line()
+            position = self._position() - 0.5 * inside
             if not accesses:
-                accesses.append(Access(self._position(), False, line))
-            accesses.append(Access(self._position(), True, line))
+                accesses.append(Access(position, False, line))
+            accesses.append(Access(position, True, line))
+            if not tells and not inside:
+                self._from_glue.add((id(module), key))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -150,27 +166,61 @@ class AttributeUses:
 
         def write(module: nn.Module, key: str, value: Any) -> None:
             self._note(module, key, writes=True)
-            before = vars(module).get(key, _ABSENT)
+            before = vars(module).get(key, ABSENT)
             set_plainly(module, key, value)
-            if key not in _OWN and vars(module).get(key, _ABSENT) is not before:
+            if key not in _OWN and vars(module).get(key, ABSENT) is not before:
                 self._written[id(module), key] = module, key
 
         kind.__setattr__ = write
         if self._places:
             kind.__getattribute__ = read
         try:
-            yield
+            with self._watching_objects():
+                yield
         finally:
             if self._places:
                 del kind.__getattribute__
             kind.__setattr__ = set_plainly
 
-    def written(self, model: nn.Module) -> list[Place]:
+    @contextmanager
+    def _watching_objects(self) -> Iterator[None]:
+        """Sees how attributes of plain objects are used, where their classes let themselves be watched."""
+        with ExitStack() as stack:
+            for kind in {type(holder) for holder, _ in self._places}:
+                is_object = kind not in DICTIONARIES and not issubclass(kind, nn.Module)
+                if is_object and self._watch(kind, stack):
+                    self._watched.add(kind)
+            yield
+
+    def _watch(self, kind: Any, stack: ExitStack) -> bool:
+        read_plainly, set_plainly = kind.__getattribute__, kind.__setattr__
+
+        def read(item: Any, key: str) -> Any:
+            self._note(item, key, writes=False)
+            return read_plainly(item, key)
+
+        def write(item: Any, key: str, value: Any) -> None:
+            self._note(item, key, writes=True)
+            set_plainly(item, key, value)
+
+        try:
+            for name, method in (("__getattribute__", read), ("__setattr__", write)):
+                own = vars(kind).get(name)
+                setattr(kind, name, method)
+                if own is None:
+                    stack.callback(delattr, kind, name)
+                else:
+                    stack.callback(setattr, kind, name, own)
+        except Exception:  # a class that is not Python's own, or that does not let itself be written to
+            return False
+        return True
+
+    def written(self, model: nn.Module) -> list[Slot]:
         """The attributes of a model's modules that were given another value, put back or not."""
         modules = {id(module) for module in model.modules()} if self._written else set()
         return [place for place in self._written.values() if id(place[0]) in modules]
 
-    def _note(self, module: nn.Module, key: str, *, writes: bool) -> None:
+    def _note(self, module: Any, key: str, *, writes: bool) -> None:
         accesses = self._log.get((id(module), key))
         if accesses is None or self._rehearses():
             return
@@ -191,17 +241,36 @@ class AttributeUses:
         names = {id(module): name for name, module in model.named_modules()}
         found = []
         for module, key in self._places:
-            if (id(module), key) in self._from_glue:
+            if (id(module), key) in self._from_glue or self._is_handed_on(module, key):
                 where = names.get(id(module)) or "the model"
+                if not isinstance(module, nn.Module):
+                    where = "what the model holds"
                 name = f"{key} of {where} ({type(module).__name__})"
                 accesses = tuple(self._log[id(module), key])
-                carries = any(is_value(item) for item in leaves(vars(module).get(key)))
+                carries = any(is_value(item) for item in leaves(namespace_of(module).get(key)))
+                if carries and self._reads_are_presumed(module, key):
+                    accesses = tuple(dropwhile(lambda access: not access.writes, accesses))
                 late = any(access.before % 1 in (0.25, 0.75) for access in accesses)
                 in_place = (id(module), key) in self._in_place
                 put_back = not in_place and self._is_put_back(module, key)
                 found.append(AttributeUse(module, key, name, accesses, carries, late, in_place, put_back))
         return tuple(found)
 
-    def _is_put_back(self, module: nn.Module, key: str) -> bool:
+    def _reads_are_presumed(self, module: Any, key: Any) -> bool:
+        """Whether who looks there first may do so to write: an entry of a dictionary, by its key.
+
+        A list that is not replaced may get longer with every microbatch, and Python may look at its length.
+        """
+        before, now = self._initial[id(module), key], self._contents[id(module), key]
+        if now.inside is not None and before.value is now.value:
+            return isinstance(now.value, dict)
+        return not isinstance(module, nn.Module) and type(module) not in self._watched
+
+    def _is_handed_on(self, module: Any, key: Any) -> bool:
+        """Whether a unit leaves something there for another, which may be on a later stage of its rank."""
+        accesses = self._log[id(module), key]
+        return len({access.before for access in accesses}) > 1 and accesses[0].writes
+
+    def _is_put_back(self, module: Any, key: Any) -> bool:
         before, now = self._initial[id(module), key], self._contents[id(module), key]
         return is_same(now.value, before.value) and has_content(now.inside, before.inside)

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PLAIN", "content_of", "has_content", "is_same", "put_content", "versions_of"]
+__all__ = ["ABSENT", "PLAIN", "content_of", "has_content", "is_same", "put_content", "versions_of"]
 
+ABSENT: Any = object()  # in place of an entry or attribute that is not there
 PLAIN = frozenset({type(None), bool, int, float, str})  # what nothing can change
 
 

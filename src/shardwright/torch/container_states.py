@@ -12,15 +12,21 @@ are copies that tell when they are read.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from shardwright.torch.container_content import is_same
+from shardwright.torch.container_content import ABSENT, is_same
+from shardwright.torch.watched_containers import (
+    WATCH,
+    OnRead,
+    WatchedDict,
+    WatchedFields,
+    WatchedList,
+    entries_of,
+    watch_fields,
+)
 
 __all__ = ["ContainerStates"]
-
-_ABSENT: Any = object()
-_OnRead = Callable[[int], None]
 
 
 class ContainerStates:
@@ -30,7 +36,7 @@ class ContainerStates:
         on_read: called with the node that has changed what somebody else reads.
     """
 
-    def __init__(self, on_read: _OnRead):
+    def __init__(self, on_read: OnRead):
         self._on_read = on_read
         # id of a container -> entry -> the calls that changed it, each with what it put there.
         self._changes: dict[int, dict[Any, list[tuple[int, Any]]]] = {}
@@ -38,7 +44,7 @@ class ContainerStates:
 
     def contents(self, own: Any) -> list[tuple[Any, dict[Any, Any]]]:
         """The containers of a tree, with their entries."""
-        return [(container, _entries(container)) for container in _containers_in(own)]
+        return [(container, entries_of(container)) for container in _containers_in(own)]
 
     def note(self, node: int, before: list[tuple[Any, dict[Any, Any]]]) -> bool:
         """A call has ended; tells whether it was given containers that units change.
@@ -48,11 +54,11 @@ class ContainerStates:
             before: `contents` before it.
         """
         for container, entries in before:
-            now = _entries(container)
+            now = entries_of(container)
             for key in {**entries, **now}:
-                if not is_same(now.get(key, _ABSENT), entries.get(key, _ABSENT)):
+                if not is_same(now.get(key, ABSENT), entries.get(key, ABSENT)):
                     entry = self._changes.setdefault(id(container), {}).setdefault(key, [])
-                    entry.append((node, now.get(key, _ABSENT)))
+                    entry.append((node, now.get(key, ABSENT)))
                     self._keep_alive.append(container)
         return any(id(container) in self._changes for container, _ in before)
 
@@ -68,43 +74,43 @@ class ContainerStates:
         if type(given) is list and len(own) == len(given):
             items = [self.watched(*pair) for pair in zip(own, given, strict=True)]
             changes = self._valid(own, given)
-            return _WatchedList(items, self._on_read, changes) if changes else items
+            return WatchedList(items, self._on_read, changes) if changes else items
         if type(given) is tuple:
             return tuple(self.watched(*pair) for pair in zip(own, given, strict=True))
         if type(given) is dict:
             values = {key: self.watched(own[key], value) for key, value in given.items()}
             changes = self._valid(own, values)
-            return _WatchedDict(values, self._on_read, changes) if changes else values
+            return WatchedDict(values, self._on_read, changes) if changes else values
         if _is_dataclass(given):
             changes = self._valid(own, given)
             if changes:
-                _watch_fields(given, self._on_read, changes)
+                watch_fields(given, self._on_read, changes)
         return given
 
     def _valid(self, own: Any, given: Any) -> dict[Any, tuple[int, Any]]:
         """The entries that are as a unit has left them: which one, and what the next finds there."""
-        entries, theirs = _entries(own), _entries(given)
+        entries, theirs = entries_of(own), entries_of(given)
         found = {}
         for key, changes in self._changes.get(id(own), {}).items():
             node, value = changes[-1]
-            if entries.get(key, _ABSENT) is value:
-                found[key] = node, theirs.get(key, _ABSENT)
+            if entries.get(key, ABSENT) is value:
+                found[key] = node, theirs.get(key, ABSENT)
         return found
 
     def plain(self, tree: Any) -> Any:
         """A tree that was watched, or has in it what was, for others to read."""
         if not self._changes:
             return tree
-        if isinstance(tree, _WatchedList) or type(tree) is list:
+        if isinstance(tree, WatchedList) or type(tree) is list:
             return [self.plain(item) for item in list.__iter__(tree)]
         if type(tree) is tuple:
             return tuple(self.plain(item) for item in tree)
-        if isinstance(tree, _WatchedDict) or type(tree) is dict:
+        if isinstance(tree, WatchedDict) or type(tree) is dict:
             return {key: self.plain(value) for key, value in dict.items(tree)}
         kind = type(tree)
-        if issubclass(kind, _WatchedFields):
+        if issubclass(kind, WatchedFields):
             object.__setattr__(tree, "__class__", kind.__mro__[2])
-            del vars(tree)[_WATCH]
+            del vars(tree)[WATCH]
         return tree
 
 
@@ -120,91 +126,3 @@ def _containers_in(tree: Any) -> Iterator[Any]:
 
 def _is_dataclass(item: Any) -> bool:
     return dataclasses.is_dataclass(item) and not isinstance(item, type) and hasattr(item, "__dict__")
-
-
-def _entries(container: Any) -> dict[Any, Any]:
-    if isinstance(container, list):
-        return dict(enumerate(list.__iter__(container)))
-    return dict(dict.items(container)) if isinstance(container, dict) else dict(vars(container))
-
-
-class _Watch:
-    """What others have put into one container."""
-
-    def __init__(self, on_read: _OnRead, changes: Mapping[Any, tuple[int, Any]]):
-        self._on_read = on_read
-        self._changes = changes
-
-    def entry(self, key: Any, value: Any) -> None:
-        """An entry is read, which has this value now."""
-        node, theirs = self._changes.get(key, (None, None))
-        if node is not None and value is theirs:
-            self._on_read(node)
-
-    def all(self) -> None:
-        """Everything is read."""
-        for node, _ in self._changes.values():
-            self._on_read(node)
-
-
-def _tells(name: str, kind: type) -> Callable[..., Any]:
-    plain = getattr(kind, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.watch.all()
-        return plain(self, *args, **kwargs)
-
-    return method
-
-
-def _tells_entry(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def method(self: Any, key: Any, *args: Any) -> Any:
-        self.watch.entry(key, dict.get(self, key, _ABSENT))
-        return plain(self, key, *args)
-
-    return method
-
-
-class _WatchedList(list[Any]):
-    def __init__(self, items: Any, on_read: _OnRead, changes: Mapping[Any, tuple[int, Any]]):
-        super().__init__(items)
-        self.watch = _Watch(on_read, changes)
-
-
-class _WatchedDict(dict[Any, Any]):
-    def __init__(self, items: Any, on_read: _OnRead, changes: Mapping[Any, tuple[int, Any]]):
-        super().__init__(items)
-        self.watch = _Watch(on_read, changes)
-
-
-class _WatchedFields:
-    """Mixed into the class of a dataclass."""
-
-    def __getattribute__(self, key: str) -> Any:
-        if not key.startswith("__"):
-            held = object.__getattribute__(self, "__dict__")
-            held[_WATCH].entry(key, held.get(key, _ABSENT))
-        return super().__getattribute__(key)
-
-
-_WATCH = "__shardwright_watch"
-
-
-def _watch_fields(item: Any, on_read: _OnRead, changes: Mapping[Any, tuple[int, Any]]) -> None:
-    kind = type(item)
-    vars(item)[_WATCH] = _Watch(on_read, changes)
-    object.__setattr__(item, "__class__", type(kind.__name__, (_WatchedFields, kind), {}))
-
-
-_READ_ALL = ("__iter__", "__len__", "__eq__", "__reversed__", "copy")
-_READ_LIST = ("__getitem__", "__contains__", "__add__", "__mul__", "index", "count", "pop", "sort")
-_READ_DICT = ("__or__", "keys", "values", "items", "popitem")
-_READ_ENTRY = ("__getitem__", "__contains__", "get", "pop", "setdefault")
-for _name in _READ_ALL + _READ_LIST:
-    setattr(_WatchedList, _name, _tells(_name, list))
-for _name in _READ_ALL + _READ_DICT:
-    setattr(_WatchedDict, _name, _tells(_name, dict))
-for _name in _READ_ENTRY:
-    setattr(_WatchedDict, _name, _tells_entry(_name))

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import spec_of
+from shardwright.torch.repeated_writes import RepeatedWrites
 from shardwright.torch.rng import Draw, describe_draw
 from shardwright.torch.traced_draws import TracedDraws
 
@@ -71,6 +72,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random: random numbers were drawn, in the row or not.
         parameters: names of the parameters and buffers that were read.
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
+        views: memory of a fake tensor -> that of the real tensor of which it is a view.
+        repeats: which of the memory that was written to ``torch.utils.checkpoint`` writes to again.
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
@@ -99,6 +102,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random = False
         self.parameters: set[str] = set()
         self.written: set[int] = set()
+        self.views: dict[int, int] = {}
+        self.repeats = RepeatedWrites()
         self.reads_data = False
         self._names = names or {}
         self._watch = watch
@@ -134,6 +139,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The history of what was computed holds this object, and must not hold all others by it.
         self._watch = None
         self._stand_ins.clear()
+        self.repeats.forget()
 
     @contextmanager
     def keeping_only(self, inputs: list[Tensor]) -> Iterator[None]:
@@ -148,6 +154,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._names:
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
+            self.repeats.ran(tensors_in(args))
         draw = describe_draw(func, args, kwargs)
         in_row = draw is not None and (self._row is None or self._row.has(draw))
         result = func(*args, **kwargs)
@@ -172,13 +179,19 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.draws.append(draw)
             if self._row is not None:
                 self._row.drawn(draw)
+        elif self._row is not None:
+            self._row.drawn_elsewhere(draw)
 
     def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        written = []
         for tensor in _written(func, args, kwargs):
             own, _ = self._stand_ins.get(storage_key(tensor), (tensor, None))
-            self.written.add(storage_key(own))
+            written.append(storage_key(own))
             if self._watch is not None:
                 self._watch.wrote(own)
+        if written:
+            self.written.update(written)
+            self.repeats.wrote(written)
 
     def _note_stand_in(self, args: Any, result: Any) -> None:
         """A view of a real tensor is a fake one, with memory of its own."""
@@ -187,12 +200,22 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for fake in tensors_in((result,)):
                     if isinstance(fake, FakeTensor):
                         self._stand_ins[storage_key(fake)] = own, fake
+                        self.views[storage_key(fake)] = storage_key(own)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if not isinstance(base, nn.Parameter) and id(base) not in self._names:
-            self._saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            self._saved[storage_key(tensor)] = _num_bytes(tensor)
         return tensor
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """What the memory of a tensor holds, which may be more than the tensor."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.values().nbytes  # of the other sparse ones; their indices are mostly fewer
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:

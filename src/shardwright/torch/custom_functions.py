@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from shardwright.errors import UsageError
+from shardwright.torch._private import BackwardHookFunction
 from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.source_line import user_line
 
 __all__ = ["custom_functions_intercepted"]
 
@@ -30,6 +33,14 @@ def custom_functions_intercepted() -> Iterator[None]:
             # Units called inside would run without gradients: the other kind gives the same.
             run, preserve, *rest = args
             return checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=preserve)
+        if handler is not None and cls is BackwardHookFunction:
+            raise UsageError(
+                f"{user_line()}: this calls a module that has a backward hook (register_full_backward_hook "
+                "or register_full_backward_pre_hook), and whose parts are placed one by one: no rank would "
+                "have all the gradients that the hook is given. Register it on modules inside that are "
+                "placed whole (`shardwright plan` lists them as units), or register hooks on tensors: "
+                "y.register_hook(...)."
+            )
         if handler is None or cls.__module__.startswith("torch."):
             return function(*args, **kwargs)
         with plain_torch():

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwright.errors import TraceError
 from shardwright.torch.recording import Change, Step, Trace, View
+from shardwright.torch.unforeseen_changes import may_change
 
 __all__ = ["Copy", "Dataflow", "Keep", "StepFlow"]
 
@@ -77,6 +78,7 @@ class StepFlow:
         copies: what is copied before it is changed.
         keeps: results to keep.
         changes: changed tensors to keep.
+        may_change: positions of the arguments that a unit may change other than in the trace; None for all.
     """
 
     cuts: tuple[tuple[int, int], ...] = ()
@@ -85,6 +87,7 @@ class StepFlow:
     copies: tuple[Copy, ...] = ()
     keeps: tuple[Keep, ...] = ()
     changes: tuple[Keep, ...] = ()
+    may_change: frozenset[int] | None = None
 
     @property
     def finds(self) -> bool:
@@ -141,12 +144,15 @@ class Dataflow:
         self._held.update(value for _, value in held)
         for _, value in (*cuts, *((0, copy.base) for copy in copies if copy.from_stage)):
             self.crossings.append((value, step.node))
-        for _, value in step.writes:
+        for position, value in step.writes:
             self._made_at[value] = index
             self._storage[value] = self._storage_of_result(index, step, stage, value)
+            if position in step.shared_results:
+                self._storage[value] = ("buffer", self.trace.memory[value])
         initial = self.trace.initial
         buffers = tuple((position, initial[value]) for position, value in step.reads if value in initial)
-        return StepFlow(cuts=cuts, held=held, buffers=buffers, copies=tuple(copies))
+        allowed = may_change(self.trace, step, self.homes, self.home_of)
+        return StepFlow(cuts=cuts, held=held, buffers=buffers, copies=tuple(copies), may_change=allowed)
 
     def _storage_of_result(self, index: int, step: Step, stage: int, value: int) -> Any:
         """The memory of a new tensor: that of the input of which it is a view, or its own."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.errors import TraceError
 from shardwright.torch.batch import Arguments
 from shardwright.torch.cost import CostCounter, Counts
 from shardwright.torch.entanglement import Entanglement
@@ -32,6 +33,9 @@ def discover(
         function: the step function.
         arguments: (args, kwargs) of one microbatch.
         device: where the model computes.
+
+    Raises:
+        TraceError: the model's own forward does to modules what stands in the way of any split.
     """
     watch = _Watch()
     handles = []
@@ -48,6 +52,12 @@ def discover(
             handle.remove()
         restore_calls(model)
     costs = watch.costs
+    if "" in watch.entanglement.hard:
+        raise TraceError(
+            f"the forward of the model itself {watch.entanglement.hard['']} around modules inside it, which "
+            "then cannot be placed one by one. Move this code and these modules into a module of their own, "
+            "which is then one unit."
+        )
     for name in watch.entanglement.whole:
         while name and name not in costs:  # a container is not called
             name = name.rpartition(".")[0]
@@ -91,7 +101,7 @@ class _Watch:
                 own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
                 around = self._names[-1] if self._names and own_code else ""
                 self.costs[around or name].recomputed = True
-        self.entanglement.enter(name, module)
+        self.entanglement.enter(name, module, args)
         self._names.append(name)
         self._counts.append((CostCounter.so_far(), Counts()))
 

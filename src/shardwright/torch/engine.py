@@ -1,6 +1,6 @@
 """Runs step functions over the stages of a pipeline."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from shardwright.torch.batch_programs import check_one_order, homes_of_buffers
 from shardwright.torch.checkpoint_generators import generators_saved_in_turn
 from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
+from shardwright.torch.distributions import distributions_unchecked
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import exchange_outputs
 from shardwright.torch.executor import Executor
@@ -28,6 +29,8 @@ from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
+from shardwright.torch.module_tree import all_modules
+from shardwright.torch.padded_encoder import padded_encoders
 from shardwright.torch.placement import (
     CallPlacement,
     SharingGroups,
@@ -38,8 +41,9 @@ from shardwright.torch.placement import (
 from shardwright.torch.program import Program, build_program, generators_of, merged_edges
 from shardwright.torch.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_random import python_random_kept
+from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
 from shardwright.torch.recording import Trace
-from shardwright.torch.reducer import GradientReducer, refuse_gradient_hooks
+from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
@@ -103,6 +107,8 @@ class PipelineEngine:
             custom_functions_intercepted(),
             backward_intercepted(),
             generators_saved_in_turn(),
+            padded_encoders(),
+            distributions_unchecked(),
         ):
             try:
                 return self._run(function, arguments, splitter)
@@ -113,6 +119,8 @@ class PipelineEngine:
         context = self._context
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
+        if context.mesh.data > 1:
+            refuse_accumulation_hooks(self._model.module)
         self._refuse_other_parameters()
         hooks = hooks_between_steps(self._model.module)
         settings = path_settings(self._model.module, hooks)
@@ -215,10 +223,10 @@ class PipelineEngine:
             )
 
     def _refuse_other_parameters(self) -> None:
-        if self._parameters is not None and _ids(self._model.module.parameters()) != self._parameters:
+        if self._parameters is not None and _parameter_ids(self._model.module) != self._parameters:
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
-                "replicas, which would not sum their gradients. Change the model before the first step."
+                "replicas, which know nothing of them. Change the model before the first step."
             )
 
     # ---- the first step ----
@@ -271,7 +279,8 @@ class PipelineEngine:
             first = context.mesh.group("dp", context.rank)[0]
             self._replica_buffers = ReplicaBuffers(module, context.data_group, source=first)
             self._replica_buffers.note()
-            self._parameters = _ids(module.parameters())
+        if context.mesh.world_size > 1:
+            self._parameters = _parameter_ids(module)
         unchanged = self._model.placed(residency) and unchanged
         return _Known(signature_of(part), trace) if unchanged else None
 
@@ -351,6 +360,7 @@ class PipelineEngine:
         )
         program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
         self._programs.keep(signature, trace, program)
+        warn_of_recomputed_buffers(self._model.module, program.repeated_buffers)
         self._attributes.traced(plain, trace.digest)
         return program
 
@@ -390,8 +400,8 @@ class PipelineEngine:
         return self._schedules[key]
 
 
-def _ids(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(id(tensor) for tensor in tensors)
+def _parameter_ids(module: nn.Module) -> frozenset[int]:
+    return frozenset(id(p) for sub in all_modules(module) for p in sub._parameters.values() if p is not None)
 
 
 def _trains(programs: list[Program]) -> bool:

@@ -5,7 +5,9 @@ The code of such a module, between the calls of the modules inside it,
 - keeps a tensor in an attribute of a module inside it (``self.cell.state = None``): with stages in between,
   other microbatches would find it there; or
 - calls a custom ``autograd.Function`` that calls them (reversible layers): its backward runs them again, on
-  tensors that are on other ranks.
+  tensors that are on other ranks; or
+- gives them packed sequences, whose layout is in values that no trace knows; or
+- calls them under ``torch.func``, on tensors or with weights that are no real ones.
 
 It is watched while the model runs once as a whole.
 """
@@ -16,8 +18,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from shardwright.torch.source_line import custom_function_call
+from shardwright.torch._private import function_transforms_active
+from shardwright.torch.source_line import custom_function_call, frames_up_to
 
 __all__ = ["Entanglement"]
 
@@ -27,10 +31,12 @@ class Entanglement:
 
     Attributes:
         whole: names of the modules that cannot be split.
+        hard: names of those that cannot even be traced in pieces -> what they do.
     """
 
     def __init__(self) -> None:
         self.whole: set[str] = set()
+        self.hard: dict[str, str] = {}
         self._open: list[tuple[str, int | None]] = []
         # Copies of the model come and go where fake tensors cannot get through: none takes another's name.
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -54,7 +60,7 @@ class Entanglement:
         for place in self._holds_tensor & self._written.keys():
             self.whole.update(self._written[place])
 
-    def enter(self, name: str, module: nn.Module) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called."""
         if module not in self._names:
             # The first call; or that of a copy, after an attempt that failed inside of it.
@@ -64,6 +70,9 @@ class Entanglement:
                 self._names[sub] = prefix + inner if inner else name
         frame = custom_function_call()
         if self._open and frame is not None and frame != self._open[-1][1]:
+            self.whole.add(self._open[-1][0])
+        if self._open and (what := _done_to_a_call(args)):
+            self.hard[self._open[-1][0]] = what
             self.whole.add(self._open[-1][0])
         self._open.append((name, frame))
 
@@ -80,6 +89,18 @@ class Entanglement:
         writer = self._open[-1][0]
         if writer != name:
             self._written.setdefault((name, key), set()).add(_common_ancestor(writer, name))
+
+
+def _done_to_a_call(args: tuple[Any, ...]) -> str:
+    """What the caller of a module does that stands in the way of making the module a unit; mostly nothing."""
+    if any(isinstance(item, PackedSequence) for item in args):
+        return "packs sequences (pack_padded_sequence)"
+    if function_transforms_active():
+        return "uses torch.func (vmap, grad, jvp)"
+    between = frames_up_to("torch.nn.utils.stateless")
+    if between is not None and all(n.startswith(("torch.nn.modules.", "shardwright.")) for n in between):
+        return "uses torch.func.functional_call"
+    return ""
 
 
 def _common_ancestor(first: str, second: str) -> str:

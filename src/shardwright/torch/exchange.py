@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.tensor_bytes import bytes_of
+from shardwright.errors import TraceMismatchError
 from shardwright.torch.context import Context
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.program import Program
@@ -29,8 +31,12 @@ def exchange_outputs(
 
     Returns:
         The results with all tensors in place, without autograd history; and the loss of each microbatch.
+
+    Raises:
+        TraceMismatchError: ranks of the replica have computed other things in this step.
     """
     assert context.replica is not None
+    _refuse_other_paths(context, programs)
     flat = [flatten(result) for result in results]
     losses: list[Tensor] = []
     for owner in range(context.mesh.pipeline):
@@ -66,3 +72,19 @@ def _places(programs: Sequence[Program], owner: int) -> list[tuple[int, int, int
 
 def _detach(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
+
+
+def _refuse_other_paths(context: Context, programs: Sequence[Program]) -> None:
+    """Refuses what ranks have computed if it was not the same microbatches, each by the same graph."""
+    assert context.replica is not None
+    paths = [program.fingerprint for program in programs]
+    mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)
+    different = (context.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
+    if different:
+        ranks = ", ".join(str(context.pipeline_ranks[place]) for place in different)
+        raise TraceMismatchError(
+            f"rank {context.rank} took another path through the step function than "
+            f"{'rank' if len(different) == 1 else 'ranks'} {ranks}, so that losses and gradients of this "
+            "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
+            "number, its own parameters and gradients, files, the time, sets in their order."
+        )

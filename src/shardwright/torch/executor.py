@@ -22,11 +22,14 @@ from shardwright.comm.transport import Receipt, Transport
 from shardwright.errors import TraceMismatchError
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
+from shardwright.torch.crossings import Crossing
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.instructions import Place
 from shardwright.torch.layout import from_memory_order, in_memory_order
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
-from shardwright.torch.program import Crossing, Place, Program, generators_of
+from shardwright.torch.program import Program, generators_of
+from shardwright.torch.recomputed_statistics import RecomputedStatistics
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.split_backward import allow_split, count_uses, put_off_weights
 
@@ -121,6 +124,10 @@ class Executor:
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
         final_state = self._run_generators_ahead(programs)
+        self._statistics = None
+        repeated = [program.repeated_buffers for program in programs]
+        if model is not None and any(repeated):
+            self._statistics = RecomputedStatistics(model, repeated)
         try:
             for action in schedule.actions[rank]:
                 self._act(action)
@@ -177,6 +184,15 @@ class Executor:
             return
         start = time.perf_counter()
         self._waited_s = 0.0
+        if self._statistics is None:
+            self._compute(action, microbatch)
+        else:
+            with self._statistics.updated(forward=kind is Kind.FORWARD):
+                self._compute(action, microbatch)
+        self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
+
+    def _compute(self, action: Action, microbatch: Microbatch) -> None:
+        kind = action.kind
         # For the forward, and for the one that a backward repeats.
         allow_split((action.stage, action.microbatch) in self._split)
         if kind is Kind.FORWARD:
@@ -186,7 +202,6 @@ class Executor:
             self._backward_weight(action.stage, microbatch)
         else:
             self._backward(action.stage, microbatch, split=kind is Kind.BACKWARD_INPUT)
-        self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
 
     # ---- transfers ----
 

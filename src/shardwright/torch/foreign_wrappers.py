@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -47,6 +48,8 @@ def refuse_wrapped_model(arguments: Iterable[Any], model: nn.Module) -> None:
 def _problem(module: nn.Module) -> str | None:
     if isinstance(module, DataParallel | DistributedDataParallel):
         return f"a torch.nn.parallel.{type(module).__name__}. {_REPLICAS}"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "compiled by torch.jit.script or torch.jit.trace. Pass the Python module that it was made of."
     compiled = isinstance(vars(module).get("_modules", {}).get("_orig_mod"), nn.Module)
     if compiled or vars(module).get("_compiled_call_impl") is not None:
         return f"compiled by torch.compile. {_COMPILED}"

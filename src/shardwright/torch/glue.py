@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
@@ -27,6 +28,7 @@ from shardwright.torch._private import (
     push_function_mode,
 )
 from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
+from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import map_tree
 
@@ -223,7 +225,13 @@ class _Hooks:
                 changed = hook(module, args, kwargs, result)
             else:
                 changed = hook(module, args, result)
-            if changed is not None:
+            if changed is not None and changed is not result:
+                if torch.is_grad_enabled() and has_backward_hooks(module):
+                    raise UsageError(
+                        f"a forward hook changes the result of a {type(module).__name__} that also has a "
+                        "backward hook, which would be given the gradient of what the module itself gave, "
+                        "before that hook. Change the result inside the module, or where it is used."
+                    )
                 result = changed
         return result
 

@@ -1,32 +1,45 @@
 """Which arguments of a call get a gradient from its results: a unit may detach what it is given."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["unreached"]
+__all__ = ["gradient_nodes", "unreached"]
+
+Nodes = Mapping[int, torch.autograd.graph.Node]
 
 
-def unreached(arguments: Sequence[Any], results: Iterable[Any]) -> frozenset[int]:
+def gradient_nodes(items: Sequence[Any]) -> Nodes:
+    """Where gradients of tensors go, by position; of those that require gradients.
+
+    A view that was made under no_grad says so when its base does, and gets none.
+    """
+    with torch.enable_grad():
+        return {
+            position: torch.autograd.graph.get_gradient_edge(item).node
+            for position, item in enumerate(items)
+            if isinstance(item, Tensor) and item.requires_grad
+            if not (item._is_view() and item.grad_fn is None)
+        }
+
+
+def unreached(arguments: Nodes, results: Iterable[Any]) -> frozenset[int]:
     """Positions of the arguments that require gradients, and get none from any of the results.
 
+    Args:
+        arguments: from `gradient_nodes`, before the call: it may change them in place.
+        results: what it made and changed.
+
     >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    >>> unreached([x, y], [x * 2 + y.detach()])
+    >>> unreached(gradient_nodes([x, y]), [x * 2 + y.detach()])
     frozenset({1})
     """
-    edge = torch.autograd.graph.get_gradient_edge
-    with torch.enable_grad():
-        nodes = {
-            position: edge(item).node
-            for position, item in enumerate(arguments)
-            if isinstance(item, Tensor) and item.requires_grad
-        }
-        pending = [edge(item).node for item in results if isinstance(item, Tensor) and item.requires_grad]
-    if not nodes:
+    if not arguments:
         return frozenset()
-    wanted, seen = set(nodes.values()), set()
+    pending = list(gradient_nodes(list(results)).values())
+    wanted, seen = set(arguments.values()), set()
     while pending:
         node = pending.pop()
         if node in seen:
@@ -34,4 +47,4 @@ def unreached(arguments: Sequence[Any], results: Iterable[Any]) -> frozenset[int
         seen.add(node)
         # What lies behind an argument was there before the call.
         pending += [following for following, _ in node.next_functions if following is not None]
-    return frozenset(position for position, node in nodes.items() if node not in wanted & seen)
+    return frozenset(position for position, node in arguments.items() if node not in wanted & seen)

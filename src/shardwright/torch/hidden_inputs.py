@@ -11,7 +11,7 @@ A later stage would find nothing there, or what it left itself. So such units sh
 from shapes alone (a table of angles, behind ``lru_cache`` or in a global) each rank makes for itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,11 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_states import ContainerStates
 from shardwright.torch.cost import tensors_in
 from shardwright.torch.deferred import REMEDY
+from shardwright.torch.held_containers import HeldContainers
 from shardwright.torch.object_states import ObjectStates
+from shardwright.torch.reach import Reach
 from shardwright.torch.source_line import user_line
-from shardwright.torch.traced_values import TracedValues
+from shardwright.torch.traced_values import TracedValues, with_history
 
 __all__ = ["HiddenInputs"]
 
@@ -43,7 +45,7 @@ class HiddenInputs:
 
     def __init__(self, values: TracedValues):
         self._values = values
-        self._makers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._makers: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
         # Of real tensors, which are there on every rank: memory -> nodes; None is code between units.
         self._readers: dict[int, set[int | None]] = {}
         self._writers: dict[int, set[int]] = {}
@@ -52,6 +54,7 @@ class HiddenInputs:
         self._node: int | None = None
         self._given: set[int] = set()
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
+        self._held = HeldContainers(self._read_entry, self._is_everywhere, self._faked)
         self.containers = ContainerStates(self._read_entry)
 
     @contextmanager
@@ -65,10 +68,13 @@ class HiddenInputs:
         """
         self._node = node
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
-        self._objects.enter(node, [unit, *fakes])
+        reach = Reach([unit, *fakes])
+        self._objects.enter(node, unit, reach.objects)
+        self._held.enter(node, reach)
         try:
             yield
         finally:
+            self._held.leave()
             self._objects.leave()
             self._node = None
 
@@ -93,12 +99,17 @@ class HiddenInputs:
     def _note_use(self, node: int, tensor: Tensor) -> None:
         if self._is_known(tensor):
             return
-        if tensor not in self._makers:
-            if not isinstance(tensor, FakeTensor):
-                self._note_real(tensor, self._readers)
-        # What a unit leaves in an attribute of a module is a value of the graph.
-        elif self._makers[tensor] != node and self._values.find(tensor) is None:
-            self._found.setdefault(node, set()).add(self._makers[tensor])
+        maker = self._maker(tensor)
+        if maker is not None and maker != node:
+            self._found.setdefault(node, set()).add(maker)
+        elif not isinstance(tensor, FakeTensor):
+            self._note_real(tensor, self._readers)
+
+    def _maker(self, tensor: Tensor) -> int | None:
+        """The unit that has made it, or left it in an attribute of a module: that is a value of the graph."""
+        value = self._values.find(tensor) if isinstance(tensor, FakeTensor) else None
+        found: int | None = self._makers.get(tensor) if value is None else self._values[value].producer
+        return found
 
     def _note_made(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
         """Takes note of a result that follows from more than shapes."""
@@ -127,7 +138,14 @@ class HiddenInputs:
 
     def _is_everywhere(self, value: Any) -> bool:
         """Whether a value that a unit leaves somewhere is the same on every rank that makes it."""
-        return isinstance(value, Tensor) and value not in self._makers
+        # What it was given it leaves there on its own rank only.
+        return isinstance(value, Tensor) and value not in self._makers and id(value) not in self._given
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor that a call on random data has made."""
+        fake: Tensor = self._values.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        self._makers[fake] = self._node
+        return with_history(fake, self._values.fake_mode) if tensor.requires_grad else fake
 
     # ---- what else a call uses ----
 
@@ -143,10 +161,13 @@ class HiddenInputs:
     def stands_for(self, own: Any, item: Any) -> None:
         """A call that runs on random data uses one thing in place of another: a tensor, or an object."""
         if isinstance(item, Tensor):
-            if item in self._makers:
-                self._makers[own] = self._makers[item]
-        else:
-            self._objects.stands_for(own, item)
+            maker = self._maker(item)
+            if maker is not None:
+                self._makers[own] = maker
+            return
+        copied, reach = Reach([own]), Reach([item])
+        self._objects.stands_for(zip(copied.objects, reach.objects, strict=False))
+        self._held.stands_for(zip(copied.containers, reach.containers, strict=False))
 
     def _read_entry(self, writer: int) -> None:
         """A unit reads an entry of a container that another has changed."""

@@ -3,8 +3,8 @@
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
 what they had, and tensors that were changed in place their content, also small ones in variables; counts in
-variables are put back, and fake tensors taken out of globals, classes and ``lru_cache``. Real tensors may
-stay there: code between units makes them, too.
+variables and classes are put back, and fake tensors taken out of globals, classes and ``lru_cache``. Real
+tensors may stay there: code between units makes them, too.
 """
 
 import functools
@@ -107,7 +107,8 @@ class NothingLeftBehind:
                 cell.cell_contents = content
         for kind, names in self._classes:
             for name, item in list(vars(kind).items()):
-                if self._is_new_fake(item):
+                is_number = type(item) in _PLAIN and type(names.get(name)) in _PLAIN
+                if self._is_new_fake(item) or (is_number and item is not names.get(name)):
                     _restore_name(kind, name, names)
         for cache, misses in self._caches:
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.

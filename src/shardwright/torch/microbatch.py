@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -14,19 +14,22 @@ from shardwright.errors import TraceMismatchError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, called_as_now, held_again
 from shardwright.torch.coroutine import Coroutine
+from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.filled_containers import FilledLists, given_the_same
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
+from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
-from shardwright.torch.program import Crossing, Instruction, Place, Program
+from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import flatten
+from shardwright.torch.unforeseen_changes import refusing_changes
 
 __all__ = ["Microbatch"]
 
@@ -218,6 +221,10 @@ class Microbatch:
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
             call: Callable[..., Any] = partial(call_without_hooks, module)
             fills = instruction.fills or self._lists.are_filled
+            allowed = instruction.flow.may_change
+            if allowed is not None and not fills:
+                line, index = instruction.line, self.index
+                call = refusing_changes(call, module, allowed, line=line, microbatch=index)
             if instruction.recompute:
                 call = called_as_now(call, instruction.finds)
                 call = partial(_recomputed, module, given_the_same(call) if fills else call)
@@ -227,6 +234,8 @@ class Microbatch:
             else:
                 result = call(*args, **kwargs)
             self._check_generators(instruction)
+            if instruction.own_results:
+                result = _copied_out(result, instruction.own_results)
             self._cursor.note_made(result, given)
             for owner, key, _ in instruction.attributes:
                 self._cursor.note_made(vars(owner)[key], ())
@@ -355,6 +364,14 @@ def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if any(isinstance(item, DeferredTensor) for item in flatten((args, kwargs))[0]):
         raise GreenletExit
     return func(*args, **kwargs)
+
+
+def _copied_out(result: Any, positions: Iterable[int]) -> Any:
+    """Copies what a unit gives in memory of its own, which other microbatches would find overwritten."""
+    items, structure = flatten(result)
+    for position in positions:
+        items[position] = items[position].clone()
+    return structure.rebuild(items)
 
 
 def _recomputed(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

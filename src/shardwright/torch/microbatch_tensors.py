@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
+from shardwright.torch.crossings import Crossing
 from shardwright.torch.dataflow import Copy, Keep
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.glue_buffers import GlueBuffers
-from shardwright.torch.program import Crossing, Instruction, Program
+from shardwright.torch.instructions import Instruction
+from shardwright.torch.program import Program
 from shardwright.torch.tree import flatten
 
 __all__ = ["MicrobatchTensors"]

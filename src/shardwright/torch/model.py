@@ -223,7 +223,9 @@ class DistributedModel(nn.Module):
         if self._residency is None:
             return
         for name, parameter in self.local_named_parameters():
-            if self._residency.ranks[name][0] != context().pipeline_rank:
+            # The next step refuses parameters that were added meanwhile.
+            holders = self._residency.ranks.get(name)
+            if holders and holders[0] != context().pipeline_rank:
                 yield parameter
 
     def state_dict(  # type: ignore[override]

@@ -14,7 +14,12 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["OwnHooks", "hook_registries"]
+__all__ = ["OwnHooks", "has_backward_hooks", "hook_registries"]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for the gradients of what it is given and gives."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -4,16 +4,19 @@ Such an object is each rank's own, and only the rank of a unit sees what the uni
 must be where it was written::
 
     notes.depth += 1            in a unit: read by the next unit, and changed for the one after
+
+A module that several units hold may be such an object, too. Tensors in attributes of modules are values of
+the graph (see `hidden_inputs`), and what a unit does to its own modules, it alone finds there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.torch.left_behind import is_plain_object
-from shardwright.torch.module_tree import OF_EVERY_MODULE
+from shardwright.torch.container_content import is_same
+from shardwright.torch.reach import own_attributes
 
 __all__ = ["ObjectStates"]
 
@@ -33,43 +36,45 @@ class ObjectStates:
         self._node: int | None = None
         self._before: list[tuple[Any, dict[str, Any]]] = []
         self._writers: dict[tuple[int, str], int] = {}
+        self._units: dict[int, Any] = {}  # node -> the unit
         self._unwatched: dict[int, int] = {}  # object whose attributes cannot be watched -> who wrote to it
         self._stand_ins: dict[int, tuple[Any, Any, dict[str, Any]]] = {}  # id of a copy -> it, the object
         self._keep_alive: list[Any] = []
         self._patched: dict[type, tuple[Any, Any]] = {}
 
-    def enter(self, node: int, roots: Sequence[Any]) -> None:
+    def enter(self, node: int, unit: nn.Module, objects: Sequence[Any]) -> None:
         """A call begins.
 
         Args:
             node: its index.
-            roots: what it is given, and the unit.
+            unit: the unit.
+            objects: that it can get at.
         """
         self._node = node
-        self._before = [(item, dict(vars(item))) for item in _objects_in(roots)]
+        self._units[node] = unit
+        self._before = [(item, own_attributes(item)) for item in objects]
         for item, _ in self._before:
             writer = self._unwatched.get(id(item))
-            if writer is not None and writer != node:
-                self._on_read(writer, "")
+            if writer is not None:
+                self._read(writer, item, "")
 
-    def stands_for(self, copy: Any, item: Any) -> None:
-        """The call is given a copy of an object, and what it does there counts as done to the object."""
-        pairs = zip(_objects_in([copy]), _objects_in([item]), strict=False)
-        self._stand_ins |= {id(own): (own, original, dict(vars(own))) for own, original in pairs}
+    def stands_for(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """The call is given copies of objects, and what it does there counts as done to the objects."""
+        self._stand_ins |= {id(own): (own, original, own_attributes(own)) for own, original in pairs}
 
     def leave(self) -> None:
         """The call has ended."""
         for item, before in self._before:
-            self._note(item, before, vars(item))
+            self._note(item, before, own_attributes(item))
         for copy, item, before in self._stand_ins.values():
-            self._note(item, before, vars(copy))
+            self._note(item, before, own_attributes(copy))
         self._before, self._stand_ins, self._node = [], {}, None
 
     def _note(self, item: Any, before: dict[str, Any], now: dict[str, Any]) -> None:
         assert self._node is not None
         for key in dict.fromkeys([*before, *now]):
             old, new = before.get(key), now.get(key)
-            if old is new or (type(old) is type(new) and type(new) in _PLAIN and old == new):
+            if is_same(old, new) or (isinstance(item, nn.Module) and isinstance(new, Tensor)):
                 continue
             if self._is_everywhere(new) or isinstance(getattr(type(item), key, None), cached_property):
                 continue
@@ -87,17 +92,18 @@ class ObjectStates:
         def read(item: Any, key: str) -> Any:
             _, original, _ = self._stand_ins.get(id(item), (None, item, None))
             writer = self._writers.get((id(original), key))
-            if writer is not None and writer != self._node:
-                self._on_read(writer, key)
+            if writer is not None:
+                self._read(writer, original, key)
             return plain_read(item, key)
 
         def write(item: Any, key: str, value: Any) -> None:
             plain_write(item, key, value)
-            if (id(item), key) in self._writers:
+            _, original, _ = self._stand_ins.get(id(item), (None, item, None))
+            if (id(original), key) in self._writers:
                 if self._node is None:  # code between units, which every rank runs
-                    del self._writers[id(item), key]
+                    del self._writers[id(original), key]
                 else:
-                    self._writers[id(item), key] = self._node
+                    self._writers[id(original), key] = self._node
 
         self._patched[kind] = tuple(vars(kind).get(name) for name in _WATCHED)
         try:
@@ -106,6 +112,14 @@ class ObjectStates:
             self._put_back(kind)
             return False
         return True
+
+    def _read(self, writer: int, item: Any, key: str) -> None:
+        """An attribute is read that a node has written."""
+        if writer == self._node:
+            return
+        own = self._node is not None and self._units[writer] is self._units[self._node]
+        if not (own and isinstance(item, nn.Module)):
+            self._on_read(writer, key)
 
     def _put_back(self, kind: type) -> None:
         for name, method in zip(_WATCHED, self._patched.pop(kind), strict=True):
@@ -120,31 +134,8 @@ class ObjectStates:
         """Leaves classes and objects as they were."""
         for kind in list(self._patched):
             self._put_back(kind)
-        for noted in (self._writers, self._unwatched, self._keep_alive):
+        for noted in (self._writers, self._units, self._unwatched, self._keep_alive):
             noted.clear()
 
 
-def _objects_in(roots: Sequence[Any]) -> Iterator[Any]:
-    """Objects with attributes that can be reached, each once; no modules and no tensors."""
-    seen: set[int] = set()
-    pending = list(roots)
-    while pending and len(seen) < _MOST:
-        item = pending.pop()
-        if isinstance(item, _WITHOUT_STATE) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            for sub in item.modules():
-                pending += [value for key, value in vars(sub).items() if key not in OF_EVERY_MODULE]
-        elif type(item) in (dict, list, tuple):  # others may do things when they are read
-            if len(item) <= _LONGEST:
-                pending += item.values() if isinstance(item, dict) else item
-        elif is_plain_object(item):
-            yield item
-            pending += vars(item).values()
-
-
-_PLAIN = frozenset({bool, int, float, str})
 _WATCHED = ("__getattribute__", "__setattr__")
-_LONGEST, _MOST = 1_000, 10_000  # what is beyond is data
-_WITHOUT_STATE = (Tensor, type, type(None), bool, int, float, complex, str, bytes)

@@ -1,6 +1,6 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class DistributedOptimizer(Optimizer):
                 "Pass for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
             )
         self.optimizer = optimizer
+        self._to_load: dict[str, Any] | None = None
         if is_initialized():
             current = context()
             current.optimizers.append(self)
@@ -108,17 +109,28 @@ class DistributedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State of the parameters of this rank, with their names once the model is spread over stages."""
+        if self._to_load is not None:
+            groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
+            return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
         names = self._parameter_names()
         return {**self.optimizer.state_dict(), **({_NAMES: names} if names else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave on a rank with the same parameters.
 
+        Before the first step, what needs the parameters of this rank waits for them; options of the groups
+        (learning rates) hold at once.
+
         Raises:
             UsageError: it is of other parameters, as that of another rank is.
         """
         state = dict(state_dict)
         theirs, mine = state.pop(_NAMES, None), self._parameter_names()
+        self._to_load = None
+        if self._waits_for_placement(named=theirs is not None):
+            self._load_options(state["param_groups"])
+            self._to_load = dict(state_dict)
+            return
         if theirs and mine and theirs != mine:
             raise UsageError(
                 f"rank {context().rank} loads a state of the optimizer that is of other parameters "
@@ -127,6 +139,23 @@ class DistributedOptimizer(Optimizer):
                 "on each rank its own."
             )
         self.optimizer.load_state_dict(state)
+
+    def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Sets what groups have beside their parameters."""
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state of an optimizer with {len(saved)} parameter groups does not fit one with "
+                f"{len(self.param_groups)}. Make the groups as they were when it was saved."
+            )
+        for group, options in zip(self.param_groups, _options_of(saved), strict=True):
+            group.update(options)
+
+    def _waits_for_placement(self, *, named: bool) -> bool:
+        model = context().model if is_initialized() else None
+        if model is None or model.partitioned:
+            return False
+        no_memory = any(p.is_meta for group in self.param_groups for p in group["params"])
+        return no_memory or (named and context().mesh.pipeline > 1)
 
     def _parameter_names(self) -> list[str]:
         """Names of the parameters, in their order; empty as long as ranks do not have different ones."""
@@ -163,12 +192,21 @@ class DistributedOptimizer(Optimizer):
             )
 
     def keep(self, identifiers: set[int]) -> None:
-        """Drops every parameter, and its state, whose id is not among these."""
+        """Drops every parameter, and its state, whose id is not among these; loads a state that waited."""
+        waited = None if self._to_load is None else self.state_dict()  # with the options of now
+        if waited is not None and _NAMES not in waited:  # of the whole model
+            self.load_state_dict(waited)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in identifiers:
                     self.optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
+        if waited is not None and _NAMES in waited:
+            self.load_state_dict(waited)
+
+
+def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _brief(names: list[str]) -> str:

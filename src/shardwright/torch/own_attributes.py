@@ -1,4 +1,4 @@
-"""Python attributes of modules while microbatches take turns: each finds what it wrote.
+"""Python attributes of modules and objects while microbatches take turns: each finds what it wrote.
 
 What it has not written yet it finds as the microbatch before it left it (see `attribute_use`); what every
 microbatch puts back, as all of them leave it.
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.attribute_use import AttributeUse, Place
-from shardwright.torch.container_content import content_of, has_content, is_same, put_content
+from shardwright.torch.attribute_content import namespace_of
+from shardwright.torch.attribute_use import AttributeUse, Slot
+from shardwright.torch.container_content import ABSENT, content_of, has_content, is_same, put_content
 from shardwright.torch.program import Program
 
 __all__ = ["OwnAttributes"]
 
 _Content = tuple[Any, Any]  # the object, and what is in it if it is a container
-_ABSENT: Any = object()
 
 
 class OwnAttributes:
@@ -31,12 +31,13 @@ class OwnAttributes:
         for use in (use for program in programs for use in program.attributes):
             places.setdefault((id(use.module), use.key), []).append(use)
         self._uses = [uses[0] for uses in places.values()]
-        self._places: list[Place] = [(use.module, use.key) for use in self._uses]
+        self._places: list[Slot] = [(use.module, use.key) for use in self._uses]
         # Of the graph of one microbatch, and nobody looks for it behind `backward`: it need not live longer.
         self._passing = [
             all(use.first_read is None and use.carries_tensor and not use.read_late for use in uses)
             for uses in places.values()
         ]
+        self._writes_first = [all(use.first_read is None for use in uses) for uses in places.values()]
         self._put_back = [all(use.put_back for use in uses) for uses in places.values()]
         self._runs_again = any(program.recomputes for program in programs)
         self._read_in = [[program.read_in.get(place) for program in programs] for place in places]
@@ -61,8 +62,8 @@ class OwnAttributes:
                 now = _content(place)
                 if not _same(now, before):
                     changed.append(number)
-                # The same object may have been written again.
-                if self._passing[number] or not _same(now, before):
+                # The same object or number may have been written again.
+                if self._writes_first[number] or not _same(now, before):
                     self._written[number][microbatch] = now
         for number in changed:
             self._check_not_read_yet(number, microbatch)
@@ -142,19 +143,19 @@ class OwnAttributes:
         return self._initial[number] if last is None else written[last]
 
 
-def _content(place: Place) -> _Content:
-    module, key = place
-    value = vars(module).get(key, _ABSENT)
+def _content(place: Slot) -> _Content:
+    holder, key = place
+    value = namespace_of(holder).get(key, ABSENT)
     return value, content_of(value)
 
 
-def _put(place: Place, content: _Content) -> None:
-    module, key = place
+def _put(place: Slot, content: _Content) -> None:
+    holder, key = place
     value, inside = content
-    if value is _ABSENT:
-        vars(module).pop(key, None)
+    if value is ABSENT:
+        namespace_of(holder).pop(key, None)
         return
-    vars(module)[key] = value
+    namespace_of(holder)[key] = value
     if inside is not None:
         put_content(value, inside)
 

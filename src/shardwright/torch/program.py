@@ -13,18 +13,16 @@ it::
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from shardwright.model_graph import TensorSpec
 from shardwright.schedule import Edge
 from shardwright.torch.attribute_use import AttributeUse
-from shardwright.torch.dataflow import Dataflow, StepFlow
+from shardwright.torch.crossings import Crossing, crossings_of
+from shardwright.torch.dataflow import Dataflow
 from shardwright.torch.homes import home_stages
-from shardwright.torch.layout import Order
+from shardwright.torch.instructions import Instruction, instructions_of
 from shardwright.torch.program_checks import (
     check_after_backward,
     check_attributes,
@@ -34,105 +32,10 @@ from shardwright.torch.program_checks import (
     check_python_draws,
     pauses_of,
 )
-from shardwright.torch.recording import Step, Trace
-from shardwright.torch.rng import Draw, own_generators
-from shardwright.torch.tree import Structure
+from shardwright.torch.recording import Trace
+from shardwright.torch.rng import own_generators
 
-__all__ = [
-    "Crossing",
-    "Instruction",
-    "Place",
-    "Program",
-    "build_program",
-    "generators_of",
-    "merged_edges",
-]
-
-
-class Place(IntEnum):
-    """Where a step is executed."""
-
-    FREE = 0
-    HERE = 1
-    ELSEWHERE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A value that one stage makes and another reads.
-
-    Attributes:
-        value: index in the graph.
-        source: stage that makes it.
-        target: stage that reads it.
-        spec: shape and type.
-        has_gradient: a gradient comes back.
-        detached: none does, as the units that read it gave none in the trace.
-        order: of its dims in memory, where that is not their own; of its gradient's, too.
-    """
-
-    value: int
-    source: int
-    target: int
-    spec: TensorSpec
-    has_gradient: bool
-    detached: bool = False
-    order: Order | None = None
-
-    @property
-    def message_shape(self) -> tuple[int, ...]:
-        """Its sizes in the order of memory, in which it is sent."""
-        return self.spec.shape if self.order is None else tuple(self.spec.shape[dim] for dim in self.order)
-
-
-@dataclass(slots=True)
-class Instruction:
-    """One step, as this rank executes it.
-
-    Attributes:
-        func: the torch function or unit expected here.
-        place: on this rank, on another, or on all.
-        stage: home of the node.
-        flow: where its tensors come from, and which are kept.
-        structure: structure of the result, for a rank that does not execute it.
-        result: its leaves.
-        passed: (position in the result, position in the arguments).
-        line: where in the user's code.
-        draws: random numbers that it takes.
-        looks_at_values: so it may take other random numbers than in the trace.
-        recompute: drop its activations, and compute them again in the backward.
-        numbers: (position in the result, value) of what other ranks know from the trace alone.
-        attributes: where the unit leaves tensors: (module, name, what stands for the tensor elsewhere).
-        passed_attributes: where it leaves free arguments: (module, name, position in the arguments).
-        leaves: attributes that change inside the unit, which its backward may look at.
-        shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
-        expects: (position among the leaves of the arguments, value that a stand-in there names, whether there
-            must be a stand-in).
-        flat: its arguments are the leaves themselves, all given by position.
-        fills: the unit is given containers that units change.
-        finds: attributes inside the unit that the step function sets, for a recomputation to find again.
-    """
-
-    func: Any
-    place: Place
-    stage: int = -1
-    flow: StepFlow = field(default_factory=StepFlow)
-    structure: Structure | None = None
-    result: tuple[Any, ...] = ()
-    passed: tuple[tuple[int, int], ...] = ()
-    line: str = ""
-    draws: tuple[Draw, ...] = ()
-    looks_at_values: bool = False
-    recompute: bool = False
-    numbers: tuple[tuple[int, Any], ...] = ()
-    attributes: tuple[tuple[nn.Module, str, Tensor], ...] = ()
-    passed_attributes: tuple[tuple[nn.Module, str, int], ...] = ()
-    leaves: tuple[tuple[nn.Module, str], ...] = ()
-    shapes: tuple[tuple[int, int], ...] = ()
-    expects: tuple[tuple[int, int, bool], ...] = ()
-    flat: bool = False
-    fills: bool = False
-    finds: tuple[tuple[nn.Module, str], ...] = ()
+__all__ = ["Program", "build_program", "generators_of", "merged_edges"]
 
 
 @dataclass(slots=True)
@@ -163,12 +66,15 @@ class Program:
         read_in: attribute (id of the module, name) that is read before it is written -> how often a
             microbatch has paused on this rank by then.
         draws_of_python: random numbers of Python or NumPy are drawn between units.
-        changes_free_tensors: operations that have a place change tensors that every rank has, or the content
-            of buffers: by its arguments alone, an operation cannot be told to be free.
+        changes_free_tensors: operations that have a place change tensors that every rank has, or read the
+            content of buffers: by its arguments alone, an operation cannot be told to be free.
         takes_unknown: microbatches may do free operations that the trace does not have: what they keep for
             later is found by the others in the order of a plain loop. Not where microbatches take turns, and
             not where the backward runs code of the step function again.
         stand_ins: of each value, the one that its stand-in names; None where every rank has the tensor.
+        fingerprint: of the traced graph; the same on all ranks.
+        repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
+            it is changed just so, once in the forward.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
     """
 
@@ -197,6 +103,8 @@ class Program:
     changes_free_tensors: bool
     takes_unknown: bool
     stand_ins: tuple[int | None, ...]
+    fingerprint: str
+    repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
     as_planned: bool = True
 
     @property
@@ -255,7 +163,7 @@ def build_program(
     homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
-    crossings = _crossings(trace, dataflow, homes)
+    crossings = crossings_of(trace, dataflow, homes)
     check_after_backward(trace, homes, home_of)
     if len(stage_ranks) > 1:
         check_lasting_tensors(trace)
@@ -266,7 +174,7 @@ def build_program(
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     read_late = _read_after_backward(trace)
     return Program(
-        instructions=_instructions(trace, dataflow, homes, stage_ranks, rank, recompute),
+        instructions=instructions_of(trace, dataflow, homes, stage_ranks, rank, recompute),
         crossings=crossings,
         sends={
             s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local
@@ -295,104 +203,16 @@ def build_program(
         draws_of_python=bool(trace.python_draws),
         takes_unknown=len(local) == 1 and not trace.recomputes,
         stand_ins=trace.stand_ins,
+        fingerprint=graph.fingerprint,
+        repeated_buffers=trace.repeated_buffers,
     )
 
 
 def _changes_free_tensors(trace: Trace) -> bool:
-    return bool(trace.initial) or any(
-        change.before is None for step in trace.steps for change in (*step.changes, *step.bases)
-    )
-
-
-def _crossings(
-    trace: Trace, dataflow: Dataflow, homes: Sequence[int]
-) -> dict[tuple[int, int], tuple[Crossing, ...]]:
     graph = trace.graph
-    found: dict[tuple[int, int], dict[int, Crossing]] = {}
-    contributes = graph.contributing()
-    for value, reader in dataflow.crossings:
-        source, target = dataflow.home_of[value], homes[reader]
-        spec = graph.values[value].spec
-        pair = found.setdefault((source, target), {})
-        gradient = spec.requires_grad and graph.loss is not None and reader in contributes
-        detached = value in graph.nodes[reader].detached
-        before = pair.get(value)
-        has_gradient = (before is not None and before.has_gradient) or (gradient and not detached)
-        pair[value] = Crossing(
-            value,
-            source,
-            target,
-            spec,
-            has_gradient,
-            detached=not has_gradient and gradient and detached,
-            order=trace.orders.get(value),
-        )
-    return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
-
-
-def _instructions(
-    trace: Trace,
-    dataflow: Dataflow,
-    homes: Sequence[int],
-    stage_ranks: Sequence[int],
-    rank: int,
-    recompute: frozenset[str],
-) -> list[Instruction]:
-    instructions = []
-    for step, flow in zip(trace.steps, dataflow.flows, strict=True):
-        instruction = _instruction(step, flow, homes, stage_ranks, rank)
-        node = None if step.node is None else trace.graph.nodes[step.node]
-        wanted = node is not None and node.kind == "unit" and node.label in recompute
-        instruction.expects = _expected(trace, step, homes, stage_ranks, rank)
-        instruction.flat = step.flat
-        instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
-        # Where it changes its inputs, they are not what they were.
-        instruction.recompute = wanted and not step.changes and not step.recomputed
-        if trace.left_in_units and instruction.place is Place.HERE and isinstance(step.func, nn.Module):
-            inside = set(step.func.modules())
-            instruction.leaves = tuple(place for place in trace.left_in_units if place[0] in inside)
-        if trace.attributes and instruction.recompute and isinstance(step.func, nn.Module):
-            inside = set(step.func.modules())
-            instruction.finds = tuple(
-                (use.module, use.key) for use in trace.attributes if use.module in inside
-            )
-        instructions.append(instruction)
-    return instructions
-
-
-def _expected(
-    trace: Trace, step: Step, homes: Sequence[int], stage_ranks: Sequence[int], rank: int
-) -> tuple[tuple[int, int, bool], ...]:
-    found = []
-    for position, value in step.reads:
-        stand_in = trace.stand_ins[value]
-        if stand_in is not None:
-            made_here = stage_ranks[homes[trace.graph.values[value].producer]] == rank
-            found.append((position, stand_in, not made_here and stand_in == value))
-    return tuple(found)
-
-
-def _instruction(
-    step: Step, flow: StepFlow, homes: Sequence[int], stage_ranks: Sequence[int], rank: int
-) -> Instruction:
-    if step.node is None:
-        return Instruction(func=step.func, place=Place.FREE, draws=step.draws)
-    stage = homes[step.node]
-    return Instruction(
-        func=step.func,
-        place=Place.HERE if stage_ranks[stage] == rank else Place.ELSEWHERE,
-        stage=stage,
-        flow=flow,
-        structure=step.structure,
-        result=step.result,
-        passed=step.passed,
-        line=step.line,
-        draws=step.draws,
-        looks_at_values=step.looks_at_values,
-        numbers=step.numbers,
-        attributes=step.attributes,
-        passed_attributes=step.passed_attributes,
-        fills=step.fills,
+    read = {name for node in graph.nodes if node.kind == "op" for name in node.parameters}
+    return bool(trace.initial or any(graph.parameters[name].is_buffer for name in read)) or any(
+        change.before is None for step in trace.steps for change in (*step.changes, *step.bases)
     )
 
 

@@ -5,6 +5,8 @@ All take the trace, the home stage of each node (`homes`) and the pipeline rank 
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from shardwright.errors import TraceError
 from shardwright.torch.recording import Trace
 
@@ -72,11 +74,13 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
             continue
         if use.in_place:
             write = use.accesses[-1]  # to all microbatches it is the same tensor, wherever they look at it
-        where = f"the attribute {use.name} is read at {read.line} before the microbatch writes it"
+        reads = "is read" if isinstance(use.module, nn.Module) else "is read, or changed as if it were,"
+        where = f"the attribute {use.name} {reads} at {read.line} before the microbatch writes it"
         if use.carries_tensor:
             raise TraceError(
                 f"{where}, at {write.line}: a tensor goes from one microbatch to the next, and other stages "
-                "do not have it. Keep it as a buffer (register_buffer), or write the attribute first."
+                "do not have it. Keep it as a buffer (register_buffer), or write the attribute first: a new "
+                "list at the start of forward, where it is one."
             )
         for rank in set(stage_ranks):
             pauses = pauses_of(trace, homes, stage_ranks, rank)

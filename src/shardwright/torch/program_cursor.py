@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of_call
-from shardwright.torch.program import Instruction, Place, Program
+from shardwright.torch.instructions import Instruction, Place
+from shardwright.torch.program import Program
 from shardwright.torch.rng import get_state, same_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves

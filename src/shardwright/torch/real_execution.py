@@ -77,7 +77,10 @@ class RealExecution:
         spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
         log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
         originals, shared = self._values.lent_for, self._draws.generators
-        twin = copy_of_module(module, self._device, originals=originals, shared=shared)
+        twin = copy_of_module(
+            module, self._device, originals=originals, shared=shared, stands_for=self._hidden.stands_for
+        )
+        self._hidden.stands_for(twin, module)
         self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
         args, kwargs = call.structure.rebuild(spare)
         before = self._path.versions(spare)
@@ -102,6 +105,10 @@ class RealExecution:
             attributes=[(m, key, self._fake_result(t)) for m, key, t in new if id(t) not in own],
             passed_attributes=[(m, key, own[id(t)]) for m, key, t in new if id(t) in own],
             written=state.changed(cost.written),
+            written_again=state.written(cost.repeats.again),
+            written_once=state.written(cost.repeats.once),
+            written_undecided=state.written(cost.repeats.undecided),
+            own_results=state.own_results(leaves(output), cost),
         )
 
     def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.attribute_use import AttributeUse, Place
+from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.batch import Arguments
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.layout import Order
@@ -110,6 +110,8 @@ class Step:
         flat: its arguments are the leaves themselves, all by position.
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
         fills: a unit is given containers that units change.
+        own_results: positions of results in memory of the unit's own, which its next call overwrites.
+        shared_results: the same of a unit whose results are changed afterwards, under both names.
     """
 
     func: Any
@@ -132,6 +134,8 @@ class Step:
     recomputed: bool = False
     flat: bool = False
     fills: bool = False
+    own_results: tuple[int, ...] = ()
+    shared_results: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> tuple[tuple[int, Any], ...]:
@@ -187,6 +191,8 @@ class Trace:
         draws_in_units: units draw such numbers, too.
         stand_ins: of each value, the one that its stand-in names on other ranks: after a change in place,
             that of before. None where every rank has a tensor of its own.
+        repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
+            it is changed just so, once in the forward.
         generators_set_at: where the step function has set PyTorch's generators so that ranks would not draw
             what a plain loop draws; empty if it has not.
     """
@@ -208,11 +214,12 @@ class Trace:
     attributes: tuple[AttributeUse, ...] = ()
     shapes_asked: frozenset[int] = frozenset()
     orders: Mapping[int, Order] = field(default_factory=dict)
-    left_in_units: tuple[Place, ...] = ()
+    left_in_units: tuple[Slot, ...] = ()
     python_draws: tuple[float, ...] = ()
     draws_in_units: bool = False
     stand_ins: tuple[int | None, ...] = ()
     generators_set_at: str = ""
+    repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
 
     def holds_for(self, part: Arguments) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""
@@ -236,6 +243,7 @@ class Trace:
         """A hash of all that makes a difference to a program: equal where the same one serves."""
         memories: dict[int, int] = {}  # as they come up: others in every trace
         rows: list[Any] = [self.graph.fingerprint, self.backward_at, self.result_values, self.orders]
+        rows.append(sorted(self.repeated_buffers.items()))
         for step in self.steps:
             changes = [
                 (
@@ -247,9 +255,8 @@ class Trace:
                 for c in (*step.changes, *step.bases)
             ]
             draws = [(str(draw.func), draw.items) for draw in step.draws]
-            rows.append(
-                (name_of_call(step.func), step.reads, step.writes, changes, step.numbers, step.passed, draws)
-            )
+            call = name_of_call(step.func), step.reads, step.writes, changes
+            rows.append((*call, step.numbers, step.passed, draws, step.own_results, step.shared_results))
         for use in self.attributes:
             rows.append((use.name, use.put_back, [(access.before, access.writes) for access in use.accesses]))
         return hashlib.sha256(repr(rows).encode()).hexdigest()

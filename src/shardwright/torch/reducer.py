@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch.split_backward import notify_gradients
 
-__all__ = ["GradientReducer", "Reduced", "refuse_gradient_hooks"]
+__all__ = ["GradientReducer", "Reduced", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +262,26 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"the parameter {name} has a hook for its gradient, and is used by several stages, each of "
                 "which would give the hook its own part of the gradient. Change gradients between the step "
                 "function and optimizer.step(), where they are whole: for example with "
+                "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)."
+            )
+
+
+def refuse_accumulation_hooks(module: nn.Module) -> None:
+    """Refuses hooks that would see the gradient that one replica has accumulated, of several.
+
+    A hook for the gradient itself stays: it may mask rows of it, which is the same on parts.
+
+    Raises:
+        UsageError: a trained parameter has such a hook.
+    """
+    for parameter in module.parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None) and parameter.requires_grad:
+            name = next(name for name, other in module.named_parameters() if other is parameter)
+            raise UsageError(
+                f"the parameter {name} has a hook for its accumulated gradient "
+                "(register_post_accumulate_grad_hook), and there are several replicas: the hook would see "
+                "that of its own replica, of this batch alone, before it is averaged. Do it between the "
+                "step function and optimizer.step(), where gradients are whole: for example with "
                 "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)."
             )
 

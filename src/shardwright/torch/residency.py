@@ -32,6 +32,7 @@ class Residency:
     def of(cls, graph: ModelGraph, homes: Sequence[int], stage_ranks: Sequence[int]) -> "Residency":
         """Works it out from the stage that computes each node."""
         users: dict[str, set[int]] = {name: set() for name in graph.parameters}
+        in_units = {name for unit in graph.units.values() for name in unit.parameters}
         glue: set[str] = set()
         for node, stage in zip(graph.nodes, homes, strict=True):
             if node.kind == "unit":
@@ -39,7 +40,7 @@ class Residency:
                     users[name].add(stage)
             for name in node.parameters:
                 users[name].add(stage)
-                if graph.parameters[name].is_buffer:
+                if graph.parameters[name].is_buffer and name not in in_units:
                     glue.add(name)
         everyone = tuple(sorted(set(stage_ranks)))
         ranks = {}

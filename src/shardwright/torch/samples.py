@@ -62,6 +62,7 @@ def copy_of_module(
     *,
     originals: Mapping[int, Tensor] | None = None,
     shared: Iterable[Any] = (),
+    stands_for: Callable[[Tensor, Tensor], None] = lambda own, tensor: None,
 ) -> nn.Module:
     """A copy with weights of its own: random where the module has none.
 
@@ -70,20 +71,23 @@ def copy_of_module(
         device: where the copy goes.
         originals: id of a stand-in among its parameters and buffers -> the tensor that it stands for.
         shared: objects that the copy has in common with the module.
+        stands_for: called with what the copy has in place of a tensor that a forward left in it, and that.
     """
     memo: dict[int, Any] = {id(item): item for item in shared}
     for identifier, tensor in (originals or {}).items():
         memo[identifier] = _own(tensor, device)
-    for sub in module.modules():
-        for left in vars(sub).values():
-            # What a forward left in an attribute: `deepcopy` refuses tensors that were computed.
-            if (
-                isinstance(left, Tensor)
-                and id(left) not in memo
-                and (type(left) is not Tensor or left.grad_fn)
-            ):
-                memo[id(left)] = random_like(left, device).detach()
-    twin = copy.deepcopy(module, memo)
+
+    def replaced(tensor: Tensor) -> Tensor:
+        # What a forward left in the module: `deepcopy` refuses tensors that were computed.
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.grad_fn is None:
+            same: Tensor = copy.deepcopy(tensor, memo)
+            return same
+        own: Tensor = random_like(tensor, device).detach()
+        stands_for(own, tensor)
+        return own
+
+    with _Replacing(replaced):
+        twin = copy.deepcopy(module, memo)
     for sub in twin.modules():
         for registry in (sub._parameters, sub._buffers):
             for key, own in registry.items():

@@ -18,7 +18,7 @@ from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_dev
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
 from shardwright.torch.one_stage import recompute_as_wished
-from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
 from shardwright.torch.replica_buffers import ReplicaBuffers
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class SingleEngine:
             recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
             self._prepared = True
         if self._context.data_group is not None:
+            refuse_accumulation_hooks(self._model.module)
             self._prepare_replicas(self._context.data_group)
         if self._buffers is not None:
             self._buffers.agree_on_what_scripts_set()

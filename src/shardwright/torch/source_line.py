@@ -29,9 +29,14 @@ def user_line(inside: FrameType | None = None) -> str:
     return fallback
 
 
-def called_from(module: str) -> bool:
-    """Whether a function of this module is among the callers."""
-    return frames_up_to(module) is not None
+def called_from(module: str, function: str = "") -> bool:
+    """Whether a function of this module, of this name if one is given, is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module and function in ("", frame.f_code.co_name):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def outermost_checkpoint() -> FrameType | None:

@@ -54,6 +54,7 @@ def gather_state(
             dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
         full[key] = payload
     full.update(_from_their_ranks(others, residency, context))
+    _sort(full, list(state), context)
     lost = [key for key, value in full.items() if isinstance(value, Tensor) and value.is_meta]
     if lost:
         raise UsageError(
@@ -77,6 +78,34 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
     for part in gathered:
         found.update(part)
     return found
+
+
+def _sort(full: dict[str, Any], own: list[str], context: Context) -> None:
+    """Brings names in the order of a plain model: what others have made in a forward comes last here.
+
+    Each goes behind the one that it follows on a rank that has it.
+
+    Args:
+        full: the whole state.
+        own: names in the state of this rank.
+        context: the run.
+    """
+    orders: list[Any] = [None] * len(context.pipeline_ranks)
+    dist.all_gather_object(orders, own, group=context.pipeline_group)
+    names: list[str] = []
+    for order in orders:
+        if order == names:
+            continue
+        known, place = set(names), 0
+        for name in order:
+            if name in known:
+                place = names.index(name, place if name in names[place : place + 1] else 0)
+            else:
+                names.insert(place, name)
+            place += 1
+    for name in names if names != list(full) else ():
+        if name in full:
+            full[name] = full.pop(name)
 
 
 def _rank_of(key: str, residency: Residency) -> int | None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from shardwright.errors import DeferredReadError
 from shardwright.torch._private import fake_failures_unlogged, num_hooks_registered
-from shardwright.torch.attribute_use import AttributeUses, Place
+from shardwright.torch.attribute_use import AttributeUses, Slot
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
+from shardwright.torch.held_content import HeldContent
 from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
@@ -93,8 +94,8 @@ class _Run:
         self,
         state: Collection[str] = frozenset(),
         counters: Collection[str] = frozenset(),
-        watched: Sequence[Place] = (),
-    ) -> tuple[Trace, dict[str, bool], list[Place]]:
+        watched: Sequence[Slot] = (),
+    ) -> tuple[Trace, dict[str, bool], list[Slot]]:
         """Traces; also tells which buffers outside of units were changed (`BufferWatch.changed`), and which
         attributes of modules were changed or written.
 
@@ -123,11 +124,15 @@ class _Run:
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
 
+        held = HeldContent(self.unit_map.model)
+
         def look() -> None:
             use.look()
+            held.look()
             tracer.python_draws.look()
 
         tracer.before_step = look
+        tracer.after_unit = lambda: use.look(inside=True)
         args, kwargs = structure.rebuild(copies)
         before = set_active_handler(tracer)
         open_modules = OpenModules(tracer)
@@ -137,7 +142,7 @@ class _Run:
             with python_random_kept(), nothing_left, unchanged, open_modules, glue:
                 tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
-                with use.watching():
+                with use.watching(), tracer.watching():
                     result = self.function(*args, **kwargs)
                 registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
@@ -145,6 +150,7 @@ class _Run:
                 changed = watch.changed(tracer.is_value, under_another_name=tracer.changes_memory_of)
                 together = tracer.together()
                 attributes = use.uses(self.unit_map.model, tracer.is_value)
+                changed_inside = held.changed
             changes_batch = any(
                 isinstance(c, Tensor) and c._version != v for c, v in zip(copies, versions, strict=True)
             )
@@ -158,15 +164,16 @@ class _Run:
                 left_in_units=tuple(unchanged.left_in_units),
             )
             touched = {
-                (id(m), key): (m, key) for m, key in (*unchanged.changed, *use.written(self.unit_map.model))
+                (id(m), key): (m, key)
+                for m, key in (*unchanged.changed, *use.written(self.unit_map.model), *changed_inside)
             }
             return trace, changed, list(touched.values())
         except DeferredReadError as error:
             error.inside = open_modules.at_failure
             raise
         finally:
-            del tracer.before_step  # a circle of references would keep the copies of the batch
-            tracer.stop_watching()
+            # A circle of references would keep the copies of the batch.
+            del tracer.before_step, tracer.after_unit
             tracer.draws.put_back()
             set_active_handler(before)
             set_state(generators, self.device)

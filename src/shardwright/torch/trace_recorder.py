@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
-from shardwright.torch._private import FakeTensor
+from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import REMEDY, DeferredTensor
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
@@ -52,6 +52,7 @@ class TraceRecorder:
         self._changes = TracedChanges(values, was_there)
         self._regions = Regions()
         self._gradients: dict[int, bool] = {}
+        self._units_write: dict[int, set[int]] = {}  # memory that units hold -> nodes
 
     @property
     def num_nodes(self) -> int:
@@ -163,7 +164,10 @@ class TraceRecorder:
             recomputed=recomputed,
             flat=call.is_flat,
             fills=fills,
+            own_results=outcome.own_results,
         )
+        for tensor in outcome.written:
+            self._units_write.setdefault(storage_key(tensor), set()).add(index)
         self._changes.note(step)
         self.steps.append(step)
         return structure.rebuild(returned)
@@ -221,6 +225,17 @@ class TraceRecorder:
         return frozenset(initial[value] for value in seen if value in initial)
 
     # ---- the end ----
+
+    def share_results(self) -> None:
+        """Leaves results in the memory of their units where it is changed under both names."""
+        changed = {change.view.memory for step in self.steps for change in step.changes}
+        several = {memory for memory, nodes in self._units_write.items() if len(nodes) > 1}
+        for step in self.steps:
+            memories = {self._values.memory_of(v) for p, v in step.writes if p in step.own_results}
+            if memories & changed:
+                step.shared_results = step.own_results
+            if memories & (changed | several):
+                step.own_results = ()
 
     def forget_frames(self) -> None:
         """Lets go of the frames of the step function, which hold on to all that it had."""

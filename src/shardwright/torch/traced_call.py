@@ -26,6 +26,10 @@ class Outcome:
         passed_attributes: free arguments that it left there: (module, name, position among the arguments).
         written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
         written_names: names of the parameters and buffers among these, and of those in the same memory.
+        written_again: those among it that ``torch.utils.checkpoint`` changes a second time.
+        written_once: those among it that are changed at other times, too, or several times in between.
+        written_undecided: those that are changed a second time if what comes after has gradients.
+        own_results: positions of results that lie in memory which the unit holds and writes to in every call.
         unreached: positions of arguments that require gradients, and get none from it.
     """
 
@@ -36,6 +40,10 @@ class Outcome:
     passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
     written: Sequence[Tensor] = ()
     written_names: tuple[str, ...] = ()
+    written_again: Sequence[Tensor] = ()
+    written_once: Sequence[Tensor] = ()
+    written_undecided: Sequence[Tensor] = ()
+    own_results: tuple[int, ...] = ()
     unreached: frozenset[int] = frozenset()
 
 

@@ -10,17 +10,19 @@ backward inside of a unit that computes something again: nothing need be run ahe
 Inside a unit that is all. Between units each rank seeds for itself, so only free operations may draw then,
 and none that others may come in before.
 
-A generator of the script's own is followed in the same way. One that is made inside the step function is left
-to whoever makes it.
+A generator of the script's own is followed in the same way. One that is made inside the step function every
+rank makes, and only the one that draws from it moves it on: who goes on from there must be on the same stage.
 """
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwright.errors import TraceError
+from shardwright.model_graph import Node, Together
 from shardwright.torch._private import generator_key
 from shardwright.torch.rng import Draw, get_state, is_default
 
@@ -48,6 +50,11 @@ class TracedDraws:
         self._num_moved = 0
         self._own: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the state at the start
         self._others: dict[int, tuple[torch.Generator, Tensor]] = {}  # made inside, or not found
+        # Of others: where they were left, and by which node; None is a free operation.
+        self._others_left: dict[int, tuple[bytes, int | None]] = {}
+        self._handed_on: dict[tuple[int, int], None] = {}  # from which node to which
+        self._found = b""
+        self._node: int | None = None
         self._own_left: dict[int, bytes] = {}
         self._own_drawn: set[int] = set()
         # A script may have set the very seed that its step function sets.
@@ -79,9 +86,26 @@ class TracedDraws:
         if own is None:
             return self.in_row
         if generator_key(own) not in self._own:
-            self._others.setdefault(generator_key(own), (own, own.get_state()))
+            self._find_other(own)
             return False
         return self._own_left[generator_key(own)] == _content(own.get_state())
+
+    def _find_other(self, generator: torch.Generator) -> None:
+        """Looks who has left a generator, that is about to be drawn from, as it is."""
+        key, state = generator_key(generator), generator.get_state()
+        self._others.setdefault(key, (generator, state))
+        self._found = _content(state)
+        left, maker = self._others_left.get(key, (b"", None))
+        if maker is None or maker == self._node or left != self._found:
+            return
+        if self._node is None:
+            raise TraceError(
+                f"{self._line()}: numbers are drawn here from a torch.Generator that was made in the step "
+                "function, and from which a module has drawn before. Only the rank of that module has it as "
+                "the module leaves it. Make another generator, or keep one in the model or in a variable of "
+                "the script: it is the same on all ranks."
+            )
+        self._handed_on[maker, self._node] = None
 
     @property
     def in_row(self) -> bool:
@@ -100,12 +124,24 @@ class TracedDraws:
             self._own_left[generator_key(own)] = _content(own.get_state())
             self._own_drawn.add(generator_key(own))
 
-    def before_step(self, num_nodes: int) -> None:
+    def drawn_elsewhere(self, draw: Draw) -> None:
+        """A draw that is not in the row has run; takes note of the generator that was made in between."""
+        own = draw.generator
+        if own is None or generator_key(own) in self._own:
+            return
+        if self._found == _content(own.get_state()):  # there was no data
+            self._num_moved += 1
+            own.manual_seed(_FIRST_SEED + self._num_moved)
+        self._others_left[generator_key(own)] = _content(own.get_state()), self._node
+
+    def before_step(self, num_nodes: int, *, free: bool = False) -> None:
         """To be called before every step.
 
         Args:
             num_nodes: of the graph so far.
+            free: every rank executes it.
         """
+        self._node = None if free else num_nodes
         if self.in_row:
             self._nodes_when_set = None
         elif self._nodes_when_set is None:
@@ -134,6 +170,21 @@ class TracedDraws:
         moved = any(_content(self._own[key][0].get_state()) != self._own_left[key] for key in self._own_drawn)
         if moved or (draws and not self.in_row):
             self.set_at = self.set_at or "at the end of the step function"
+
+    def together(self, nodes: Sequence[Node]) -> list[Together]:
+        """Nodes that draw from one generator which the step function has made."""
+        return [
+            Together(
+                pair,
+                what="a torch.Generator that is made in the step function",
+                line=nodes[pair[1]].line,
+                why=f"{nodes[pair[1]].name} draws from a torch.Generator from which {nodes[pair[0]].name} "
+                "has drawn, and another stage would not have it as that leaves it.",
+                remedy="Keep the generator in the model or in a variable of the script, where it is the same "
+                "on all stages, or make one for each module.",
+            )
+            for pair in self._handed_on
+        ]
 
     def _state(self) -> tuple[bytes, ...]:
         return tuple(_content(state) for state in get_state(self._device) if state is not None)

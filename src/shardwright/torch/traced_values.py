@@ -167,8 +167,9 @@ class TracedValues:
     # ---- names ----
 
     def parameters_among(self, items: Sequence[Any]) -> tuple[str, ...]:
-        """Names of the parameters among the leaves of arguments."""
-        names = (self.names.get(id(item)) for item in items if isinstance(item, nn.Parameter))
+        """Names of the parameters, and of the buffers of units, among the leaves of arguments."""
+        lent = (i for i in items if isinstance(i, nn.Parameter) or id(i) in self._lent_for)
+        names = (self.names.get(id(item)) for item in lent)
         return tuple(dict.fromkeys(name for name in names if name is not None))
 
     def names_of(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ no unit and no parameter (*free*: masks, positions) run for real, so Python may 
 unit returns is a `DeferredTensor`.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,34 +16,33 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError, TraceError, UsageError
 from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
-from shardwright.torch._private import FAKE_FAILURES, storage_key
+from shardwright.torch._private import storage_key
 from shardwright.torch.aliases import follow_changes
-from shardwright.torch.attribute_use import AttributeUse, Place
+from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY
 from shardwright.torch.filled_containers import append_again, give_back_changes, without_appended
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
-from shardwright.torch.gradient_reach import unreached
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
 from shardwright.torch.real_execution import RealExecution
+from shardwright.torch.recomputed_statistics import RepeatedBuffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
-from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
-from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.traced_call import TracedCall, is_opaque
 from shardwright.torch.traced_draws import TracedDraws
+from shardwright.torch.traced_execution import TracedExecution
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
-from shardwright.torch.unit_state import UnitState
 
 __all__ = ["Tracer"]
 
@@ -62,12 +62,14 @@ class Tracer:
 
     Attributes:
         before_step: called before every call and before ``backward``.
+        after_unit: called after every call of a unit.
         samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
         draws: PyTorch's.
     """
 
     before_step: Callable[[], None]
+    after_unit: Callable[[], None]
 
     def __init__(
         self,
@@ -92,7 +94,8 @@ class Tracer:
         self.python_draws = DrawsOfPython(lambda: self.position)
         self.draws = TracedDraws(device, user_line)
         self._path = PathRecorder(batch)
-        self._real = RealExecution(self._values, self._hidden, self._path, self.draws, device)
+        real = RealExecution(self._values, self._hidden, self._path, self.draws, device)
+        self._execution = TracedExecution(self._values, self._hidden, self.draws, real)
         self._loss: int | None = None
         self._backward_at: int | None = None
         self._batch_bytes = 0
@@ -100,6 +103,7 @@ class Tracer:
         self._shapes_asked: set[int] = set()
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
+        self._repeated_buffers = RepeatedBuffers()
         self._held = {name: self._values.names_in(module) for name, module in unit_map.modules.items()}
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
@@ -156,7 +160,13 @@ class Tracer:
         key = self.samples.cost_class(call, functions.name_of(func))
         memory = self.samples.working_memory(key, call)
         self.draws.before_step(self._recorder.num_nodes)
-        outcome = self._execute_operation(call)
+        outcome = self._execution.operation(call)
+        if outcome is None:
+            raise self._unreadable(
+                f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
+                f"tensor that only one rank has. {REMEDY}",
+                reads,
+            )
         self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         node = Node(
             kind="op",
@@ -178,7 +188,9 @@ class Tracer:
         """Records a call of a unit and runs it on fake tensors."""
         self.before_step()
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():
-            return self._unit_call(module, args, kwargs)
+            result = self._unit_call(module, args, kwargs)
+        self.after_unit()
+        return result
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._unit_map.units[id(module)]
@@ -201,12 +213,21 @@ class Tracer:
         with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
             memory = self.samples.working_memory(key, call)
             self.draws.before_step(self._recorder.num_nodes)
-            outcome = self._execute_unit(call, module, kept)
+            outcome = self._execution.unit(call, name, kept)
             self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
         give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
         outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
         fills = self._hidden.containers.note(self._recorder.num_nodes, before)
+        if outcome.written_names:
+            self._mutates.add(name)
+        self._repeated_buffers.note(
+            self._recorder.num_nodes,
+            again=self._values.names_of(outcome.written_again),
+            once=self._values.names_of(outcome.written_once),
+            undecided=self._values.names_of(outcome.written_undecided),
+            has_gradient=any(isinstance(t, Tensor) and t.requires_grad for t in leaves(outcome.output)),
+        )
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
         node = Node(
@@ -249,7 +270,7 @@ class Tracer:
         self._loss = value
         self._backward_at = len(self._recorder.steps)
 
-    # ---- execution ----
+    # ---- calls ----
 
     def _free_operation(
         self,
@@ -261,7 +282,7 @@ class Tracer:
     ) -> Any:
         step = self._recorder.free_step(func, items)
         versions = self._path.versions(items)
-        self.draws.before_step(self._recorder.num_nodes)
+        self.draws.before_step(self._recorder.num_nodes, free=True)
         with CostCounter(row=self.draws) as cost:
             result = func(*args, **kwargs)
         self.draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
@@ -281,65 +302,6 @@ class Tracer:
         arguments = structure.rebuild([self._values.fake(item) for item in items])
         return TracedCall(func, items, structure, reads, arguments, leaves(arguments), line)
 
-    def _execute_operation(self, call: TracedCall) -> Outcome:
-        try:
-            with self._values.fake_mode:
-                return call.run(CostCounter(row=self.draws))
-        except FAKE_FAILURES as error:
-            found = self._real.operation(call, CostCounter(row=self.draws))
-            if found is None:
-                raise self._unreadable(
-                    f"{call.line}: the shape of the result of {functions.name_of(call.func)}() depends on "
-                    f"the values of a tensor that only one rank has. {REMEDY}",
-                    call.reads,
-                ) from error
-            return found
-
-    def _execute_unit(self, call: TracedCall, module: nn.Module, kept: list[Any]) -> Outcome:
-        name = self._unit_map.units[id(module)]
-        attributes = Attributes(module)
-        state = UnitState(module)
-        try:
-            with self._values.fake_mode:
-                outcome = call.run(CostCounter(self._values.names, self._hidden, self.draws))
-        except Exception as error:
-            attributes.restore()
-            cost = CostCounter(self._values.names, self._hidden, self.draws)
-            outcome = self._real.unit(call, name, kept, cost, error)
-            plain = [tensor for tensor in outcome.written if type(tensor) is Tensor]
-            self._hidden.ran_on_a_copy(state.plain, plain)
-            for sub, key, fake in outcome.attributes:
-                vars(sub)[key] = fake
-            for sub, key, position in outcome.passed_attributes:
-                vars(sub)[key] = call.items[position]
-        else:
-            outcome = self._with_attributes(call, outcome, attributes)
-            outcome = replace(outcome, written=state.changed(outcome.cost.written))
-            if not call.changed(outcome):
-                made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
-                outcome = replace(outcome, unreached=unreached(call.fakes, made))
-        names = self._values.names_of(outcome.written)
-        if names:
-            self._mutates.add(name)
-        return replace(outcome, written_names=names)
-
-    def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:
-        """Adds what a unit left in attributes; the step function finds its own tensors there, if free."""
-        given = {
-            id(fake): position
-            for position, (item, fake) in enumerate(zip(call.items, call.fakes, strict=True))
-            if self._values.is_free(item)
-        }
-        left: list[tuple[nn.Module, str, Tensor]] = []
-        passed: list[tuple[nn.Module, str, int]] = []
-        for module, key, fake in attributes.new_tensors:
-            if id(fake) in given:
-                passed.append((module, key, given[id(fake)]))
-                vars(module)[key] = call.items[given[id(fake)]]
-            elif self._values.is_made(fake):
-                left.append((module, key, fake))
-        return replace(outcome, attributes=left, passed_attributes=passed)
-
     def _unreadable(self, message: str, reads: list[tuple[int, int]]) -> DeferredReadError:
         error = DeferredReadError(message)
         error.buffers = self._recorder.buffers_behind([value for _, value in reads])
@@ -347,13 +309,18 @@ class Tracer:
 
     # ---- the result ----
 
-    def stop_watching(self) -> None:
-        """Leaves the classes of objects as they were."""
-        self._hidden.forget()
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Leaves the classes of objects as they were, which are watched inside."""
+        try:
+            yield
+        finally:
+            self._hidden.forget()
 
     def together(self) -> tuple[Together, ...]:
         """Nodes that must have one home; to be asked while buffers still are what the step function left."""
-        return self._recorder.together(self._watch, self._held, self._hidden, trains=self._loss is not None)
+        found = self._recorder.together(self._watch, self._held, self._hidden, trains=self._loss is not None)
+        return (*found, *self.draws.together(self._recorder.nodes()))
 
     def finish(
         self,
@@ -364,7 +331,7 @@ class Tracer:
         changes_batch: bool,
         temporary_hooks: bool,
         attributes: tuple[AttributeUse, ...],
-        left_in_units: tuple[Place, ...],
+        left_in_units: tuple[Slot, ...],
     ) -> Trace:
         """Makes the graph.
 
@@ -379,6 +346,7 @@ class Tracer:
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
+        recorder.share_results()
         self.draws.at_end(draws=any(step.draws for step in recorder.steps))
         refuse_returned(leaves(result), self._values)
         recorder.reads(leaves(result))
@@ -418,6 +386,7 @@ class Tracer:
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
             generators_set_at=self.draws.set_at,
+            repeated_buffers=self._repeated_buffers.names(graph.contributing()),
             orders={
                 index: order
                 for index, value in enumerate(values)

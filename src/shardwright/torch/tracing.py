@@ -12,6 +12,7 @@ from shardwright.torch.activation_checkpointing import is_marked
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.discover import discover
 from shardwright.torch.glue import intercept_calls, restore_calls
+from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.recording import Trace
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
@@ -51,14 +52,17 @@ def trace_parts(
     splitter = Splitter() if splitter is None else splitter
     costs = discover(model, function, next(iter(parts.values())), device=device)
     forced: set[int] = set()
-    recomputed = frozenset(
+    preferred = frozenset(
         id(module)
         for name, module in model.named_modules()
-        if is_marked(module) or _recomputes_itself(module) or (name in costs and costs[name].recomputed)
+        if is_marked(module)
+        or _recomputes_itself(module)
+        or (name in costs and costs[name].recomputed)
+        or has_backward_hooks(module)
     )
     while True:
         names = choose_units(
-            model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=recomputed
+            model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=preferred
         )
         unit_map = UnitMap.of(model, names)
         if prepare is not None:

@@ -152,7 +152,8 @@ def _rebuild_list_subclass(template: Any, keys: Sequence[Any], values: Sequence[
 _REBUILD: dict[str, Callable[[Any, Sequence[Any], Sequence[Any]], Any]] = {
     "sequence": lambda template, keys, values: type(template)(values),
     "dict": _rebuild_dict,
-    "namedtuple": lambda template, keys, values: type(template)(*values),
+    # A constructor of its own may look at what it gets (PackedSequence): here it has been through it.
+    "namedtuple": lambda template, keys, values: type(template)._make(values),
     "tuple_subclass": lambda template, keys, values: type(template)(values),
     "list_subclass": _rebuild_list_subclass,
     "userdict": _rebuild_userdict,

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
-from shardwright.errors import StalePlanError
+from shardwright.errors import StalePlanError, TraceError
 from shardwright.model_graph import ParameterSpec
 from shardwright.torch.deferred import spec_of
 
@@ -32,7 +33,11 @@ class UnitMap:
 
     @classmethod
     def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
-        """Looks units up by name."""
+        """Looks units up by name.
+
+        Raises:
+            TraceError: a parameter or buffer is sparse.
+        """
         modules = {name: model.get_submodule(name) for name in unit_names}
         parameters: dict[int, str] = {}
         tensors: dict[str, tuple[Tensor, bool]] = {}
@@ -42,6 +47,12 @@ class UnitMap:
             (True, model.named_buffers(remove_duplicate=False)),
         ):
             for name, tensor in source:
+                if tensor.layout is not torch.strided:
+                    raise TraceError(
+                        f"{name} is a sparse tensor ({tensor.layout}), which a model over several stages "
+                        "cannot hold. Register its indices and its values as two buffers, and make the "
+                        "sparse tensor of them in the forward of the module that uses it."
+                    )
                 first = parameters.setdefault(id(tensor), name)
                 if first == name:
                     tensors[name] = (tensor, is_buffer)

@@ -1,11 +1,12 @@
 """What a call of a unit changes of what the unit holds: parameters, buffers, tensors in plain attributes."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.torch._private import storage_key
+from shardwright.torch.cost import CostCounter
 
 __all__ = ["UnitState"]
 
@@ -45,6 +46,23 @@ class UnitState:
             or storage_key(before) != memory
             or (registered and registry.get(key) is not before)
         ]
+
+    def written(self, memories: Collection[int]) -> list[Tensor]:
+        """The unit's tensors that had this memory before the call."""
+        pairs = zip(self._own, self._before, strict=True)
+        return [own for own, (_, _, memory) in pairs if memory in memories]
+
+    def own_results(self, results: Sequence[Any], cost: CostCounter) -> tuple[int, ...]:
+        """Positions of the results that lie in memory which the unit holds, and writes to in every call."""
+        own = {memory for _, _, memory in self._before if memory in cost.written}
+        if not own:
+            return ()
+        memories = (storage_key(item) if isinstance(item, Tensor) else None for item in results)
+        return tuple(
+            p
+            for p, memory in enumerate(memories)
+            if memory is not None and cost.views.get(memory, memory) in own
+        )
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[_Place, Tensor]]:

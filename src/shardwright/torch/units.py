@@ -2,8 +2,8 @@
 
 One forward on fake tensors tells which modules are called, how often, and what share of the work each does.
 Then the tree is walked from the root: a module becomes a unit when it is a repeated block, when splitting
-it would buy nothing, or when it is a leaf with parameters; else the walk goes on with its children. Modules
-without parameters (activations, dropout, containers) are glue between units.
+it would buy nothing, or when no module inside it that has parameters is called; else the walk goes on with
+its children. Modules without parameters (activations, dropout, containers) are glue between units.
 """
 
 from collections.abc import Iterator
@@ -42,6 +42,7 @@ class ModuleCost:
 @dataclass(slots=True)
 class _Walk:
     costs: dict[str, ModuleCost]
+    called: frozenset[int]
     total: float
     num_stages: int
     forced: frozenset[int]
@@ -72,12 +73,18 @@ class _Walk:
             or (id(module) in self.preferred and share_of_stage <= 1.0)
         ):
             return True
-        if not any(_has_parameters(child) for child in module.children()):
+        if not self._calls_inside(module):
             return True
         if repeated:
             # Those that have skipped themselves did no work, so that others have too large a share.
             return cost.chooses_at_random or share_of_stage <= _LARGE_SHARE_OF_STAGE
         return share_of_stage <= _SMALL_SHARE_OF_STAGE
+
+    def _calls_inside(self, module: nn.Module) -> bool:
+        """Whether modules inside with parameters are called, not only read, as in `nn.MultiheadAttention`."""
+        return any(
+            sub is not module and id(sub) in self.called and _has_parameters(sub) for sub in module.modules()
+        )
 
     def share(self, name: str) -> float:
         """Share of the model's work."""
@@ -100,10 +107,11 @@ def choose_units(
         num_stages: number of stages, which says how fine the pieces need to be.
         forced: ids of modules that must be kept whole: their inside cannot be traced.
         preferred: ids of modules that are kept whole unless they are more than a stage: their inside is
-            recomputed as a whole.
+            recomputed as a whole, or they have hooks for the gradients of all of it.
     """
     total = float(costs[""].flops) if "" in costs else 0.0
-    walk = _Walk(costs=costs, total=total, num_stages=num_stages, forced=forced, preferred=preferred)
+    called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)
+    walk = _Walk(costs, called, total, num_stages=num_stages, forced=forced, preferred=preferred)
     walk.visit(model, "", repeated=False)
     return walk.units
 

@@ -170,7 +170,9 @@ class _LiveBytes(TorchDispatchMode):
         if self._watch is not None:
             self._watch.rehearsed((*args, *(kwargs or {}).values()), result)
         for tensor in leaves(result):
-            if isinstance(tensor, Tensor) and storage_key(tensor) not in known:
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue  # sparse ones have no memory that could be asked
+            if storage_key(tensor) not in known:
                 self._add(tensor)
         return result
 

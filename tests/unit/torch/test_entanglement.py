@@ -136,11 +136,24 @@ def test_the_model_itself_is_warned_about(caplog):
     assert choose_units(model, costs, num_stages=8) == ["first", "cell.linear"]
 
 
+def test_a_module_whose_inner_modules_are_only_read_is_a_unit():
+    """However large it is, there is nothing inside to split it into."""
+    model = nn.Sequential(*(nn.MultiheadAttention(WIDTH, 2) for _ in range(2)))
+
+    def run(x):
+        for module in model:
+            x, _ = module(x, x, x)
+        return x
+
+    costs = discover(model, run, ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
+    assert choose_units(model, costs, num_stages=8) == ["0", "1"]
+
+
 def test_a_name_goes_with_its_module():
     """A copy that was gone left its modules' identities to the next, whose calls were then lost."""
     entanglement = Entanglement()
     model = nn.Sequential(nn.Linear(1, 1))
-    entanglement.enter("", model)
+    entanglement.enter("", model, ())
     entanglement.leave()
     assert set(entanglement._names.values()) == {"", "0"}
     del model

@@ -68,14 +68,18 @@ def test_what_one_of_several_threads_does_counts_whole():
     def counts(x):
         return x * sum(range(100_000))
 
+    seconds = []
+    for _ in range(9):
+        before_s = time.thread_time()
+        counts(torch.ones(4))
+        seconds.append(time.thread_time() - before_s)
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        alone = measure_class(sample_of(counts), device=CPU).forward_s
         shared = measure_class(sample_of(counts), device=CPU, share_cores=True).forward_s
     finally:
         torch.set_num_threads(threads)
-    assert shared > alone / 2
+    assert shared > min(seconds) / 2
 
 
 def test_a_module_that_was_split_before_is_timed_in_one_piece_too():

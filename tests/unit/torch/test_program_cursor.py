@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.program import Instruction, Place
+from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.tree import leaves
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from shardwright.torch.tree import flatten, leaves, map_tree
 
@@ -75,6 +76,14 @@ def test_a_structure_without_template_holds_no_tensor():
     record = Record(value=torch.ones(2))
     structure = flatten(record)[1].without_template()
     assert structure.rebuild([5, "n"]) == Record(5, "n")
+
+
+def test_a_constructor_that_looks_at_its_arguments_is_not_asked_again():
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    items, structure = flatten(packed)
+    rebuilt = structure.without_template().rebuild(items)
+    assert type(rebuilt) is type(packed)
+    assert rebuilt.data is packed.data
 
 
 def test_structures_differ_where_keys_do():
