@@ -1,0 +1,26 @@
+"""Collectives as pure data: who copies, sums, sends and receives what, and what it costs."""
+
+from shardwright.collectives.algorithms import (
+    all_gather,
+    all_reduce,
+    all_reduce_at_once,
+    broadcast,
+    reduce_scatter,
+)
+from shardwright.collectives.replay import Replay, replay
+from shardwright.collectives.steps import Memory, Span, Step
+from shardwright.collectives.topology import Topology
+
+__all__ = [
+    "Memory",
+    "Replay",
+    "Span",
+    "Step",
+    "Topology",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_at_once",
+    "broadcast",
+    "reduce_scatter",
+    "replay",
+]

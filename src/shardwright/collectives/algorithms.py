@@ -1,0 +1,190 @@
+"""The collectives, as rows of steps.
+
+Long ones go in chunks, so that links between nodes and inside of them are busy at once::
+
+    between nodes   | chunk 0 | chunk 1 | chunk 2 |
+    inside                    | chunk 0 | chunk 1 | chunk 2 |
+
+With a topology of one rank a node, everything goes over links between nodes: that is the flat form.
+"""
+
+from functools import partial
+
+from shardwright.collectives.forward import Forward
+from shardwright.collectives.gather import Gather
+from shardwright.collectives.node_view import NodeView
+from shardwright.collectives.parts import chunks_of
+from shardwright.collectives.scatter import Scatter
+from shardwright.collectives.steps import Memory, Row, Span, Step
+from shardwright.collectives.topology import Topology
+
+__all__ = ["all_gather", "all_reduce", "all_reduce_at_once", "broadcast", "reduce_scatter"]
+
+_DEPTH = 2
+"""Chunks that are under way at once."""
+
+
+def all_gather(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
+    """Gives every rank the inputs of all.
+
+    Args:
+        topology: which ranks share a node.
+        rank: whose steps are wanted.
+        count: elements of each rank's input; the output has `num_ranks * count`, by rank.
+        chunk: elements of an input that go at once.
+    """
+    chunks = list(chunks_of(count, chunk))
+    width = max((stop - start for start, stop in chunks), default=0)
+
+    def shared(number: int, owner: int, start: int, stop: int) -> Span:
+        return _at(Memory.SHARED, (number % _DEPTH * topology.num_ranks + owner) * width, start, stop)
+
+    def output(number: int, owner: int, start: int, stop: int) -> Span:
+        return _at(Memory.OUTPUT, owner * count + chunks[number][0], start, stop)
+
+    view = NodeView(topology, rank, width=width, size=lambda number, owner: _length(chunks[number]))
+    row = Row(rank, view.here)
+    phase = Gather(view, row, shared=shared)
+    for number in range(len(chunks) + 1):
+        if number < len(chunks):
+            phase.reuse(number - _DEPTH)
+            phase.begin(number, Span(Memory.INPUT, *chunks[number]), partial(output, number))
+        if number:
+            phase.end(number - 1, partial(output, number - 1))
+    return row.steps
+
+
+def reduce_scatter(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
+    """Gives every rank its piece of the sum of all inputs.
+
+    Args:
+        topology: which ranks share a node.
+        rank: whose steps are wanted.
+        count: elements of each rank's output; an input has `num_ranks * count`, by rank.
+        chunk: elements of an output that go at once.
+    """
+    chunks = list(chunks_of(count, chunk))
+    width = max((stop - start for start, stop in chunks), default=0)
+    view = NodeView(topology, rank, width=width, size=lambda number, owner: _length(chunks[number]))
+
+    def shared(number: int, giver: int, owner: int, start: int, stop: int) -> Span:
+        place = number % _DEPTH * len(view.here) + view.here.index(giver)
+        return _at(Memory.SHARED, (place * topology.num_ranks + owner) * width, start, stop)
+
+    def pieces(number: int, owner: int, start: int, stop: int) -> Span:
+        return _at(Memory.INPUT, owner * count + chunks[number][0], start, stop)
+
+    row = Row(rank, view.here)
+    phase = Scatter(view, row, depth=_DEPTH, shared=shared)
+    for number in range(len(chunks) + 1):
+        if number < len(chunks):
+            phase.reuse(number - _DEPTH)
+            phase.begin(number, partial(pieces, number))
+        if number:
+            done = number - 1
+            phase.end(done, partial(pieces, done), Span(Memory.OUTPUT, *chunks[done]))
+    phase.finish()
+    return row.steps
+
+
+def all_reduce(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
+    """Gives every rank the sum of all inputs: a reduce-scatter and an all-gather, chunk by chunk.
+
+    Args:
+        topology: which ranks share a node.
+        rank: whose steps are wanted.
+        count: elements of an input, and of an output, which may be in the same place.
+        chunk: elements of a rank's piece that go at once.
+    """
+    num_ranks = topology.num_ranks
+    chunks = list(chunks_of(count, chunk * num_ranks))
+    width = max((-(-(stop - start) // num_ranks) for start, stop in chunks), default=0)
+    width = -(-width // 16) * 16
+
+    def size(number: int, owner: int) -> int:
+        return min(width, max(0, _length(chunks[number]) - owner * width))
+
+    view = NodeView(topology, rank, width=width, size=size)
+    slot = (len(view.here) + 1) * num_ranks * width
+
+    def to_sum(number: int, giver: int, owner: int, start: int, stop: int) -> Span:
+        place = (view.here.index(giver) * num_ranks + owner) * width
+        return _at(Memory.SHARED, number % _DEPTH * slot + place, start, stop)
+
+    def summed(number: int, owner: int, start: int, stop: int) -> Span:
+        place = (len(view.here) * num_ranks + owner) * width
+        return _at(Memory.SHARED, number % _DEPTH * slot + place, start, stop)
+
+    def pieces(memory: Memory, number: int, owner: int, start: int, stop: int) -> Span:
+        return _at(memory, chunks[number][0] + owner * width, start, stop)
+
+    row = Row(rank, view.here)
+    scatter = Scatter(view, row, depth=_DEPTH, shared=to_sum)
+    gather = Gather(view, row, shared=summed)
+    for number in range(len(chunks) + 2):
+        if number < len(chunks):
+            scatter.reuse(number - _DEPTH)
+            scatter.begin(number, partial(pieces, Memory.INPUT, number))
+        if 0 <= number - 1 < len(chunks):
+            now = number - 1
+            own = pieces(Memory.OUTPUT, now, rank, 0, size(now, rank))
+            scatter.end(now, partial(pieces, Memory.INPUT, now), own)
+            gather.reuse(now - _DEPTH)
+            gather.begin(now, own, partial(pieces, Memory.OUTPUT, now))
+        if number >= 2:
+            gather.end(number - 2, partial(pieces, Memory.OUTPUT, number - 2))
+    scatter.finish()
+    return row.steps
+
+
+def all_reduce_at_once(topology: Topology, rank: int, *, count: int) -> list[Step]:
+    """The sum of all inputs for the ranks of one node, where each takes all inputs and sums them itself.
+
+    The ranks wait for one another once instead of twice, which counts where there is little to sum.
+
+    Args:
+        topology: which ranks share a node: all of them.
+        rank: whose steps are wanted.
+        count: elements of an input, and of an output, which may be in the same place.
+    """
+    row = Row(rank, topology.local(rank))
+    own, output = Span(Memory.INPUT, 0, count), Span(Memory.OUTPUT, 0, count)
+    staged = [_at(Memory.SHARED, peer * count, 0, count) for peer in topology.local(rank)]
+    row.copy(own, staged[rank])
+    row.tell("at once: staged", 0)
+    row.hear("at once: staged", 0)
+    row.combine([own if peer == rank else staged[peer] for peer in topology.local(rank)], output)
+    row.tell("at once: read", 0)
+    return row.steps
+
+
+def broadcast(topology: Topology, rank: int, *, count: int, chunk: int, source: int) -> list[Step]:
+    """Gives every rank what one of them has.
+
+    Args:
+        topology: which ranks share a node.
+        rank: whose steps are wanted.
+        count: elements.
+        chunk: elements that go at once.
+        source: the rank that has them, as its input; the outputs of the others are filled.
+    """
+    chunks = list(chunks_of(count, chunk))
+    width = max((stop - start for start, stop in chunks), default=0)
+    row = Row(rank, topology.local(rank))
+    phase = Forward(topology, row, source=source, width=width, depth=_DEPTH)
+    memory = Memory.INPUT if rank == source else Memory.OUTPUT
+    for number in range(len(chunks) + 1):
+        if number < len(chunks):
+            phase.begin(number, Span(memory, *chunks[number]))
+        if number:
+            phase.end(number - 1, Span(memory, *chunks[number - 1]))
+    phase.finish()
+    return row.steps
+
+
+def _at(memory: Memory, base: int, start: int, stop: int) -> Span:
+    return Span(memory, base + start, base + stop)
+
+
+def _length(chunk: tuple[int, int]) -> int:
+    return chunk[1] - chunk[0]

@@ -1,0 +1,192 @@
+"""Which algorithm a collective takes: the one whose rows cost least, for this group and this size."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardwright.collectives.algorithms import (
+    all_gather,
+    all_reduce,
+    all_reduce_at_once,
+    broadcast,
+    reduce_scatter,
+)
+from shardwright.collectives.price import price
+from shardwright.collectives.prices import Prices
+from shardwright.collectives.steps import Step
+from shardwright.collectives.topology import Topology
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = ["COLLECTIVES", "GLOO", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+GLOO = "gloo"
+
+ROOM_BYTES = 8 * 2**20
+"""Shared memory of a node for one collective."""
+
+_CHUNK_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024)
+# So many chunks are played; what more of them take is proportional.
+_FEW, _MANY = 6, 12
+_ALIGNMENT = 16
+_LARGEST_AT_ONCE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to do a collective.
+
+    Attributes:
+        name: ``hierarchical`` where ranks of a node share memory, ``flat`` where all send to all, ``at once``
+            where all ranks of a node sum up everything, or `GLOO`.
+        chunk: elements of a piece that go at once; 0 for all.
+    """
+
+    name: str
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest way, and why.
+
+    Attributes:
+        candidate: the way.
+        seconds: what it should take.
+        others: what the best of each other name should take.
+        source: where the prices are from.
+    """
+
+    candidate: Candidate
+    seconds: float
+    others: dict[str, float]
+    source: str
+
+    def reason(self, itemsize: int) -> str:
+        """One line that says why.
+
+        >>> Choice(Candidate("flat"), 1e-3, {"gloo": 2e-3}, "defaults").reason(4)
+        'flat, 1.00 ms; gloo would take 2.00 ms (prices: defaults)'
+        """
+        chunk = self.candidate.chunk * itemsize
+        how = f" in chunks of {format_bytes(chunk)}" if chunk else ""
+        others = [f"{name} would take {format_seconds(s)}" for name, s in self.others.items()]
+        return (
+            "; ".join([f"{self.candidate.name}{how}, {format_seconds(self.seconds)}", *others])
+            + f" (prices: {self.source})"
+        )
+
+
+def choose(
+    collective: str, topology: Topology, *, count: int, itemsize: int, prices: Prices, source: int = 0
+) -> Choice:
+    """The cheapest way to do a collective.
+
+    Args:
+        collective: one of `COLLECTIVES`.
+        topology: which ranks share a node.
+        count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the whole.
+        itemsize: bytes of an element.
+        prices: of steps.
+        source: the rank that a broadcast starts from.
+    """
+    best: dict[str, tuple[float, Candidate]] = {}
+    for candidate in _candidates(collective, topology, count, itemsize, prices):
+        seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
+        if candidate.name not in best or seconds < best[candidate.name][0]:
+            best[candidate.name] = (seconds, candidate)
+    seconds, chosen = min(best.values(), key=lambda found: found[0])
+    others = {name: found[0] for name, found in best.items() if name != chosen.name}
+    return Choice(chosen, seconds, others, prices.source)
+
+
+def steps_of(
+    collective: str, candidate: Candidate, topology: Topology, rank: int, *, count: int, source: int = 0
+) -> Sequence[Step]:
+    """The row of one rank for a way that was chosen, other than `GLOO`."""
+    nodes = topology.flat() if candidate.name == "flat" else topology
+    chunk = candidate.chunk or max(count, _ALIGNMENT)
+    if candidate.name == "at once":
+        return all_reduce_at_once(nodes, rank, count=count)
+    if collective == "broadcast":
+        return broadcast(nodes, rank, count=count, chunk=chunk, source=source)
+    functions: dict[str, Callable[..., list[Step]]] = {
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+    }
+    return functions[collective](nodes, rank, count=count, chunk=chunk)
+
+
+def _candidates(
+    collective: str, topology: Topology, count: int, itemsize: int, prices: Prices
+) -> Iterator[Candidate]:
+    share = any(len(node) > 1 for node in topology.nodes)
+    if share or topology.num_ranks == 1:
+        room = ROOM_BYTES // _places(collective, topology)
+        sizes = {min(room, size) // itemsize // _ALIGNMENT * _ALIGNMENT for size in _CHUNK_BYTES}
+        for chunk in sorted(max(_ALIGNMENT, size) for size in sizes):
+            yield Candidate("hierarchical", chunk)
+            if chunk >= count:
+                break
+    if len(topology.nodes) > 1:
+        sizes = {size // itemsize for size in _CHUNK_BYTES}
+        for chunk in sorted(sizes):
+            yield Candidate("flat", chunk)
+            if chunk >= count:
+                break
+    at_once = count * itemsize * topology.num_ranks
+    if collective == "all_reduce" and len(topology.nodes) == 1 and at_once <= _LARGEST_AT_ONCE_BYTES:
+        yield Candidate("at once")
+    if collective in prices.gloo:
+        yield Candidate(GLOO)
+
+
+def _places(collective: str, topology: Topology) -> int:
+    """How many pieces have room in the memory of a node at once; the largest node counts for all."""
+    most_here, num_ranks = max(len(node) for node in topology.nodes), topology.num_ranks
+    return {
+        "all_gather": 2 * num_ranks,
+        "reduce_scatter": 2 * most_here * num_ranks,
+        "all_reduce": 2 * (most_here + 1) * num_ranks,
+        "broadcast": 2,
+    }[collective]
+
+
+def _seconds(
+    collective: str,
+    candidate: Candidate,
+    topology: Topology,
+    count: int,
+    itemsize: int,
+    prices: Prices,
+    source: int,
+) -> float:
+    if candidate.name == GLOO:
+        pieces = topology.num_ranks if collective in ("all_gather", "reduce_scatter") else 1
+        line = prices.gloo.get(collective)
+        return 0.0 if line is None else line.seconds(count * itemsize * pieces)
+    pieces = topology.num_ranks if collective == "all_reduce" else 1
+    at_once = (candidate.chunk or count or 1) * pieces
+    played = partial(_played, collective, candidate, topology, itemsize, prices, source)
+    num_chunks = count / at_once
+    if num_chunks <= _MANY:
+        return played(count)
+    few, many = played(_FEW * at_once), played(_MANY * at_once)
+    return many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
+
+
+def _played(
+    collective: str,
+    candidate: Candidate,
+    topology: Topology,
+    itemsize: int,
+    prices: Prices,
+    source: int,
+    count: int,
+) -> float:
+    rows = [
+        steps_of(collective, candidate, topology, rank, count=count, source=source)
+        for rank in range(topology.num_ranks)
+    ]
+    return price(topology, rows, itemsize=itemsize, prices=prices)

@@ -1,0 +1,83 @@
+"""Prices as a file: what ``shardwright probe`` writes, and what `SHARDWRIGHT_PRICES` names."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardwright.collectives.prices import Line, Prices
+from shardwright.collectives.topology import Topology
+from shardwright.errors import ConfigError
+from shardwright.problems import describe, join
+
+__all__ = ["PRICES_VARIABLE", "read_prices", "write_prices"]
+
+PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
+_FORMAT, _VERSION = "shardwright-prices", 1
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Line(_Record):
+    alpha_s: NonNegative
+    Bps: Positive
+
+    def line(self) -> Line:
+        return Line(self.alpha_s, self.Bps)
+
+
+class _Document(_Record):
+    format: Literal["shardwright-prices"]
+    version: Literal[1]
+    nodes: list[list[int]]
+    copy_: _Line = Field(alias="copy")
+    combine: _Line
+    note_s: NonNegative
+    message: _Line
+    local_message: _Line
+    gloo: dict[str, _Line]
+    source: str
+
+
+def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topology) -> None:
+    """Writes prices, and the nodes that they were measured on."""
+    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": topology.nodes}
+    document = _Document.model_validate({**content, **asdict(prices)})
+    Path(path).write_text(document.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+
+
+def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
+    """Reads prices, and the nodes that they were measured on.
+
+    Raises:
+        ConfigError: the file cannot be read, or is none of prices; what is wrong is named.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = _Document.model_validate_json(text)
+    except OSError as error:
+        raise ConfigError(f"prices {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prices {path} cannot be read: {error}.") from error
+    except ValidationError as error:
+        problems = describe(error.errors(), root="the file")
+        raise ConfigError(
+            join(f"prices {path} cannot be used; shardwright probe measures them anew:", problems)
+        ) from error
+    prices = Prices(
+        copy=found.copy_.line(),
+        combine=found.combine.line(),
+        note_s=found.note_s,
+        message=found.message.line(),
+        local_message=found.local_message.line(),
+        gloo={name: line.line() for name, line in found.gloo.items()},
+        source=found.source,
+    )
+    return prices, Topology(tuple(map(tuple, found.nodes)))

@@ -1,0 +1,115 @@
+"""Prices follow the rows, and the cheapest way is taken."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.collectives import Topology, all_gather, all_reduce, reduce_scatter
+from shardwright.collectives.choice_table import choice_rows, crossovers
+from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, steps_of
+from shardwright.collectives.price import price
+from shardwright.collectives.prices import DEFAULT_PRICES, Line
+from shardwright.collectives.prices_file import read_prices, write_prices
+from shardwright.collectives.routine import Routine
+from shardwright.errors import ConfigError, ScheduleError
+
+PRICES = dataclasses.replace(
+    DEFAULT_PRICES,
+    copy=Line(0.0, 1e9),
+    combine=Line(0.0, 1e9),
+    note_s=1e-5,
+    message=Line(1e-4, 1e8),
+    local_message=Line(1e-4, 1e9),
+)
+TWO_BY_TWO = Topology.from_hosts("aabb")
+
+
+def test_a_long_all_gather_takes_as_long_as_its_slowest_link():
+    count = 2**20
+    rows = [all_gather(TWO_BY_TWO, rank, count=count, chunk=2**14) for rank in range(4)]
+    seconds = price(TWO_BY_TWO, rows, itemsize=4, prices=PRICES)
+    over_the_link = 2 * count * 4 / 1e8
+    assert over_the_link < seconds < 1.1 * over_the_link
+
+
+def test_in_one_piece_both_kinds_of_link_wait_for_each_other():
+    count = 2**20
+    prices = dataclasses.replace(PRICES, message=Line(1e-4, 5e8))
+
+    def seconds(chunk):
+        rows = [all_gather(TWO_BY_TWO, rank, count=count, chunk=chunk) for rank in range(4)]
+        return price(TWO_BY_TWO, rows, itemsize=4, prices=prices)
+
+    assert seconds(2**15) < 0.8 * seconds(2**20)
+
+
+def test_messages_of_a_node_share_its_link():
+    flat = [all_gather(TWO_BY_TWO.flat(), rank, count=2**20, chunk=2**20) for rank in range(4)]
+    seconds = price(TWO_BY_TWO, flat, itemsize=4, prices=PRICES)
+    assert seconds == pytest.approx(4 * 2**20 * 4 / 1e8, rel=0.05)  # each rank sends to both ranks there
+
+
+def test_rows_that_do_not_fit_have_no_price():
+    rows = [all_gather(TWO_BY_TWO, rank, count=64, chunk=64) for rank in range(4)]
+    with pytest.raises(ScheduleError, match="wait for one another for ever"):
+        price(TWO_BY_TWO, [*rows[:3], []], itemsize=4, prices=PRICES)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("hosts", ["aa", "aaaa", "aabb", "aaab", "ab", "a"])
+def test_the_choice_is_the_cheapest_and_fits_the_shared_memory(collective, hosts):
+    topology = Topology.from_hosts(hosts)
+    for count in (1, 1000, 10**6):
+        choice = choose(collective, topology, count=count, itemsize=8, prices=PRICES)
+        assert all(choice.seconds <= seconds for seconds in choice.others.values())
+        for rank in range(len(hosts)):
+            routine = Routine.of(steps_of(collective, choice.candidate, topology, rank, count=count))
+            assert routine.num_shared * 8 <= ROOM_BYTES
+
+
+def test_gloo_is_taken_where_it_is_cheaper():
+    prices = dataclasses.replace(PRICES, gloo={"all_reduce": Line(1e-6, 1e7)}, source="a test")
+    small = choose("all_reduce", TWO_BY_TWO, count=2, itemsize=4, prices=prices)
+    large = choose("all_reduce", TWO_BY_TWO, count=10**6, itemsize=4, prices=prices)
+    assert (small.candidate.name, large.candidate.name) == (GLOO, "hierarchical")
+    assert "gloo would take 400 ms (prices: a test)" in large.reason(4)
+    (line,) = [line for line in crossovers(TWO_BY_TWO, prices) if line.startswith("all_reduce")]
+    assert line.startswith("all_reduce: gloo, ")
+    assert len(choice_rows(TWO_BY_TWO, prices)) == 1 + 4 * 9
+
+
+@settings(deadline=None, max_examples=30)
+@given(hosts=st.lists(st.integers(0, 2), min_size=2, max_size=5), chunks=st.integers(13, 40))
+def test_many_chunks_are_priced_as_if_they_were_played(hosts, chunks):
+    """Only twelve are played."""
+    topology = Topology.from_hosts(list(map(str, hosts)))
+    for collective, make in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
+        choice = choose(collective, topology, count=chunks * 2**14, itemsize=4, prices=PRICES)
+        nodes = topology.flat() if choice.candidate.name == "flat" else topology
+        rows = [
+            make(nodes, rank, count=chunks * 2**14, chunk=choice.candidate.chunk)
+            for rank in range(topology.num_ranks)
+        ]
+        played = price(topology, rows, itemsize=4, prices=PRICES)
+        assert choice.seconds == pytest.approx(played, rel=0.02)
+
+
+def test_prices_as_a_file(tmp_path):
+    path = tmp_path / "prices.json"
+    prices = dataclasses.replace(PRICES, gloo={"all_gather": Line(1e-4, 1e8)}, source="a test")
+    write_prices(path, prices, TWO_BY_TWO)
+    assert read_prices(path) == (prices, TWO_BY_TWO)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ConfigError, match="cannot be used; shardwright probe measures them anew") as caught:
+        read_prices(path)
+    assert "version is 2" in str(caught.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_prices(tmp_path / "none.json")
+
+
+def test_candidates_say_what_they_are():
+    assert Candidate("flat") == Candidate("flat", 0)
+    rows = [all_reduce(TWO_BY_TWO, rank, count=5, chunk=16) for rank in range(4)]
+    assert price(TWO_BY_TWO, rows, itemsize=4, prices=PRICES) > 2e-4
