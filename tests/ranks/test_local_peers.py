@@ -138,7 +138,7 @@ def test_without_shared_memory_all_ranks_of_the_host_fall_back(lacking):
         rank, warned = dist.get_rank(), []
         handler = logging.Handler()
         handler.emit = lambda record: warned.append(record.getMessage())
-        logging.getLogger("shardwright.comm.local_peers").addHandler(handler)
+        logging.getLogger("shardwright.comm.local_sockets").addHandler(handler)
         if rank == lacking:
 
             def refuse(*_):

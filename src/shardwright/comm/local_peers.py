@@ -1,30 +1,21 @@
-"""The other ranks of this host: how they are found, and how this process waits for them."""
+"""The other ranks of this host, and how this process waits for them."""
 
-import contextlib
-import logging
 import os
-import secrets
 import select
-import socket
-import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.comm.local_sockets import connect_on_this_host
 from shardwright.comm.purpose import Purpose
-from shardwright.comm.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, PeerTimeoutError
 
 __all__ = ["LocalPeers", "connect_local_peers"]
-
-log = logging.getLogger(__name__)
 
 _LONGEST_POLL_S = 3600.0  # the kernel takes no more than some weeks
 
@@ -139,132 +130,20 @@ if hasattr(os, "register_at_fork"):
 def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:
     """Connects the ranks of each host; collective over all ranks of the default process group.
 
-    Ranks are on one host if they share its kernel and its network namespace. ::
-
-        tell all: host, cookie  ──▶  call the lower ranks  ──▶  tell all: done  ──▶  take the calls
-
-    Nobody waits for a rank that cannot: each step is taken only if all ranks of the host took the one before.
-
     Returns:
         None where this host has no other rank, or where one of them lacks what is needed; the log says what.
 
     Raises:
         OSError: a connection that was made could not be taken.
     """
-    rank, cookie = dist.get_rank(), secrets.token_hex(16)
-    listener, problem = _attempt(lambda: _listen_at(cookie))
-    everyone = _tell_all((_host(), cookie, problem))
-    cookies = [text for _, text, _ in everyone]
-    problems = [text for _, _, text in everyone]
-    here = [other for other, (host, _, _) in enumerate(everyone) if host == everyone[rank][0]]
-    callers: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as unless_it_works:
-        if listener is not None:
-            unless_it_works.callback(listener.close)
-        if not any(problems[other] for other in here):
-            for other in [other for other in here if other < rank]:
-                caller, problem = _attempt(partial(_call, cookies[rank], cookies[other], timeout_s=timeout_s))
-                if caller is None:
-                    break
-                callers[other] = caller
-                unless_it_works.callback(caller.close)
-        problems = [first or second for first, second in zip(problems, _tell_all(problem), strict=True)]
-        failed = [other for other in here if problems[other]]
-        if failed and rank == here[0]:
-            log.warning(
-                "messages on this host go through sockets, because of rank %d: %s",
-                failed[0],
-                problems[failed[0]],
-            )
-        if failed or len(here) == 1:
-            return None
-        assert listener is not None
-        expected = {f"{cookies[other]} {cookies[rank]}": other for other in here if other > rank}
-        called = _take_calls(listener, expected, timeout_s=timeout_s)
-        unless_it_works.pop_all()
-    listener.close()
-    return LocalPeers(
-        {other: LocalLink(connection, other) for other, connection in (callers | called).items()},
-        timeout_s=timeout_s,
-    )
-
-
-def _attempt(do: Callable[[], socket.socket]) -> tuple[socket.socket | None, str]:
-    """A socket, or what went wrong."""
-    try:
-        return do(), ""
-    except OSError as error:
-        return None, f"{type(error).__name__}: {error}"
+    sockets = connect_on_this_host(dist.get_rank(), _tell_all, what="messages", timeout_s=timeout_s)
+    if not sockets:
+        return None
+    links = {other: LocalLink(connection, other) for other, connection in sockets.items()}
+    return LocalPeers(links, timeout_s=timeout_s)
 
 
 def _tell_all(fact: Any) -> list[Any]:
-    """What each rank tells, by rank."""
     facts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(facts, fact)
     return facts
-
-
-def _host() -> str:
-    """What all ranks of a host have in common, and no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _address(cookie: str) -> bytes:
-    return b"\0shardwright-" + cookie[:16].encode()  # abstract: it is in no file system
-
-
-def _listen_at(cookie: str) -> socket.socket:
-    """Raises OSError where this host lacks what is needed."""
-    if not (sys.platform == "linux" and hasattr(os, "memfd_create")):
-        raise OSError(f"{sys.platform} has no anonymous files in memory")
-    ring = Ring(1)
-    Segment(ring.grow(1), ring.num_bytes)
-    with _closed_if_it_fails() as listener:
-        listener.bind(_address(cookie))
-        listener.listen(1024)
-        return listener
-
-
-def _call(own: str, other: str, *, timeout_s: float) -> socket.socket:
-    """Connects to another rank, and says who it is and whom it wants."""
-    with _closed_if_it_fails() as caller:
-        caller.settimeout(timeout_s)
-        caller.connect(_address(other))
-        caller.send(f"{own} {other}".encode())
-        caller.settimeout(None)
-        return caller
-
-
-@contextlib.contextmanager
-def _closed_if_it_fails() -> Iterator[socket.socket]:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        yield made
-    except BaseException:
-        made.close()
-        raise
-
-
-def _take_calls(
-    listener: socket.socket, expected: Mapping[str, int], *, timeout_s: float
-) -> dict[int, socket.socket]:
-    """The connections that others have made, by rank; `expected` has what each of them says first."""
-    taken: dict[int, socket.socket] = {}
-    listener.settimeout(timeout_s)
-    with contextlib.ExitStack() as unless_it_works:
-        while len(taken) < len(expected):
-            called, _ = listener.accept()
-            unless_it_works.callback(called.close)
-            called.settimeout(timeout_s)
-            other = expected.get(called.recv(256).decode(errors="replace"))
-            if other is None or other in taken:
-                called.close()  # not one of us
-                continue
-            called.settimeout(None)
-            taken[other] = called
-        unless_it_works.pop_all()
-    return taken

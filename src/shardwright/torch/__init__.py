@@ -1,5 +1,6 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
+from shardwright.comm.backend import register_backend
 from shardwright.torch.activation_checkpointing import set_activation_checkpointing
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import is_initialized
@@ -66,3 +67,6 @@ __all__ = [
     "tp_size",
     "trace_model",
 ]
+
+register_backend()
+del register_backend

@@ -1,0 +1,257 @@
+"""The collectives of one group of ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.collectives import Memory, Topology
+from shardwright.collectives.choose import GLOO, Choice, choose, steps_of
+from shardwright.collectives.prices import Prices
+from shardwright.collectives.routine import Routine
+from shardwright.comm.gloo_collectives import run_gloo
+from shardwright.comm.neighbours import Neighbours, Operation
+from shardwright.comm.ordered_thread import OrderedThread
+from shardwright.comm.reduction import Reduction
+from shardwright.comm.step_runner import run_steps
+from shardwright.errors import UsageError
+
+__all__ = ["Communicator"]
+
+_SUM = Reduction("SUM")
+
+
+class Communicator:
+    """Collectives among the ranks of a group, over their nodes.
+
+    All ranks ask for the same collectives in the same order: what is not to be waited for goes to `thread`,
+    and what is to be waited for goes there too, since something may be in front of it.
+
+    Tensors are contiguous and on the CPU.
+
+    Args:
+        rank: of this process in the group.
+        topology: which ranks share a node.
+        prices: of the steps, the same on all ranks: they choose the algorithms.
+        neighbours: this rank's node; None where it is alone there.
+        messages: takes messages to ranks of other nodes; None where there are none.
+        gloo: for collectives that gloo does better.
+        name: of the group, for stacks.
+
+    Attributes:
+        rank: of this process in the group.
+        topology: which ranks share a node.
+        prices: of the steps.
+        neighbours: this rank's node; None where it is alone there.
+        messages: takes messages to ranks of other nodes; None where there are none.
+        gloo: for collectives that gloo does better.
+        thread: runs the collectives, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        topology: Topology,
+        prices: Prices,
+        neighbours: Neighbours | None,
+        messages: dist.ProcessGroup | None,
+        gloo: dist.ProcessGroup,
+        name: str = "group",
+    ):
+        self.rank = rank
+        self.topology = topology
+        self.prices = prices
+        self.thread = OrderedThread(f"shardwright-{name}")
+        self.neighbours = neighbours
+        self.messages = messages
+        self.gloo = gloo
+        self._choices: dict[tuple[str, int, int], Choice] = {}
+        self._routines: dict[tuple[str, int, int, int], Routine] = {}
+        self._num_operations = 0
+        self._failure: BaseException | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Lets go of the other ranks."""
+        if self.neighbours is not None:
+            self.neighbours.close()
+
+    # ---- collectives ----
+
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
+        """Gives every rank the inputs of all.
+
+        Args:
+            output: n elements a rank, filled rank by rank; the input may be this rank's part of it.
+            data: n elements.
+
+        Raises:
+            UsageError: the sizes or types do not fit.
+            PeerLostError: a rank has ended, or does not answer.
+            TraceMismatchError: a rank of this node does something else.
+        """
+        self._check("all_gather", data, output, self.topology.num_ranks * data.numel())
+        self._run("all_gather", data, output, count=data.numel())
+
+    def reduce_scatter(self, output: Tensor, data: Tensor, reduction: Reduction = _SUM) -> None:
+        """Gives every rank its part of the sum of all inputs.
+
+        Args:
+            output: n elements.
+            data: n elements a rank, rank by rank.
+            reduction: how elements are summed.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("reduce_scatter", data, output, data.numel() // self.topology.num_ranks)
+        self._run("reduce_scatter", data, output, count=output.numel(), reduction=reduction)
+
+    def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
+        """Gives every rank the sum of all inputs, in place.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("all_reduce", data, data, data.numel())
+        self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """Gives every rank what one of them has, in place.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("broadcast", data, data, data.numel())
+        self._run("broadcast", data, data, count=data.numel(), source=source)
+
+    def use(self, prices: Prices) -> None:
+        """Chooses by other prices from now on; they must be the same on all ranks."""
+        self.prices = prices
+        self._choices.clear()
+        self._routines.clear()
+
+    def choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The algorithm for a collective of this size, and why it was chosen.
+
+        Args:
+            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
+            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
+                whole.
+            itemsize: bytes of an element.
+        """
+        key = (collective, _size_class(count), itemsize)
+        if key not in self._choices:
+            self._choices[key] = choose(
+                collective, self.topology, count=key[1], itemsize=itemsize, prices=self.prices
+            )
+        return self._choices[key]
+
+    def run_routine(
+        self, kind: str, routine: Routine, data: Tensor, output: Tensor, reduction: Reduction = _SUM
+    ) -> None:
+        """Runs steps; collective over all ranks.
+
+        Args:
+            kind: what they are, which ranks of a node compare; at most 24 letters.
+            routine: the steps of this rank.
+            data: (n,), the input.
+            output: (n,), of the same dtype.
+            reduction: how elements are summed.
+        """
+        dtype = str(data.dtype).removeprefix("torch.")
+        operation = Operation(self._num_operations, kind, data.numel(), dtype)
+        self._num_operations += 1
+        memories = {Memory.INPUT: data, Memory.OUTPUT: output}
+        if routine.num_scratch:
+            memories[Memory.SCRATCH] = self._scratch_for(routine.num_scratch, data.dtype)
+        neighbours = self.neighbours if routine.tells else None
+        if neighbours is not None:
+            memories[Memory.SHARED] = neighbours.begin(operation).view(data.dtype)
+        run_steps(
+            routine.steps,
+            memories,
+            messages=self.messages,
+            neighbours=neighbours,
+            reduction=reduction,
+            what=str(operation),
+        )
+        if neighbours is not None:
+            neighbours.end()
+
+    # ---- how they run ----
+
+    def _run(
+        self,
+        collective: str,
+        data: Tensor,
+        output: Tensor,
+        *,
+        count: int,
+        reduction: Reduction = _SUM,
+        source: int = 0,
+    ) -> None:
+        kind = f"{collective} from {source}" if collective == "broadcast" else collective
+        if self._failure is not None:
+            raise UsageError(
+                f"{kind} cannot run: an earlier collective of this group failed on this rank "
+                f"({self._failure}). Make a new process group, or end."
+            )
+        if output.numel() == 0:
+            return
+        data, target = data.detach().view(-1), output.detach().view(-1)
+        choice = self.choice(collective, count, data.element_size())
+        try:
+            if choice.candidate.name == GLOO:
+                run_gloo(self.gloo, collective, data, target, reduction, source)
+            else:
+                routine = self._routine(collective, choice, count, data.element_size(), source)
+                self.run_routine(kind, routine, data, target, reduction)
+            reduction.finish(target, self.topology.num_ranks)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _routine(self, collective: str, choice: Choice, count: int, itemsize: int, source: int) -> Routine:
+        key = (collective, count, itemsize, source)
+        if key not in self._routines:
+            self._routines[key] = Routine.of(
+                steps_of(collective, choice.candidate, self.topology, self.rank, count=count, source=source)
+            )
+        return self._routines[key]
+
+    def _scratch_for(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = num_elements * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(dtype)
+
+    def _check(self, collective: str, data: Tensor, output: Tensor, num_outputs: int) -> None:
+        """Refuses tensors that do not fit."""
+        num_ranks = self.topology.num_ranks
+        if output.numel() != num_outputs or (collective == "reduce_scatter" and data.numel() % num_ranks):
+            raise UsageError(
+                f"{collective} over {num_ranks} ranks takes {data.numel()} elements and gives {num_outputs}, "
+                f"but the output has {output.numel()}."
+            )
+        if data.dtype != output.dtype:
+            raise UsageError(
+                f"{collective}: the input is {data.dtype} and the output {output.dtype}; they must be the "
+                "same."
+            )
+        for name, tensor in (("input", data), ("output", output)):
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise UsageError(
+                    f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
+                    f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
+                )
+
+
+def _size_class(count: int) -> int:
+    """Sizes are chosen for in classes, four of them for each doubling; this is the largest of a class.
+
+    >>> [_size_class(count) for count in (0, 3, 100, 1000)]
+    [1, 3, 112, 1024]
+    """
+    step = 1 << max(0, count.bit_length() - 3)
+    return max(1, -(-count // step) * step)

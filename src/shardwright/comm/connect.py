@@ -1,0 +1,106 @@
+"""How the ranks of a group find out who shares a host, and get ready for collectives."""
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from shardwright.collectives import Topology
+from shardwright.collectives.choose import ROOM_BYTES
+from shardwright.collectives.prices import DEFAULT_PRICES, Prices
+from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.comm._private import gloo_group
+from shardwright.comm.communicator import Communicator
+from shardwright.comm.local_sockets import connect_on_this_host, this_host
+from shardwright.comm.neighbours import Neighbours
+from shardwright.errors import ConfigError
+
+__all__ = ["connect", "tell_all_through"]
+
+
+def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
+    """A function that tells all ranks a fact and returns what each of them tells, by rank.
+
+    Args:
+        store: of these ranks alone.
+        rank: of this process.
+        num_ranks: that take part in every call.
+    """
+    calls = 0
+
+    def tell_all(fact: Any) -> list[Any]:
+        nonlocal calls
+        keys = [f"{calls}/{other}" for other in range(num_ranks)]
+        calls += 1
+        store.set(keys[rank], pickle.dumps(fact))  # type: ignore[arg-type]
+        return [pickle.loads(store.get(key)) for key in keys]
+
+    return tell_all
+
+
+def connect(
+    store: Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    prices: Prices | None = None,
+    host: str | None = None,
+    name: str = "group",
+) -> Communicator:
+    """Connects the ranks of a group; collective over all of them.
+
+    Args:
+        store: of these ranks alone.
+        rank: of this process in the group.
+        num_ranks: of the group.
+        timeout_s: how long to wait for a rank at most, now and later.
+        prices: of steps; those of rank 0 hold for all. By default, those of the file that the variable
+            ``SHARDWRIGHT_PRICES`` names there.
+        host: what the ranks of this host have in common; found out if it is not given. Ranks of one host that
+            name different ones do as if they were on several.
+        name: of the group, for stacks.
+
+    Raises:
+        OSError: this host lacks memory, or connections.
+    """
+    tell_all = tell_all_through(PrefixStore("shardwright/connect", store), rank, num_ranks)
+    host = host or this_host()
+    sockets = connect_on_this_host(rank, tell_all, what="collectives", timeout_s=timeout_s, host=host)
+    # Where the ranks of a host cannot share memory, each is a node of its own.
+    hosts = tell_all(host if sockets is not None else f"{host} rank {rank}")
+    topology = Topology.from_hosts(hosts)
+    neighbours = None
+    if sockets:
+        neighbours = Neighbours(sockets, rank=rank, num_bytes=2 * ROOM_BYTES, timeout_s=timeout_s)
+    messages = None
+    if len(topology.nodes) > 1:
+        own_store = PrefixStore("shardwright/messages", store)
+        messages = gloo_group(own_store, rank, num_ranks, timeout_s=timeout_s)
+    return Communicator(
+        rank=rank,
+        topology=topology,
+        prices=_agreed(prices, rank, tell_all),
+        neighbours=neighbours,
+        messages=messages,
+        gloo=gloo_group(PrefixStore("shardwright/gloo", store), rank, num_ranks, timeout_s=timeout_s),
+        name=name,
+    )
+
+
+def _agreed(prices: Prices | None, rank: int, tell_all: Callable[[Any], list[Any]]) -> Prices:
+    """The prices of rank 0, which must not read them in vain while the others wait."""
+    problem: ConfigError | None = None
+    if rank == 0 and prices is None:
+        path = os.environ.get(PRICES_VARIABLE)
+        try:
+            prices = read_prices(path)[0] if path else DEFAULT_PRICES
+        except ConfigError as error:
+            problem = error
+    found, failed = tell_all((prices, problem))[0]
+    if failed is not None:
+        raise failed
+    agreed: Prices = found
+    return agreed

@@ -1,0 +1,202 @@
+"""The ranks of a node that do collectives together: their memory, and what they tell one another.
+
+::
+
+    shared memory   |  collectives 0, 2, 4, ...  |  collectives 1, 3, 5, ...  |
+    Unix sockets    "I am one step further with collective 4, an all-gather of 1024 float32"
+
+A collective uses one half of the memory while some ranks may still read what the one before left in the
+other.
+"""
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError
+
+__all__ = ["Neighbours", "Operation"]
+
+# Number of the operation in its group, elements, kind, dtype.
+_NOTE = struct.Struct("=QQ24s16s")
+_READY = b"ready"
+
+
+class Operation(NamedTuple):
+    """Which collective a rank is in.
+
+    Attributes:
+        number: counts the collectives of a group.
+        kind: such as ``all_gather``.
+        num_elements: of its input.
+        dtype: such as ``float32``.
+    """
+
+    number: int
+    kind: str
+    num_elements: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.num_elements} {self.dtype} (number {self.number} of this group)"
+
+
+class Neighbours:
+    """This rank's view of its node.
+
+    Args:
+        sockets: to the other ranks of the node, by rank in the group.
+        rank: of this process in the group.
+        num_bytes: of shared memory.
+        timeout_s: how long to wait for a rank at most.
+
+    Raises:
+        OSError: the system has no memory for it.
+        PeerLostError: a rank of the node ended meanwhile.
+
+    Attributes:
+        half_bytes: shared memory for one collective.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket], *, rank: int, num_bytes: int, timeout_s: float):
+        self._sockets = dict(sockets)
+        self._rank = rank
+        self._timeout_s = timeout_s
+        for connection in self._sockets.values():
+            seconds = max(1, int(timeout_s))
+            # The kernel ends a wait: one call to it fewer than with Python's own timeouts.
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("=qq", seconds, 0))
+        self._close = weakref.finalize(self, _close_all, list(self._sockets.values()))
+        self._heard: dict[int, deque[Operation]] = {peer: deque() for peer in sockets}
+        self._num_heard = dict.fromkeys(sockets, 0)
+        self._num_told = 0
+        self._ends: deque[int] = deque([0, 0], maxlen=2)  # tells up to the end of the last two collectives
+        self._operation = Operation(-1, "start", 0, "")
+        self._memory = self._share_memory(num_bytes)
+        self.half_bytes = num_bytes // 2
+
+    def close(self) -> None:
+        """Lets go of the other ranks."""
+        self._close()
+
+    # ---- a collective ----
+
+    def begin(self, operation: Operation) -> Tensor:
+        """Begins a collective.
+
+        Returns:
+            (bytes,) uint8, the shared memory for it: nobody uses it any more.
+        """
+        self._operation = operation
+        for peer in self._sockets:
+            while self._num_heard[peer] < self._ends[0]:
+                self._listen(peer)
+            # What was not waited for belongs to collectives that have ended here.
+            while self._heard[peer] and self._num_heard[peer] - len(self._heard[peer]) < self._num_told:
+                self._heard[peer].popleft()
+        start = operation.number % 2 * self.half_bytes
+        return self._memory[start : start + self.half_bytes]
+
+    def end(self) -> None:
+        """Ends it: this rank uses its memory no more."""
+        self._ends.append(self._num_told)
+
+    def tell(self) -> None:
+        """Tells the others that this rank is one step further."""
+        self._num_told += 1
+        operation = self._operation
+        note = _NOTE.pack(
+            operation.number, operation.num_elements, operation.kind.encode(), operation.dtype.encode()
+        )
+        for connection in self._sockets.values():
+            # Who has ended may have got all that it needed; whoever waits for it notices.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.send(note)
+
+    def hear(self, peer: int, count: int) -> None:
+        """Waits until a rank is `count` steps further than it was when this collective began.
+
+        Raises:
+            PeerLostError: it has ended, or does not answer.
+            TraceMismatchError: it is in another collective.
+        """
+        wanted = self._ends[-1] + count
+        while self._num_heard[peer] < wanted:
+            self._listen(peer)
+        notes = self._heard[peer]
+        theirs = notes[wanted - self._num_heard[peer] - 1 + len(notes)]
+        if theirs != self._operation:
+            raise TraceMismatchError(
+                f"rank {peer} is in {theirs} where rank {self._rank} is in {self._operation}. The ranks of "
+                "a group call the same collectives in the same order: look for a step that one of them "
+                "skipped, or for another number of microbatches."
+            )
+
+    def _listen(self, peer: int) -> None:
+        note = self._receive(peer, _NOTE.size)
+        number, num_elements, kind, dtype = _NOTE.unpack(note)
+        operation = Operation(number, kind.rstrip(b"\0").decode(), num_elements, dtype.rstrip(b"\0").decode())
+        self._heard[peer].append(operation)
+        self._num_heard[peer] += 1
+
+    def _receive(self, peer: int, num_bytes: int) -> bytes:
+        while True:
+            try:
+                note = self._sockets[peer].recv(num_bytes)
+            except ConnectionResetError:
+                continue  # it ended without hearing all that we said; what it said before is still there
+            except BlockingIOError:
+                raise PeerTimeoutError(
+                    f"{self._operation}: rank {peer} did not come within {self._timeout_s:g} s. It hangs, or "
+                    "is at another place of the script; its log may tell.",
+                    rank=peer,
+                ) from None
+            except OSError as error:
+                raise self._lost(peer, str(error)) from error
+            if not note:
+                raise self._lost(peer, "it has ended")
+            return note
+
+    def _lost(self, peer: int, why: str) -> PeerLostError:
+        return PeerLostError(f"{self._operation}: rank {peer} is lost: {why}", rank=peer)
+
+    # ---- the memory ----
+
+    def _share_memory(self, num_bytes: int) -> Tensor:
+        """The lowest rank of the node makes the memory, and passes it on."""
+        first = min(self._rank, *self._sockets)
+        if self._rank == first:
+            fd = os.memfd_create("shardwright-collectives", os.MFD_CLOEXEC)
+            try:
+                os.posix_fallocate(fd, 0, num_bytes)  # else a lack of memory would be a fatal signal later
+                for connection in self._sockets.values():
+                    attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+                    connection.sendmsg([_READY], attached)
+            except OSError:
+                os.close(fd)
+                raise
+        else:
+            _, fds, _, _ = socket.recv_fds(self._sockets[first], len(_READY), 1, socket.MSG_CMSG_CLOEXEC)
+            if not fds:
+                raise self._lost(first, "it could not share memory")
+            (fd,) = fds
+        try:
+            return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+
+def _close_all(sockets: list[socket.socket]) -> None:
+    for connection in sockets:
+        connection.close()

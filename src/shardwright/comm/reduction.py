@@ -1,0 +1,82 @@
+"""How elements of several ranks become one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import UsageError
+
+__all__ = ["Reduction"]
+
+_Function = Callable[..., Tensor]
+
+_FUNCTIONS: dict[str, _Function] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduction of elements, taken in the order in which they are given.
+
+    Attributes:
+        name: of the reduction, as `torch.distributed.ReduceOp` has it.
+    """
+
+    name: str
+
+    @classmethod
+    def of(cls, op: "dist.ReduceOp | dist.ReduceOp.RedOpType | str") -> "Reduction":
+        """The reduction that torch.distributed means.
+
+        Raises:
+            UsageError: there is none of this name.
+
+        >>> Reduction.of(dist.ReduceOp.AVG)
+        Reduction(name='AVG')
+        """
+        kind = getattr(op, "op", op)
+        name = str(getattr(kind, "name", kind)).upper()
+        if name not in _FUNCTIONS:
+            raise UsageError(
+                f"the reduction {name} is none of those that Shardwright's collectives have: "
+                f"{', '.join(_FUNCTIONS)}. Use one of these, or a process group of another backend."
+            )
+        return cls(name)
+
+    def combine(self, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Reduces tensors of one shape and type, two at least; the target may be one of them.
+
+        Sums and products of 16 bit are rounded once, at the end.
+        """
+        function = _FUNCTIONS[self.name]
+        first, second, *rest = sources
+        if not rest:
+            function(first, second, out=target)
+            return
+        if target.dtype in _SHORT:
+            total = function(first.float(), second.float())
+        elif any(target.data_ptr() == source.data_ptr() for source in rest):
+            total = function(first, second)
+        else:
+            total = function(first, second, out=target)
+        for source in rest:
+            function(total, source, out=total)
+        if total is not target:
+            target.copy_(total)
+
+    def finish(self, result: Tensor, num_ranks: int) -> None:
+        """What is to be done with the result when all ranks are in it."""
+        if self.name == "AVG":
+            result.div_(num_ranks)

@@ -1,0 +1,118 @@
+"""Stock scripts get Shardwright's collectives by the name of a backend."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.comm.backend import register_backend
+from shardwright.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
+
+
+def group():
+    register_backend()
+    return dist.new_group(backend="shardwright")
+
+
+def test_collectives_of_torch_distributed():
+    def compare():
+        ours, rank, size = group(), dist.get_rank(), dist.get_world_size()
+        assert dist.get_backend(ours) == "shardwright"
+        mine = torch.arange(10.0) + 100 * rank
+        for group_ in (ours, None):
+            results = []
+            whole = torch.zeros(10 * size)
+            dist.all_gather_single(whole, mine, group=group_)
+            results.append(whole)
+            parts = [torch.zeros(10) for _ in range(size)]
+            dist.all_gather(parts, mine, group=group_)
+            results.append(torch.stack(parts))
+            part = torch.zeros(10)
+            dist.reduce_scatter_single(part, whole * (rank + 1), group=group_)
+            results.append(part.clone())
+            dist.reduce_scatter(part, [p * (rank + 1) for p in parts], op=dist.ReduceOp.MAX, group=group_)
+            results.append(part)
+            total = mine.clone()
+            dist.all_reduce(total, group=group_)
+            results.append(total)
+            mean = mine.clone()
+            work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group_, async_op=True)
+            work.wait()
+            results.append(mean)
+            told = mine.reshape(2, 5).t().clone(memory_format=torch.preserve_format)
+            dist.broadcast(told, 1, group=group_)
+            results.append(told)
+            objects = [None] * size
+            dist.all_gather_object(objects, {"rank": rank}, group=group_)
+            assert objects == [{"rank": other} for other in range(size)]
+            if group_ is ours:
+                found = results
+        for ours_, theirs in zip(found, results, strict=True):
+            assert torch.equal(ours_, theirs)
+        dist.barrier(group=ours)
+        if rank == 0:
+            dist.send(mine, 1, group=ours)
+        elif rank == 1:
+            received = torch.zeros(10)
+            dist.recv(received, 0, group=ours)
+            assert torch.equal(received, torch.arange(10.0))
+        swapped = torch.zeros(size)
+        dist.all_to_all_single(swapped, torch.full((size,), float(rank)), group=ours)
+        assert swapped.tolist() == list(range(size))
+        complex_ = torch.full((3,), 1 + 2j)
+        dist.all_reduce(complex_, group=ours)
+        assert complex_[0].item() == size * (1 + 2j)
+
+    run_ranks(compare, 3)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 5)).double()
+
+
+def gradients_of_one_process(num_ranks):
+    alone = model()
+    torch.manual_seed(1)
+    alone(torch.randn(4 * num_ranks, 8, dtype=torch.float64)).square().mean().backward()
+    return [parameter.grad for parameter in alone.parameters()]
+
+
+def own_batch():
+    torch.manual_seed(1)
+    batch = torch.randn(4 * dist.get_world_size(), 8, dtype=torch.float64)
+    return batch[4 * dist.get_rank() :][:4]
+
+
+def test_ddp():
+    def train():
+        wrapped = DistributedDataParallel(model(), process_group=group())
+        wrapped(own_batch()).square().mean().backward()
+        for found, expected in zip(
+            wrapped.parameters(), gradients_of_one_process(dist.get_world_size()), strict=True
+        ):
+            torch.testing.assert_close(found.grad, expected, rtol=1e-12, atol=1e-12)
+
+    run_ranks(train, 2)
+
+
+def test_fsdp2():
+    def train():
+        mesh = dist.DeviceMesh.from_group(group(), "cpu")
+        wrapped = model()
+        for layer in wrapped:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(wrapped, mesh=mesh)
+        wrapped(own_batch()).square().mean().backward()
+        for found, expected in zip(
+            wrapped.parameters(), gradients_of_one_process(dist.get_world_size()), strict=True
+        ):
+            torch.testing.assert_close(found.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+    run_ranks(train, 2)
