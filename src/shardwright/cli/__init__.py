@@ -53,6 +53,7 @@ COMMANDS = (
     Command(name="plan", summary="Make a plan without running it, show one, compare two.", is_group=True),
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
+    Command(name="probe", summary="Measure what collectives cost, and show which algorithms are chosen."),
     Command(name="runs", summary="List the runs of a folder."),
     Command(name="show", summary="Show what a run came to, beside what was predicted."),
 )

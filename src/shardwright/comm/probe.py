@@ -25,7 +25,12 @@ from shardwright.comm.reduction import Reduction
 __all__ = ["measure_prices"]
 
 _ROUNDS = 5
-_SMALL, _LARGE = 16, 64 * 1024  # elements of 4 bytes
+_SMALL, _LARGE = 16, 256 * 1024  # elements of 4 bytes
+# Messages that take longer are halved until they do not.
+_LONGEST_S = 0.1
+# Work on memory walks through so much of it, as a collective does: what a core has in its cache costs less.
+_WALK = 8 * 2**20
+_PIECE = 64 * 1024
 _ENOUGH_S = 0.01
 _MOST_CALLS = 200
 _SUM = Reduction("SUM")
@@ -40,10 +45,12 @@ def measure_prices(group: Communicator) -> Prices:
     topology = group.topology
     ways = _ways_between_nodes(group)
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    note_s, operation_s = watch.notes()
     return Prices(
+        operation_s=operation_s,
         copy=watch.memory(lambda source, target: target.copy_(source), reads=1),
         combine=watch.memory(lambda source, target: torch.add(source, target, out=target), reads=2),
-        note_s=watch.notes() if any(len(node) > 1 for node in topology.nodes) else DEFAULT_PRICES.note_s,
+        note_s=note_s,
         message=watch.messages(ways) if ways else DEFAULT_PRICES.message,
         local_message=watch.messages(_ways_inside_of_nodes(group)) if ways else DEFAULT_PRICES.local_message,
         gloo={collective: watch.gloo(collective) for collective in COLLECTIVES},
@@ -82,29 +89,36 @@ class _Stopwatch:
 
     def memory(self, do: Callable[[Tensor, Tensor], object], *, reads: int) -> Line:
         """A line for work on memory, by the bytes that it reads."""
-        times = []
-        for count in (_SMALL, _LARGE):
-            source, target = torch.zeros(count), torch.zeros(count)
-            times.append(self._seconds(lambda s=source, t=target: do(s, t)))  # type: ignore[misc]
-        return _line(times, [4 * reads * count for count in (_SMALL, _LARGE)])
+        source, target = torch.zeros(_WALK), torch.zeros(_WALK)
+        starts = range(0, _WALK, _PIECE)
 
-    def notes(self) -> float:
-        """Seconds until all ranks of a node have heard one another."""
-        group, number = self._group, 20
-        row = Row(group.rank, group.topology.local(group.rank))
-        for turn in range(number):
-            row.tell("turn", turn)
-            row.hear("turn", turn)
-        routine, empty = Routine.of(row.steps), torch.zeros(0)
-        return self._seconds(lambda: group.run_routine("probe of notes", routine, empty, empty)) / number
+        def walk(size: int) -> None:
+            for start in starts:
+                do(source[start : start + size], target[start : start + size])
+
+        times = [self._seconds(partial(walk, size)) / len(starts) for size in (_SMALL, _PIECE)]
+        return _line(times, [4 * reads * size for size in (_SMALL, _PIECE)])
+
+    def notes(self) -> tuple[float, float]:
+        """Seconds until all ranks of a node have heard one another, and what a collective takes on top."""
+        group, many, times = self._group, 20, []
+        for number in (1, many):
+            row = Row(group.rank, group.topology.local(group.rank))
+            for turn in range(number):
+                row.tell("turn", turn)
+                row.hear("turn", turn)
+            routine, empty = Routine.of(row.steps), torch.zeros(0)
+            times.append(self._seconds(partial(group.run_routine, "probe of notes", routine, empty, empty)))
+        note_s = max(0.0, (times[1] - times[0]) / (many - 1))
+        return note_s, max(0.0, times[0] - note_s)
 
     def messages(self, ways: Mapping[int, int]) -> Line:
         """A line for messages that go all at once, by the bytes of the busiest node."""
         group = self._group
         if not ways:
             return DEFAULT_PRICES.local_message
-        times = []
-        for count in (_SMALL, _LARGE):
+
+        def call_of(count: int) -> Callable[[], object]:
             row = Row(group.rank, ())
             arrivals = [
                 row.receive(source, Span(Memory.OUTPUT, number * count, (number + 1) * count))
@@ -114,29 +128,38 @@ class _Stopwatch:
             if group.rank in ways:
                 row.send(ways[group.rank], Span(Memory.INPUT, 0, count))
             row.wait(arrivals)
-            routine = Routine.of(row.steps)
             data, output = torch.zeros(count), torch.zeros(count * len(ways))
-            times.append(
-                self._seconds(partial(group.run_routine, "probe of messages", routine, data, output))
-            )
+            return partial(group.run_routine, "probe of messages", Routine.of(row.steps), data, output)
+
         most = max(sum(rank in ways for rank in node) for node in group.topology.nodes)
-        return _line(times, [4 * most * count for count in (_SMALL, _LARGE)])
+        return self._line(call_of, pieces=most)
 
     def gloo(self, collective: str) -> Line:
         """A line for one of gloo's own collectives, by the bytes of the whole."""
         group = self._group
-        num_ranks, times, sizes = group.topology.num_ranks, [], []
-        for count in (_SMALL, _LARGE):
+        num_ranks = group.topology.num_ranks
+
+        def call_of(count: int) -> Callable[[], object]:
             part, whole = torch.zeros(count), torch.zeros(count * num_ranks)
-            data, output = {
-                "all_gather": (part, whole),
-                "reduce_scatter": (whole, part),
-            }.get(collective, (whole, whole))
-            sizes.append(4 * whole.numel())
-            times.append(
-                self._seconds(lambda d=data, o=output: run_gloo(group.gloo, collective, d, o, _SUM, 0))  # type: ignore[misc]
+            data, output = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
+                collective, (whole, whole)
             )
-        return _line(times, sizes)
+            return partial(run_gloo, group.gloo, collective, data, output, _SUM, 0)
+
+        return self._line(call_of, pieces=num_ranks)
+
+    def _line(self, call_of: Callable[[int], Callable[[], object]], *, pieces: int) -> Line:
+        """A line through the times of a small and a large call.
+
+        Args:
+            call_of: makes the call for so many elements a piece.
+            pieces: of which so many bytes count.
+        """
+        large = _LARGE
+        while large > _SMALL and self._slowest(call_of(large), 1) > _LONGEST_S:
+            large //= 2
+        times = [self._seconds(call_of(count)) for count in (_SMALL, large)]
+        return _line(times, [4 * pieces * count for count in (_SMALL, large)])
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Of a call on the slowest rank: the median of some rounds."""

@@ -1,0 +1,70 @@
+"""What collectives cost is measured, and chosen by."""
+
+import json
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.collectives.prices_file import read_prices
+from shardwright.comm.connect import connect
+from shardwright.comm.probe import measure_prices
+from shardwright.comm.process_group import default_store
+from shardwright.errors import ConfigError
+from shardwright.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
+
+
+def group_of(hosts, **more):
+    rank = dist.get_rank()
+    store = dist.PrefixStore(f"test of {hosts}", default_store())
+    return connect(store, rank=rank, num_ranks=len(hosts), timeout_s=30.0, host=hosts[rank], **more)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aab"])
+def test_all_ranks_measure_the_same_prices_and_choose_alike(hosts):
+    def measure():
+        group = group_of(hosts)
+        assert "defaults" in group.prices.source
+        prices = measure_prices(group)
+        for line in (prices.copy, prices.combine, prices.message, *prices.gloo.values()):
+            assert 0 < line.alpha_s < 1
+            assert 1e6 < line.Bps < 1e12
+        group.use(prices)
+        data = torch.ones(3000)
+        group.all_reduce(data)
+        assert torch.equal(data, torch.full((3000,), float(len(hosts))))
+        choices = [group.choice(kind, 3000, 4) for kind in ("all_gather", "all_reduce")]
+        return prices, choices
+
+    found = run_ranks(measure, len(hosts), timeout_s=60)
+    assert all(each == found[0] for each in found)
+
+
+def test_runs_take_the_prices_of_the_file_that_the_variable_names(tmp_path, monkeypatch):
+    path = tmp_path / "prices.json"
+
+    def source():
+        return group_of("aa").prices.source
+
+    monkeypatch.setenv("SHARDWRIGHT_PRICES", str(path))
+    with pytest.raises(Exception, match="No such file") as caught:
+        run_ranks(source, 2)
+    assert caught.value.outcomes[1].error_type == ConfigError.__name__
+
+    def write():
+        from shardwright.collectives.prices_file import write_prices
+
+        group = group_of("aa", prices=None)
+        if dist.get_rank() == 0:
+            write_prices(path, measure_prices(group), group.topology)
+        else:
+            measure_prices(group)
+
+    monkeypatch.delenv("SHARDWRIGHT_PRICES")
+    run_ranks(write, 2)
+    monkeypatch.setenv("SHARDWRIGHT_PRICES", str(path))
+    assert json.loads(path.read_text())["source"] in run_ranks(source, 2)
+    assert str(read_prices(path)[1]) == "1 node x 2 ranks"
