@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.connect import connect
 from shardwright.comm.process_group import default_store
 from shardwright.comm.reduction import Reduction
@@ -169,6 +170,31 @@ def test_ranks_in_different_collectives_are_told():
             calls[dist.get_rank()]()
 
     run_ranks(mixed, 2)
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "ab", "aaabb", "aa"])
+def test_messages_between_nodes_may_go_in_8_bits(hosts):
+    def compare():
+        group, rank, size = communicator(hosts), dist.get_rank(), len(hosts)
+        quantiser = BlockQuantiser()
+        generator = torch.Generator().manual_seed(0)
+        pieces = torch.randn(size, 5000, generator=generator)
+        gathered = torch.empty(size * 5000)
+        group.all_gather(gathered, pieces[rank].clone(), quantiser)
+        torch.testing.assert_close(gathered.view(size, -1), pieces, rtol=0, atol=pieces.abs().max() / 254)
+        wholes = torch.randn(size, size * 5000, generator=generator)
+        scattered = torch.empty(5000)
+        group.reduce_scatter(scattered, wholes[rank].clone(), Reduction("AVG"), quantiser)
+        mean = wholes.mean(0).view(size, -1)[rank]
+        torch.testing.assert_close(scattered, mean, rtol=0, atol=wholes.sum(0).abs().max() / 254)
+        assert (quantiser.relative_error > 0) == (len(set(hosts)) > 1)
+        assert quantiser.relative_error < 0.01
+        with pytest.raises(UsageError, match="cannot go in 8 bits"):
+            group.reduce_scatter(scattered, wholes[rank], Reduction("MAX"), quantiser)
+        return gathered
+
+    found = run_ranks(compare, len(hosts))
+    assert all(torch.equal(gathered, found[0]) for gathered in found)
 
 
 def test_tensors_that_do_not_fit_are_refused():

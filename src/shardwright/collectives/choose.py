@@ -78,7 +78,14 @@ class Choice:
 
 
 def choose(
-    collective: str, topology: Topology, *, count: int, itemsize: int, prices: Prices, source: int = 0
+    collective: str,
+    topology: Topology,
+    *,
+    count: int,
+    itemsize: int,
+    prices: Prices,
+    source: int = 0,
+    only: str = "",
 ) -> Choice:
     """The cheapest way to do a collective.
 
@@ -89,9 +96,12 @@ def choose(
         itemsize: bytes of an element.
         prices: of steps.
         source: the rank that a broadcast starts from.
+        only: the name of the one way that is allowed; empty for all.
     """
     best: dict[str, tuple[float, Candidate]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):
+        if only not in ("", candidate.name):
+            continue
         seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
         if candidate.name not in best or seconds < best[candidate.name][0]:
             best[candidate.name] = (seconds, candidate)

@@ -8,6 +8,7 @@ from shardwright.collectives import Memory, Topology
 from shardwright.collectives.choose import GLOO, Choice, choose, steps_of
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.gloo_collectives import run_gloo
 from shardwright.comm.neighbours import Neighbours, Operation
 from shardwright.comm.ordered_thread import OrderedThread
@@ -66,7 +67,7 @@ class Communicator:
         self.messages = messages
         self.gloo = gloo
         self._choices: dict[tuple[str, int, int], Choice] = {}
-        self._routines: dict[tuple[str, int, int, int], Routine] = {}
+        self._routines: dict[tuple[object, ...], Routine] = {}
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -78,34 +79,61 @@ class Communicator:
 
     # ---- collectives ----
 
-    def all_gather(self, output: Tensor, data: Tensor) -> None:
+    def all_gather(self, output: Tensor, data: Tensor, quantiser: BlockQuantiser | None = None) -> None:
         """Gives every rank the inputs of all.
 
         Args:
             output: n elements a rank, filled rank by rank; the input may be this rank's part of it.
             data: n elements.
+            quantiser: packs inputs into 8 bits where there are several nodes. All ranks get the same rounded
+                elements; where the input is a part of the output, it is rounded there.
 
         Raises:
-            UsageError: the sizes or types do not fit.
+            UsageError: the sizes or types do not fit, or cannot be packed.
             PeerLostError: a rank has ended, or does not answer.
             TraceMismatchError: a rank of this node does something else.
         """
         self._check("all_gather", data, output, self.topology.num_ranks * data.numel())
-        self._run("all_gather", data, output, count=data.numel())
+        if quantiser is None or len(self.topology.nodes) == 1:
+            self._run("all_gather", data, output, count=data.numel())
+            return
+        _check_packable("all_gather", data, _SUM)
+        packed = quantiser.pack(data.detach().view(-1))
+        whole = packed.new_empty(self.topology.num_ranks * packed.numel())
+        self._run("all_gather", packed, whole, count=packed.numel())
+        pieces = output.detach().view(self.topology.num_ranks, -1)
+        for piece, received in zip(pieces, whole.view(len(pieces), -1), strict=True):
+            quantiser.unpack(received, piece)
 
-    def reduce_scatter(self, output: Tensor, data: Tensor, reduction: Reduction = _SUM) -> None:
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        data: Tensor,
+        reduction: Reduction = _SUM,
+        quantiser: BlockQuantiser | None = None,
+    ) -> None:
         """Gives every rank its part of the sum of all inputs.
 
         Args:
             output: n elements.
             data: n elements a rank, rank by rank.
             reduction: how elements are summed.
+            quantiser: packs the sums of a node for other nodes into 8 bits.
 
         Raises:
             as `all_gather`.
         """
         self._check("reduce_scatter", data, output, data.numel() // self.topology.num_ranks)
-        self._run("reduce_scatter", data, output, count=output.numel(), reduction=reduction)
+        if quantiser is not None:
+            _check_packable("reduce_scatter", data, reduction)
+        self._run(
+            "reduce_scatter",
+            data,
+            output,
+            count=output.numel(),
+            reduction=reduction,
+            quantiser=quantiser,
+        )
 
     def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
         """Gives every rank the sum of all inputs, in place.
@@ -124,6 +152,18 @@ class Communicator:
         """
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
+
+    def _packed_choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The algorithm where messages between nodes are packed; those inside of nodes are not."""
+        share = any(len(node) > 1 for node in self.topology.nodes)
+        return choose(
+            collective,
+            self.topology,
+            count=_size_class(count),
+            itemsize=itemsize,
+            prices=self.prices,
+            only="hierarchical" if share else "flat",
+        )
 
     def use(self, prices: Prices) -> None:
         """Chooses by other prices from now on; they must be the same on all ranks."""
@@ -148,7 +188,13 @@ class Communicator:
         return self._choices[key]
 
     def run_routine(
-        self, kind: str, routine: Routine, data: Tensor, output: Tensor, reduction: Reduction = _SUM
+        self,
+        kind: str,
+        routine: Routine,
+        data: Tensor,
+        output: Tensor,
+        reduction: Reduction = _SUM,
+        quantiser: BlockQuantiser | None = None,
     ) -> None:
         """Runs steps; collective over all ranks.
 
@@ -158,6 +204,7 @@ class Communicator:
             data: (n,), the input.
             output: (n,), of the same dtype.
             reduction: how elements are summed.
+            quantiser: packs messages to other nodes.
         """
         dtype = str(data.dtype).removeprefix("torch.")
         operation = Operation(self._num_operations, kind, data.numel(), dtype)
@@ -175,6 +222,7 @@ class Communicator:
             neighbours=neighbours,
             reduction=reduction,
             what=str(operation),
+            quantiser=quantiser,
         )
         if neighbours is not None:
             neighbours.end()
@@ -190,6 +238,7 @@ class Communicator:
         count: int,
         reduction: Reduction = _SUM,
         source: int = 0,
+        quantiser: BlockQuantiser | None = None,
     ) -> None:
         kind = f"{collective} from {source}" if collective == "broadcast" else collective
         if self._failure is not None:
@@ -201,19 +250,21 @@ class Communicator:
             return
         data, target = data.detach().view(-1), output.detach().view(-1)
         choice = self.choice(collective, count, data.element_size())
+        if quantiser is not None:
+            choice = self._packed_choice(collective, count, data.element_size())
         try:
             if choice.candidate.name == GLOO:
                 run_gloo(self.gloo, collective, data, target, reduction, source)
             else:
                 routine = self._routine(collective, choice, count, data.element_size(), source)
-                self.run_routine(kind, routine, data, target, reduction)
+                self.run_routine(kind, routine, data, target, reduction, quantiser)
             reduction.finish(target, self.topology.num_ranks)
         except BaseException as error:
             self._failure = error
             raise
 
     def _routine(self, collective: str, choice: Choice, count: int, itemsize: int, source: int) -> Routine:
-        key = (collective, count, itemsize, source)
+        key = (choice.candidate, collective, count, itemsize, source)
         if key not in self._routines:
             self._routines[key] = Routine.of(
                 steps_of(collective, choice.candidate, self.topology, self.rank, count=count, source=source)
@@ -245,6 +296,14 @@ class Communicator:
                     f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
                     f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
                 )
+
+
+def _check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
+    if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
+        raise UsageError(
+            f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
+            "of floating-point numbers can. Call it without a quantiser."
+        )
 
 
 def _size_class(count: int) -> int:

@@ -79,13 +79,16 @@ def connect(
     if len(topology.nodes) > 1:
         own_store = PrefixStore("shardwright/messages", store)
         messages = gloo_group(own_store, rank, num_ranks, timeout_s=timeout_s)
+    gloo = gloo_group(PrefixStore("shardwright/gloo", store), rank, num_ranks, timeout_s=timeout_s)
+    # Nobody goes on, and perhaps ends, while others still connect.
+    agreed = _agreed(prices, rank, tell_all)
     return Communicator(
         rank=rank,
         topology=topology,
-        prices=_agreed(prices, rank, tell_all),
+        prices=agreed,
         neighbours=neighbours,
         messages=messages,
-        gloo=gloo_group(PrefixStore("shardwright/gloo", store), rank, num_ranks, timeout_s=timeout_s),
+        gloo=gloo,
         name=name,
     )
 

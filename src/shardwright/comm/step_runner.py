@@ -1,8 +1,10 @@
 """Runs the steps of a collective: copies and sums on this core, messages through a process group."""
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from shardwright.collectives.steps import (
     Step,
     Tell,
 )
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.neighbours import Neighbours
 from shardwright.comm.peer_loss import lost_peer
 from shardwright.comm.reduction import Reduction
@@ -34,6 +37,7 @@ def run_steps(
     neighbours: Neighbours | None,
     reduction: Reduction,
     what: str,
+    quantiser: BlockQuantiser | None = None,
 ) -> None:
     """Runs the row of one rank to its end.
 
@@ -44,57 +48,101 @@ def run_steps(
         neighbours: the node; None where this rank is alone there.
         reduction: for sums.
         what: the collective, for errors.
+        quantiser: packs messages to other nodes; None where they go as they are.
 
     Raises:
         PeerLostError: a rank has ended, or does not answer.
         TraceMismatchError: a rank of the node is in another collective.
     """
-    sent: dict[int, list[dist.Work]] = defaultdict(list)
-    received: dict[int, list[dist.Work]] = defaultdict(list)
-    num_left: dict[int, int] = defaultdict(int)
-    num_arrived: dict[int, int] = defaultdict(int)
+    mail = _Mail(messages, quantiser, what)
 
     def at(span: Span) -> Tensor:
         return memories[span.memory][span.start : span.stop]
 
-    def wait(works: list[dist.Work], done: dict[int, int], peer: int, count: int, doing: str) -> None:
-        while done[peer] < count:
-            try:
-                works[done[peer]].wait()
-            except RuntimeError as error:
-                raise lost_peer(f"{what}: {doing} rank {peer} failed: {error}", rank=peer) from error
-            done[peer] += 1
-
     for step in steps:
         match step:
             case Copy(source, target):
-                source_data, target_data = at(source), at(target)
-                if source_data.data_ptr() != target_data.data_ptr():
-                    target_data.copy_(source_data)
+                data, copied = at(source), at(target)
+                if data.data_ptr() != copied.data_ptr():
+                    copied.copy_(data)
             case Combine(sources, target):
                 reduction.combine([at(source) for source in sources], at(target))
             case Tell():
                 assert neighbours is not None
                 neighbours.tell()
-            case Hear(peer, count):
+            case Hear(peer, number):
                 assert neighbours is not None
-                neighbours.hear(peer, count)
+                neighbours.hear(peer, number)
             case Send(peer, span):
-                assert messages is not None
-                sent[peer].append(_begin(messages.send, at(span), peer, f"{what}: sending to"))
+                mail.send(peer, at(span))
             case Receive(peer, span):
-                assert messages is not None
-                received[peer].append(_begin(messages.recv, at(span), peer, f"{what}: receiving from"))
-            case Left(peer, count):
-                wait(sent[peer], num_left, peer, count, "sending to")
-            case Arrived(peer, count):
-                wait(received[peer], num_arrived, peer, count, "receiving from")
-    for peer, works in sent.items():
-        wait(works, num_left, peer, len(works), "sending to")
+                mail.receive(peer, at(span))
+            case Left(peer, number):
+                mail.left(peer, number)
+            case Arrived(peer, number):
+                mail.arrived(peer, number)
+    mail.finish()
 
 
-def _begin(start: Callable[..., dist.Work], span: Tensor, peer: int, doing: str) -> dist.Work:
-    try:
-        return start([span], peer, 0)
-    except RuntimeError as error:
-        raise lost_peer(f"{doing} rank {peer} failed: {error}", rank=peer) from error
+class _Mail:
+    """Messages of one collective to and from ranks of other nodes.
+
+    Args:
+        group: takes them; None where there are none.
+        quantiser: packs them; None where they go as they are.
+        what: the collective, for errors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, quantiser: BlockQuantiser | None, what: str):
+        self._group = group
+        self._quantiser = quantiser
+        self._what = what
+        self._sent: dict[int, list[dist.Work]] = defaultdict(list)
+        self._num_left: dict[int, int] = defaultdict(int)
+        self._expected: dict[int, list[tuple[dist.Work, Tensor, Tensor]]] = defaultdict(list)
+        self._num_arrived: dict[int, int] = defaultdict(int)
+
+    def send(self, peer: int, data: Tensor) -> None:
+        """Starts to send elements."""
+        assert self._group is not None
+        wire = data if self._quantiser is None else self._quantiser.pack(data)
+        with self._naming("sending to", peer):
+            self._sent[peer].append(self._group.send([wire], peer, 0))
+
+    def receive(self, peer: int, target: Tensor) -> None:
+        """Says where the next elements of a rank go."""
+        assert self._group is not None
+        wire = target
+        if self._quantiser is not None:
+            wire = torch.empty(self._quantiser.num_bytes(target.numel()), dtype=torch.uint8)
+        with self._naming("receiving from", peer):
+            self._expected[peer].append((self._group.recv([wire], peer, 0), wire, target))
+
+    def left(self, peer: int, number: int) -> None:
+        """Waits until so many messages to a rank have left."""
+        while self._num_left[peer] < number:
+            with self._naming("sending to", peer):
+                self._sent[peer][self._num_left[peer]].wait()
+            self._num_left[peer] += 1
+
+    def arrived(self, peer: int, number: int) -> None:
+        """Waits until so many messages from a rank have arrived."""
+        while self._num_arrived[peer] < number:
+            work, wire, target = self._expected[peer][self._num_arrived[peer]]
+            with self._naming("receiving from", peer):
+                work.wait()
+            if self._quantiser is not None:
+                self._quantiser.unpack(wire, target)
+            self._num_arrived[peer] += 1
+
+    def finish(self) -> None:
+        """Waits until everything has left."""
+        for peer, works in self._sent.items():
+            self.left(peer, len(works))
+
+    @contextlib.contextmanager
+    def _naming(self, doing: str, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost_peer(f"{self._what}: {doing} rank {peer} failed: {error}", rank=peer) from error
