@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import shardwright.comm.backend  # noqa: F401  registers it
+import shardwright.torch  # noqa: F401  makes the backend known
+from shardwright.comm.probe import measure_prices
 
 __all__ = ["COLLECTIVES", "Timing", "time_collectives"]
 
@@ -45,6 +46,8 @@ class Timing:
 def time_collectives(collectives: Sequence[str], sizes: Sequence[int], rounds: int) -> list[Timing]:
     """Times every collective and size on both sides; all ranks get the same figures."""
     groups = {"ours": dist.new_group(backend="shardwright"), "gloo": dist.new_group(backend="gloo")}
+    group = groups["ours"]
+    group.communicator.use(measure_prices(group.communicator))
     found = []
     for collective in collectives:
         for num_bytes in sizes:

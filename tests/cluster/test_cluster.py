@@ -9,7 +9,8 @@ from shardwright.errors import LaunchError, UsageError
 from shardwright.testing.cluster import Cluster, missing_for_networks
 from shardwright.testing.hosts_network import HostsNetwork
 
-needs_networks = pytest.mark.skipif(missing_for_networks() is not None, reason=str(missing_for_networks()))
+_MISSING = missing_for_networks()
+needs_networks = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
 
 SEND = """
 import os, time, torch, torch.distributed as dist

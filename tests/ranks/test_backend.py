@@ -1,16 +1,19 @@
 """Stock scripts get Shardwright's collectives by the name of a backend."""
 
 import os
+import signal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.comm.backend import register_backend
-from shardwright.testing import run_ranks
+from shardwright.errors import PeerLostError
+from shardwright.testing import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
 
@@ -114,5 +117,38 @@ def test_fsdp2():
             wrapped.parameters(), gradients_of_one_process(dist.get_world_size()), strict=True
         ):
             torch.testing.assert_close(found.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+    run_ranks(train, 2)
+
+
+def test_errors_of_asynchronous_collectives_are_raised_where_they_are_waited_for():
+    def wait():
+        ours = group()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.all_gather_single(torch.zeros(20), torch.zeros(10), group=ours, async_op=True)
+        with pytest.raises(PeerLostError, match="rank 1 is lost"):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(RuntimeError, match="rank 1 is lost"):
+            work.get_future().wait()
+
+    outcomes = run_ranks_outcomes(wait, 2, timeout_s=20)
+    assert [outcome.exit_code for outcome in outcomes] == [0, -signal.SIGKILL]
+
+
+def test_ddp_with_a_communication_hook():
+    """Hooks of DDP wait for futures, and ask for collectives in callbacks."""
+
+    def train():
+        ours = group()
+        wrapped = DistributedDataParallel(model(), process_group=ours)
+        wrapped.register_comm_hook(ours, default_hooks.allreduce_hook)
+        wrapped(own_batch()).square().mean().backward()
+        for found, expected in zip(
+            wrapped.parameters(), gradients_of_one_process(dist.get_world_size()), strict=True
+        ):
+            torch.testing.assert_close(found.grad, expected, rtol=1e-12, atol=1e-12)
 
     run_ranks(train, 2)

@@ -3,11 +3,15 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
+from shardwright.collectives.prices import DEFAULT_PRICES, Line
+from shardwright.collectives.routine import Routine
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.connect import connect
 from shardwright.comm.process_group import default_store
@@ -22,14 +26,16 @@ HOSTS = ["a", "aa", "ab", "aaa", "aab", "aabb", "abab", "abca", "aaabb"]
 COUNTS = [0, 1, 5, 1000, 200_003]
 
 
-def communicator(hosts, timeout_s=30.0):
+def communicator(hosts, timeout_s=30.0, name="group", **more):
     rank = dist.get_rank()
     return connect(
-        dist.PrefixStore(f"test of {hosts}", default_store()),
+        dist.PrefixStore(f"test of {name} {hosts}", default_store()),
         rank=rank,
         num_ranks=dist.get_world_size(),
         timeout_s=timeout_s,
         host=hosts[rank],
+        name=name,
+        **more,
     )
 
 
@@ -132,6 +138,109 @@ def test_collectives_on_the_thread_come_in_order():
     run_ranks(compare, 2)
 
 
+def test_collectives_that_share_no_memory_may_come_between_others():
+    """The half of the memory that a collective uses was picked by the number of all that came before."""
+
+    def compare():
+        prices = replace(DEFAULT_PRICES, note_s=1.0)  # a flat broadcast is cheaper
+        group, rank = communicator("aabb", prices=prices), dist.get_rank()
+        assert group.choice("broadcast", 4, 8).candidate.name == "flat"
+        assert group.choice("all_gather", 20_000, 8).candidate.name == "flat"
+        way = Candidate("hierarchical", 20_000)
+        routine = Routine.of(steps_of("all_gather", way, group.topology, rank, count=20_000))
+        for turn in range(10):
+            mine = data_of(10 * turn + rank, 20_000)
+            gathered = torch.zeros(80_000, dtype=torch.float64)
+            group.run_routine("a gather", routine, mine, gathered)
+            assert torch.equal(gathered, torch.cat([data_of(10 * turn + r, 20_000) for r in range(4)]))
+            told = data_of(rank, 4)
+            group.broadcast(told, 1)
+            assert torch.equal(told, data_of(1, 4))
+
+    run_ranks(compare, 4)
+
+
+def test_a_task_may_ask_for_collectives_itself():
+    """As a callback does, and as the Communicator's own methods do when they are called in a task."""
+
+    def nest():
+        group = communicator("aa")
+        data = torch.ones(10)
+
+        def outer():
+            group.all_reduce(data)
+            return group.thread.submit(lambda: group.all_reduce(data)).wait()
+
+        group.thread.submit(outer).wait()
+        group.thread.run(outer)
+        group.thread.submit(lambda: None).then(lambda _: group.all_reduce(data)).wait()
+        return data[0].item()
+
+    assert run_ranks(nest, 2) == [32.0, 32.0]
+
+
+def test_inference_mode_comes_and_goes():
+    def alternate():
+        group = communicator("aabb")
+        with torch.inference_mode():
+            first = torch.ones(200_000)
+            group.thread.submit(lambda: group.all_reduce(first)).wait()
+        second = torch.ones(200_000, requires_grad=True)
+        group.all_reduce(second)
+        return first[-1].item(), second[-1].item()
+
+    assert run_ranks(alternate, 4) == [(4.0, 4.0)] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn])
+def test_elements_of_any_type_are_copied(dtype):
+    def compare():
+        free = Line(1e-12, 1e15)
+        prices = replace(DEFAULT_PRICES, gloo=dict.fromkeys(COLLECTIVES, free), source="gloo is free")
+        for name in ("default", "gloo"):
+            more = {"prices": prices} if name == "gloo" else {}
+            group = communicator("aab", name=name, **more)
+            pieces = [data_of(rank, 33).to(dtype) for rank in range(3)]
+            gathered = torch.cat(pieces).clone().zero_()
+            group.all_gather(gathered, pieces[dist.get_rank()])
+            assert torch.equal(gathered.view(torch.uint8), torch.cat(pieces).view(torch.uint8))
+            if dtype is torch.int16:  # which gloo cannot sum
+                group.all_reduce(pieces[0])
+
+    run_ranks(compare, 3)
+
+
+def test_what_a_type_cannot_do_is_refused_before_anybody_waits():
+    def refuse():
+        group = communicator("aa")
+        with pytest.raises(UsageError, match=r"AVG cannot reduce elements of torch\.int64"):
+            group.all_reduce(torch.ones(5, dtype=torch.int64), Reduction("AVG"))
+        with pytest.raises(UsageError, match=r"BAND cannot reduce elements of torch\.float32"):
+            group.all_reduce(torch.ones(5), Reduction("BAND"))
+        data = torch.ones(5)
+        group.all_reduce(data)  # the group is as good as before
+        return data[0].item()
+
+    assert run_ranks(refuse, 2) == [2.0, 2.0]
+
+
+def test_a_rank_that_gives_up_tells_its_neighbours():
+    """Rank 2 of another node dies; rank 1 waits for rank 0, which has noticed."""
+
+    def gather():
+        group, rank = communicator("aab"), dist.get_rank()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        data = torch.zeros(300_000)
+        with pytest.raises(PeerLostError) as caught:
+            group.all_gather(data, data[:100_000].clone())
+        return caught.value.rank
+
+    outcomes = run_ranks_outcomes(gather, 3, timeout_s=20)
+    assert outcomes[0].value in (1, 2)
+    assert outcomes[1].value in (0, 2)
+
+
 def test_a_killed_rank_is_named_at_once():
     def gather():
         group = communicator("aaa")
@@ -166,7 +275,7 @@ def test_ranks_in_different_collectives_are_told():
         group = communicator("aa")
         data = torch.zeros(50_000)
         calls = [lambda: group.all_reduce(data), lambda: group.all_gather(data.repeat(2), data)]
-        with pytest.raises(TraceMismatchError, match=r"rank \d is in all_\w+ of .* where rank"):
+        with pytest.raises(TraceMismatchError, match=r"rank \d is in all_[\w ]+ of .* where rank"):
             calls[dist.get_rank()]()
 
     run_ranks(mixed, 2)

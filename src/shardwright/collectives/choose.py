@@ -1,6 +1,6 @@
 """Which algorithm a collective takes: the one whose rows cost least, for this group and this size."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,18 +17,21 @@ from shardwright.collectives.steps import Step
 from shardwright.collectives.topology import Topology
 from shardwright.units import format_bytes, format_seconds
 
-__all__ = ["COLLECTIVES", "GLOO", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
+__all__ = ["COLLECTIVES", "GLOO", "OWN", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GLOO = "gloo"
+OWN = frozenset({"hierarchical", "flat", "at once"})
 
 ROOM_BYTES = 8 * 2**20
 """Shared memory of a node for one collective."""
 
 _CHUNK_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024)
 # So many chunks are played; what more of them take is proportional.
-_FEW, _MANY = 6, 12
+_FEW, _MANY = 4, 8
 _ALIGNMENT = 16
+# Of more ranks of which some share a node, all sending to all is hopeless, and takes long to price.
+_MOST_FLAT_RANKS = 16
 _LARGEST_AT_ONCE_BYTES = 256 * 1024
 
 
@@ -37,8 +40,8 @@ class Candidate:
     """A way to do a collective.
 
     Attributes:
-        name: ``hierarchical`` where ranks of a node share memory, ``flat`` where all send to all, ``at once``
-            where all ranks of a node sum up everything, or `GLOO`.
+        name: ``hierarchical`` where ranks of a node share memory, ``flat`` where none does, ``at once`` where
+            all ranks of a node sum up everything, or `GLOO`.
         chunk: elements of a piece that go at once; 0 for all.
     """
 
@@ -85,7 +88,7 @@ def choose(
     itemsize: int,
     prices: Prices,
     source: int = 0,
-    only: str = "",
+    ways: Collection[str] | None = None,
 ) -> Choice:
     """The cheapest way to do a collective.
 
@@ -96,11 +99,11 @@ def choose(
         itemsize: bytes of an element.
         prices: of steps.
         source: the rank that a broadcast starts from.
-        only: the name of the one way that is allowed; empty for all.
+        ways: the names of those that are allowed; None for all.
     """
     best: dict[str, tuple[float, Candidate]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):
-        if only not in ("", candidate.name):
+        if ways is not None and candidate.name not in ways:
             continue
         seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
         if candidate.name not in best or seconds < best[candidate.name][0]:
@@ -139,7 +142,7 @@ def _candidates(
             yield Candidate("hierarchical", chunk)
             if chunk >= count:
                 break
-    if len(topology.nodes) > 1:
+    if len(topology.nodes) > 1 and not (share and topology.num_ranks > _MOST_FLAT_RANKS):
         sizes = {size // itemsize for size in _CHUNK_BYTES}
         for chunk in sorted(sizes):
             yield Candidate("flat", chunk)

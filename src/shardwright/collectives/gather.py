@@ -32,7 +32,6 @@ class Gather:
         row: where the steps go.
         shared: where the piece of a rank goes in the memory of the node: called with chunk, rank, start,
             stop.
-        placed: pieces are in shared memory already, where `shared` says, and stay there.
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class Gather:
         row: Row,
         *,
         shared: Callable[[int, int, int, int], Span],
-        placed: bool = False,
     ):
         self._view = view
         self._row = row
         self._shared = shared
-        self._placed = placed
         self._arrivals: dict[int, list[Arrived]] = {}
 
     def begin(self, chunk: int, own: Span, output: Place) -> None:
@@ -76,8 +73,7 @@ class Gather:
             for node in reversed(view.others)
             for owner, start, stop in view.lane(view.rank, node, chunk)
         ]
-        if not self._placed:
-            row.copy(own, output(view.rank, 0, own.num_elements))
+        row.copy(own, output(view.rank, 0, own.num_elements))
 
     def end(self, chunk: int, output: Place) -> None:
         """Waits for the pieces of others and puts them where they are to be."""
@@ -92,15 +88,13 @@ class Gather:
             for node in view.others:
                 for owner in view.ranks_of(node):
                     self._copy_out(chunk, owner, output)
-        if not self._placed:
-            row.tell("gather: read", chunk)
+        row.tell("gather: read", chunk)
 
     def reuse(self, chunk: int) -> None:
         """Waits until nobody of the node reads a chunk any more."""
-        if chunk >= 0 and not self._placed:
+        if chunk >= 0:
             self._row.hear("gather: read", chunk)
 
     def _copy_out(self, chunk: int, owner: int, output: Place) -> None:
         size = self._view.size(chunk, owner)
-        if not self._placed:
-            self._row.copy(self._shared(chunk, owner, 0, size), output(owner, 0, size))
+        self._row.copy(self._shared(chunk, owner, 0, size), output(owner, 0, size))

@@ -29,7 +29,6 @@ class Scatter:
         depth: chunks that may be under way at once.
         shared: where a rank of the node puts its piece for another: called with chunk, the rank that has it,
             the one that it is for, start, stop.
-        placed: the input is in shared memory already, where `shared` says.
     """
 
     def __init__(
@@ -39,13 +38,11 @@ class Scatter:
         *,
         depth: int,
         shared: Callable[[int, int, int, int, int], Span],
-        placed: bool = False,
     ):
         self._view = view
         self._row = row
         self._depth = depth
         self._shared = shared
-        self._placed = placed
         self._arrivals: dict[int, list[Arrived]] = {}
         self._departures: dict[int, list[Left]] = {}
 
@@ -59,10 +56,9 @@ class Scatter:
             pieces: where this rank's pieces are, for each rank.
         """
         view, row = self._view, self._row
-        if not self._placed:
-            for handler in view.peers:
-                for owner, start, stop in self._handled_by(handler, chunk):
-                    row.copy(pieces(owner, start, stop), self._shared(chunk, view.rank, owner, start, stop))
+        for handler in view.peers:
+            for owner, start, stop in self._handled_by(handler, chunk):
+                row.copy(pieces(owner, start, stop), self._shared(chunk, view.rank, owner, start, stop))
         row.tell("scatter: staged", chunk)
         row.wait(self._departures.pop(chunk - self._depth, []))
         self._arrivals[chunk] = [
@@ -107,7 +103,7 @@ class Scatter:
 
     def reuse(self, chunk: int) -> None:
         """Waits until nobody of the node reads a chunk any more."""
-        if chunk >= 0 and not self._placed:
+        if chunk >= 0:
             self._row.hear("scatter: read", chunk)
 
     def _handled_by(self, handler: int, chunk: int) -> Iterator[tuple[int, int, int]]:

@@ -5,11 +5,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.collectives import Memory, Topology
-from shardwright.collectives.choose import GLOO, Choice, choose, steps_of
+from shardwright.collectives.choose import GLOO, Choice
+from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
 from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.gloo_collectives import run_gloo
+from shardwright.comm.gloo_collectives import gloo_can, run_gloo
 from shardwright.comm.neighbours import Neighbours, Operation
 from shardwright.comm.ordered_thread import OrderedThread
 from shardwright.comm.reduction import Reduction
@@ -24,8 +25,9 @@ _SUM = Reduction("SUM")
 class Communicator:
     """Collectives among the ranks of a group, over their nodes.
 
-    All ranks ask for the same collectives in the same order: what is not to be waited for goes to `thread`,
-    and what is to be waited for goes there too, since something may be in front of it.
+    All ranks ask for the same collectives in the same order. They run on `thread`, where others may be in
+    front of them, and return when they are done; one that is not to be waited for is given to
+    ``thread.submit``.
 
     Tensors are contiguous and on the CPU.
 
@@ -41,7 +43,6 @@ class Communicator:
     Attributes:
         rank: of this process in the group.
         topology: which ranks share a node.
-        prices: of the steps.
         neighbours: this rank's node; None where it is alone there.
         messages: takes messages to ranks of other nodes; None where there are none.
         gloo: for collectives that gloo does better.
@@ -61,13 +62,11 @@ class Communicator:
     ):
         self.rank = rank
         self.topology = topology
-        self.prices = prices
         self.thread = OrderedThread(f"shardwright-{name}")
         self.neighbours = neighbours
         self.messages = messages
         self.gloo = gloo
-        self._choices: dict[tuple[str, int, int], Choice] = {}
-        self._routines: dict[tuple[object, ...], Routine] = {}
+        self._chooser = Chooser(topology, rank, prices)
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -75,7 +74,7 @@ class Communicator:
     def close(self) -> None:
         """Lets go of the other ranks."""
         if self.neighbours is not None:
-            self.neighbours.close()
+            self.neighbours.hang_up()
 
     # ---- collectives ----
 
@@ -124,6 +123,7 @@ class Communicator:
             as `all_gather`.
         """
         self._check("reduce_scatter", data, output, data.numel() // self.topology.num_ranks)
+        reduction.check(data.dtype)
         if quantiser is not None:
             _check_packable("reduce_scatter", data, reduction)
         self._run(
@@ -142,6 +142,7 @@ class Communicator:
             as `all_gather`.
         """
         self._check("all_reduce", data, data, data.numel())
+        reduction.check(data.dtype)
         self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
@@ -153,23 +154,14 @@ class Communicator:
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
-    def _packed_choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The algorithm where messages between nodes are packed; those inside of nodes are not."""
-        share = any(len(node) > 1 for node in self.topology.nodes)
-        return choose(
-            collective,
-            self.topology,
-            count=_size_class(count),
-            itemsize=itemsize,
-            prices=self.prices,
-            only="hierarchical" if share else "flat",
-        )
+    @property
+    def prices(self) -> Prices:
+        """What algorithms are chosen by."""
+        return self._chooser.prices
 
     def use(self, prices: Prices) -> None:
         """Chooses by other prices from now on; they must be the same on all ranks."""
-        self.prices = prices
-        self._choices.clear()
-        self._routines.clear()
+        self._chooser = Chooser(self.topology, self.rank, prices)
 
     def choice(self, collective: str, count: int, itemsize: int) -> Choice:
         """The algorithm for a collective of this size, and why it was chosen.
@@ -180,12 +172,7 @@ class Communicator:
                 whole.
             itemsize: bytes of an element.
         """
-        key = (collective, _size_class(count), itemsize)
-        if key not in self._choices:
-            self._choices[key] = choose(
-                collective, self.topology, count=key[1], itemsize=itemsize, prices=self.prices
-            )
-        return self._choices[key]
+        return self._chooser.choice(collective, count, itemsize)
 
     def run_routine(
         self,
@@ -240,36 +227,52 @@ class Communicator:
         source: int = 0,
         quantiser: BlockQuantiser | None = None,
     ) -> None:
-        kind = f"{collective} from {source}" if collective == "broadcast" else collective
-        if self._failure is not None:
-            raise UsageError(
-                f"{kind} cannot run: an earlier collective of this group failed on this rank "
-                f"({self._failure}). Make a new process group, or end."
-            )
         if output.numel() == 0:
             return
-        data, target = data.detach().view(-1), output.detach().view(-1)
-        choice = self.choice(collective, count, data.element_size())
-        if quantiser is not None:
-            choice = self._packed_choice(collective, count, data.element_size())
-        try:
-            if choice.candidate.name == GLOO:
-                run_gloo(self.gloo, collective, data, target, reduction, source)
-            else:
-                routine = self._routine(collective, choice, count, data.element_size(), source)
-                self.run_routine(kind, routine, data, target, reduction, quantiser)
-            reduction.finish(target, self.topology.num_ranks)
-        except BaseException as error:
-            self._failure = error
-            raise
+        kind = f"broadcast from {source}" if collective == "broadcast" else collective
+        if collective in ("reduce_scatter", "all_reduce"):
+            kind = f"{collective} {reduction.name}" + (" int8" if quantiser is not None else "")
 
-    def _routine(self, collective: str, choice: Choice, count: int, itemsize: int, source: int) -> Routine:
-        key = (choice.candidate, collective, count, itemsize, source)
-        if key not in self._routines:
-            self._routines[key] = Routine.of(
-                steps_of(collective, choice.candidate, self.topology, self.rank, count=count, source=source)
-            )
-        return self._routines[key]
+        def task() -> None:
+            if self._failure is not None:
+                raise UsageError(
+                    f"{kind} cannot run: an earlier collective of this group failed on this rank "
+                    f"({self._failure}). Make a new process group, or end."
+                )
+            try:
+                self._do(kind, collective, data, output, count, reduction, source, quantiser)
+            except BaseException as error:
+                self._failure = error
+                self.close()  # else ranks of this node would wait for the whole timeout
+                raise
+
+        self.thread.run(task)
+
+    def _do(
+        self,
+        kind: str,
+        collective: str,
+        data: Tensor,
+        output: Tensor,
+        count: int,
+        reduction: Reduction,
+        source: int,
+        quantiser: BlockQuantiser | None,
+    ) -> None:
+        data, output = data.detach().view(-1), output.detach().view(-1)
+        itemsize = data.element_size()
+        if quantiser is not None:
+            choice = self._chooser.packed_choice(collective, count, itemsize)
+        elif gloo_can(collective, data.dtype, reduction):
+            choice = self._chooser.choice(collective, count, itemsize)
+        else:
+            choice = self._chooser.own_choice(collective, count, itemsize)
+        if choice.candidate.name == GLOO:
+            run_gloo(self.gloo, collective, data, output, reduction, source)
+        else:
+            routine = self._chooser.routine(choice, collective, count, source)
+            self.run_routine(kind, routine, data, output, reduction, quantiser)
+        reduction.finish(output, self.topology.num_ranks)
 
     def _scratch_for(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         num_bytes = num_elements * dtype.itemsize
@@ -304,13 +307,3 @@ def _check_packable(collective: str, data: Tensor, reduction: Reduction) -> None
             f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
             "of floating-point numbers can. Call it without a quantiser."
         )
-
-
-def _size_class(count: int) -> int:
-    """Sizes are chosen for in classes, four of them for each doubling; this is the largest of a class.
-
-    >>> [_size_class(count) for count in (0, 3, 100, 1000)]
-    [1, 3, 112, 1024]
-    """
-    step = 1 << max(0, count.bit_length() - 3)
-    return max(1, -(-count // step) * step)

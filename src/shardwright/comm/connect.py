@@ -1,8 +1,10 @@
 """How the ranks of a group find out who shares a host, and get ready for collectives."""
 
+import logging
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -16,6 +18,8 @@ from shardwright.comm.communicator import Communicator
 from shardwright.comm.local_sockets import connect_on_this_host, this_host
 from shardwright.comm.neighbours import Neighbours
 from shardwright.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 __all__ = ["connect", "tell_all_through"]
 
@@ -81,7 +85,7 @@ def connect(
         messages = gloo_group(own_store, rank, num_ranks, timeout_s=timeout_s)
     gloo = gloo_group(PrefixStore("shardwright/gloo", store), rank, num_ranks, timeout_s=timeout_s)
     # Nobody goes on, and perhaps ends, while others still connect.
-    agreed = _agreed(prices, rank, tell_all)
+    agreed = _agreed(prices, topology, rank, tell_all)
     return Communicator(
         rank=rank,
         topology=topology,
@@ -93,13 +97,15 @@ def connect(
     )
 
 
-def _agreed(prices: Prices | None, rank: int, tell_all: Callable[[Any], list[Any]]) -> Prices:
+def _agreed(
+    prices: Prices | None, topology: Topology, rank: int, tell_all: Callable[[Any], list[Any]]
+) -> Prices:
     """The prices of rank 0, which must not read them in vain while the others wait."""
     problem: ConfigError | None = None
     if rank == 0 and prices is None:
         path = os.environ.get(PRICES_VARIABLE)
         try:
-            prices = read_prices(path)[0] if path else DEFAULT_PRICES
+            prices = _read(path, topology) if path else DEFAULT_PRICES
         except ConfigError as error:
             problem = error
     found, failed = tell_all((prices, problem))[0]
@@ -107,3 +113,14 @@ def _agreed(prices: Prices | None, rank: int, tell_all: Callable[[Any], list[Any
         raise failed
     agreed: Prices = found
     return agreed
+
+
+def _read(path: str, topology: Topology) -> Prices:
+    """Prices from a file; what gloo takes is known for the ranks that it was measured on alone."""
+    prices, measured = read_prices(path)
+    if measured == topology or not prices.gloo:
+        return prices
+    log.warning(
+        "the prices %s are of %s: on %s gloo's own collectives are not considered", path, measured, topology
+    )
+    return replace(prices, gloo={})

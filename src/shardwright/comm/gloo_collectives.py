@@ -2,13 +2,32 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.reduction import Reduction
 from shardwright.errors import UsageError
 
-__all__ = ["run_gloo"]
+__all__ = ["gloo_can", "run_gloo"]
+
+_SUMMED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+
+
+def gloo_can(collective: str, dtype: torch.dtype, reduction: Reduction) -> bool:
+    """Whether gloo has a collective for elements of a type; it copies any."""
+    if collective in ("all_gather", "broadcast"):
+        return True
+    return dtype in _SUMMED and reduction.name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
 def run_gloo(
@@ -26,7 +45,7 @@ def run_gloo(
     """
     op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
     if collective == "all_gather":
-        work = group._allgather_base(output, data)
+        work = group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))
     elif collective == "reduce_scatter":
         scattering = dist.ReduceScatterOptions()
         scattering.reduceOp = op
@@ -38,7 +57,7 @@ def run_gloo(
     elif collective == "broadcast":
         telling = dist.BroadcastOptions()
         telling.rootRank = source
-        work = group.broadcast([output], telling)
+        work = group.broadcast([output.view(torch.uint8)], telling)
     else:
         raise UsageError(f"there is no collective {collective!r}.")
     work.wait()

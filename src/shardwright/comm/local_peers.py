@@ -1,15 +1,14 @@
 """The other ranks of this host, and how this process waits for them."""
 
-import os
 import select
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.after_fork import close_in_children
 from shardwright.comm.local_link import LocalLink, LocalReceipt
 from shardwright.comm.local_sockets import connect_on_this_host
 from shardwright.comm.purpose import Purpose
@@ -38,7 +37,7 @@ class LocalPeers:
         self._by_fd = {link.fd: link for link in links.values()}
         for fd in self._by_fd:
             self._poll.register(fd, select.POLLIN)
-        _CLOSED_IN_CHILDREN.add(self)
+        close_in_children(self)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._links
@@ -111,20 +110,6 @@ class LocalPeers:
             link.listen()
             if link.ended:
                 self._poll.unregister(fd)
-
-
-# Children of this process, such as the workers of a data loader, must not keep connections open: others would
-# not notice that this process has ended.
-_CLOSED_IN_CHILDREN: "weakref.WeakSet[LocalPeers]" = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for peers in _CLOSED_IN_CHILDREN:
-        peers.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:

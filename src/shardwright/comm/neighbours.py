@@ -2,7 +2,7 @@
 
 ::
 
-    shared memory   |  collectives 0, 2, 4, ...  |  collectives 1, 3, 5, ...  |
+    shared memory   |  the first, third, ...  |  the second, fourth, ...  |
     Unix sockets    "I am one step further with collective 4, an all-gather of 1024 float32"
 
 A collective uses one half of the memory while some ranks may still read what the one before left in the
@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwright.comm.after_fork import close_in_children
 from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError
 
 __all__ = ["Neighbours", "Operation"]
@@ -83,11 +84,20 @@ class Neighbours:
         self._num_told = 0
         self._ends: deque[int] = deque([0, 0], maxlen=2)  # tells up to the end of the last two collectives
         self._operation = Operation(-1, "start", 0, "")
+        self._num_begun = 0
         self._memory = self._share_memory(num_bytes)
+        close_in_children(self)
         self.half_bytes = num_bytes // 2
 
     def close(self) -> None:
-        """Lets go of the other ranks."""
+        """Lets go of the other ranks, but for other processes that have the same connections."""
+        self._close()
+
+    def hang_up(self) -> None:
+        """Tells the other ranks, and threads of this one that listen to them, that this rank is gone."""
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._close()
 
     # ---- a collective ----
@@ -105,7 +115,9 @@ class Neighbours:
             # What was not waited for belongs to collectives that have ended here.
             while self._heard[peer] and self._num_heard[peer] - len(self._heard[peer]) < self._num_told:
                 self._heard[peer].popleft()
-        start = operation.number % 2 * self.half_bytes
+        # Not every collective uses this memory.
+        start = self._num_begun % 2 * self.half_bytes
+        self._num_begun += 1
         return self._memory[start : start + self.half_bytes]
 
     def end(self) -> None:

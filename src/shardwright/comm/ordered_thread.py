@@ -13,79 +13,119 @@ __all__ = ["OrderedThread"]
 
 _LONGEST_END_S = 1.0
 
-_Task = tuple[Callable[[], Any], "Future[Any]"]
-
 
 class OrderedThread:
     """Runs the collectives of one group in the order in which they were asked for.
 
     Two threads on one group would each pick an order of their own, and ranks that pick different ones wait
     for one another for ever. What is to be waited for anyway runs on the thread that asks, if nothing is in
-    front.
+    front. What a task asks for runs at once, as a part of it.
+
+    Tasks run in inference mode, whoever runs them: they may write to tensors of either mode, and what they
+    keep for the next task is of one mode.
 
     Args:
         name: of the thread, for those who look at a stack.
     """
 
     def __init__(self, name: str):
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._busy = threading.Lock()  # held by whoever runs a task
-        self._num_waiting = 0
+        self._turns = _Turns()
         self._counting = threading.Lock()
+        self._num_waiting = 0
         self._name = name
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> "Future[Any]":
         """Has the thread do something; the future gets its result, or its error."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._tasks, self._busy, weakref.ref(self)), name=self._name, daemon=True
-            )
-            self._thread.start()
-            weakref.finalize(self, _stop, self._tasks, self._thread)
         future: Future[Any] = Future()
+        if self._turns.is_mine:
+            _settle(future, task)
+            return future
         with self._counting:
+            if self._thread is None:
+                self._start()
             self._num_waiting += 1
-        self._tasks.put((task, future))
+            self._turns.tasks.put((task, future, self._done))
         return future
 
     def run(self, task: Callable[[], Any]) -> Any:
         """Does something now, or as soon as what is in front is done; returns its result."""
+        if self._turns.is_mine:
+            return task()
         with self._counting:
-            at_once = self._num_waiting == 0 and self._busy.acquire(blocking=False)
+            at_once = self._num_waiting == 0 and self._turns.begin(blocking=False)
         if not at_once:
             return self.submit(task).wait()
         try:
-            return task()
+            with torch.inference_mode():
+                return task()
         finally:
-            self._busy.release()
+            self._turns.end()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=_serve, args=(self._turns,), name=self._name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, _stop, self._turns, self._thread)
 
     def _done(self) -> None:
         with self._counting:
             self._num_waiting -= 1
 
 
-def _serve(
-    tasks: "queue.SimpleQueue[_Task | None]", busy: threading.Lock, owner: "weakref.ref[OrderedThread]"
-) -> None:
-    torch.set_grad_enabled(False)  # of this thread
-    while (item := tasks.get()) is not None:
-        task, future = item
-        with busy:
-            try:
+class _Turns:
+    """Who runs a task, and those that wait."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._busy = threading.Lock()
+        self._runner: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread runs a task."""
+        return self._runner == threading.get_ident()
+
+    def begin(self, *, blocking: bool) -> bool:
+        if not self._busy.acquire(blocking=blocking):
+            return False
+        self._runner = threading.get_ident()
+        return True
+
+    def end(self) -> None:
+        self._runner = None
+        self._busy.release()
+
+
+def _serve(turns: _Turns) -> None:
+    while (item := turns.tasks.get()) is not None:
+        task, future, done = item
+        result, error = None, None
+        turns.begin(blocking=True)
+        try:
+            with torch.inference_mode():
                 result = task()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-        del item, task, future
-        if (thread := owner()) is not None:
-            thread._done()
-        del thread
+        except BaseException as raised:
+            error = raised
+        finally:
+            turns.end()
+        done()
+        # Behind the turn: who waits for it may ask for the next task at once, in a callback too.
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        del item, task, future, done, result, error
 
 
-def _stop(tasks: "queue.SimpleQueue[_Task | None]", thread: threading.Thread) -> None:
+def _settle(future: "Future[Any]", task: Callable[[], Any]) -> None:
+    try:
+        future.set_result(task())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _stop(turns: _Turns, thread: threading.Thread) -> None:
     """Ends the thread, also when the interpreter ends: one that still works then may abort the process."""
-    tasks.put(None)
+    turns.tasks.put(None)
     if thread is not threading.current_thread():
         thread.join(_LONGEST_END_S)

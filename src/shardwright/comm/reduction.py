@@ -55,6 +55,26 @@ class Reduction:
             )
         return cls(name)
 
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuses elements that cannot be reduced so, before any rank waits for another.
+
+        Raises:
+            UsageError: a type that this reduction is not for.
+        """
+        is_whole = not (dtype.is_floating_point or dtype.is_complex)
+        fits = {
+            "AVG": not is_whole,
+            "MIN": not dtype.is_complex,
+            "MAX": not dtype.is_complex,
+            "BAND": is_whole,
+            "BOR": is_whole,
+            "BXOR": is_whole,
+        }
+        if not fits.get(self.name, True):
+            raise UsageError(
+                f"{self.name} cannot reduce elements of {dtype}. Use SUM, or tensors of another type."
+            )
+
     def combine(self, sources: Sequence[Tensor], target: Tensor) -> None:
         """Reduces tensors of one shape and type, two at least; the target may be one of them.
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+from torch.futures import Future
 
-from shardwright.comm._private import finished_work, gloo_group, work_of
+from shardwright.comm._private import gloo_group
 from shardwright.comm.backend import BACKEND
+from shardwright.comm.collective_work import CollectiveWork
 from shardwright.comm.connect import connect
 from shardwright.comm.reduction import Reduction
 from shardwright.errors import UsageError
@@ -168,8 +170,10 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _work(self, task: Callable[[], list[Tensor]], opts: Any) -> dist.Work:
         thread = self.communicator.thread
         if opts is not None and not opts.asyncOp:
-            return finished_work(thread.run(task))
-        return work_of(thread.submit(task))
+            done: Future[list[Tensor]] = Future()
+            done.set_result(thread.run(task))
+            return CollectiveWork(done)
+        return CollectiveWork(thread.submit(task))
 
     # ---- what gloo does ----
 
@@ -217,6 +221,8 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor, kind: str) -> Tensor:
     """The elements of a tensor as they lie in memory, which must be the same way on all ranks."""
+    if not tensor.numel():
+        return tensor.detach().view(-1)
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     expected = 1
     for stride, size in sorted(zip(plain.stride(), plain.shape, strict=True)):

@@ -158,6 +158,7 @@ class Cluster:
                 ends = _wait(processes, timeout_s=timeout_s)
             finally:
                 for host, process in enumerate(processes):
+                    process.kill()  # it may not have entered its namespace yet
                     self.network.end_all(host)  # torchrun gives its workers sessions of their own
                     process.wait()
             return [

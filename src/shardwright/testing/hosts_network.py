@@ -9,8 +9,8 @@
     ┌───┴───────────────── switch, a bridge ────────────┴───┐
     └────────────────────────────────────────────────────────┘
 
-Switch and hosts are namespaces of their own: nothing outside of them is changed, and they end with everything
-that runs in them when the process that made them ends, in whatever way.
+Switch and hosts are namespaces of their own: nothing outside of them is changed. A second process ends them,
+with everything that runs in them, when the one that made them closes them or ends.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _PAUSE_S = 0.02
 _CLEANER = """
 import subprocess, sys
 from shardwright.testing.hosts_network import end_all_in
-sys.stdin.read()
+sys.stdin.read(1)
 for name in sys.argv[1:]:
     end_all_in(name)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -119,6 +119,7 @@ class HostsNetwork:
         self._cleaner = subprocess.Popen(
             [sys.executable, "-c", _CLEANER, *self._names, self._switch],
             stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is not for it
         )
         try:
@@ -137,10 +138,14 @@ class HostsNetwork:
     def close(self) -> None:
         """Ends everything that runs on the hosts, and the hosts."""
         if self._cleaner is not None:
-            assert self._cleaner.stdin is not None
-            self._cleaner.stdin.close()
-            self._cleaner.wait()
-            self._cleaner = None
+            # A byte, since children of this process may hold on to the pipe.
+            _, errors = self._cleaner.communicate(b"x")
+            failed, self._cleaner = self._cleaner.returncode != 0, None
+            if failed:
+                raise UsageError(
+                    f"the namespaces {', '.join([*self._names, self._switch])} could not be removed: "
+                    f"{errors.decode(errors='replace').strip()}. Remove them with: ip netns del NAME"
+                )
 
     def address(self, host: int) -> str:
         """The address of a host."""

@@ -83,7 +83,7 @@ def test_gloo_is_taken_where_it_is_cheaper():
 @settings(deadline=None, max_examples=30)
 @given(hosts=st.lists(st.integers(0, 2), min_size=2, max_size=5), chunks=st.integers(13, 40))
 def test_many_chunks_are_priced_as_if_they_were_played(hosts, chunks):
-    """Only twelve are played."""
+    """Only eight are played."""
     topology = Topology.from_hosts(list(map(str, hosts)))
     for collective, make in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
         choice = choose(collective, topology, count=chunks * 2**14, itemsize=4, prices=PRICES)
@@ -93,7 +93,7 @@ def test_many_chunks_are_priced_as_if_they_were_played(hosts, chunks):
             for rank in range(topology.num_ranks)
         ]
         played = price(topology, rows, itemsize=4, prices=PRICES)
-        assert choice.seconds == pytest.approx(played, rel=0.02)
+        assert choice.seconds == pytest.approx(played, rel=0.05)
 
 
 def test_prices_as_a_file(tmp_path):

@@ -1,0 +1,95 @@
+"""The algorithms of one group, chosen and kept by size."""
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from shardwright.collectives.choose import OWN, Choice, choose, steps_of
+from shardwright.collectives.prices import Prices
+from shardwright.collectives.routine import Routine
+from shardwright.collectives.topology import Topology
+
+__all__ = ["Chooser"]
+
+# Objects are gathered in another size each time.
+_MOST_ROUTINES = 512
+
+
+class Chooser:
+    """Chooses for one rank; all ranks of the group come to the same choices.
+
+    Args:
+        topology: which ranks share a node.
+        rank: of this process in the group.
+        prices: of the steps, the same on all ranks.
+    """
+
+    def __init__(self, topology: Topology, rank: int, prices: Prices):
+        self.prices = prices
+        self._topology = topology
+        self._rank = rank
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._routines: OrderedDict[tuple[object, ...], Routine] = OrderedDict()
+
+    def choice(
+        self, collective: str, count: int, itemsize: int, ways: Collection[str] | None = None
+    ) -> Choice:
+        """The algorithm for a collective of this size, and why.
+
+        Args:
+            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
+            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
+                whole.
+            itemsize: bytes of an element.
+            ways: the names of those that are allowed; None for all.
+        """
+        key = (collective, _size_class(count), itemsize, None if ways is None else frozenset(ways))
+        if key not in self._choices:
+            self._choices[key] = choose(
+                collective,
+                self._topology,
+                count=_size_class(count),
+                itemsize=itemsize,
+                prices=self.prices,
+                ways=ways,
+            )
+        return self._choices[key]
+
+    def packed_choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The algorithm where messages between nodes are packed, but not those inside of nodes."""
+        share = any(len(node) > 1 for node in self._topology.nodes)
+        return self.choice(collective, count, itemsize, {"hierarchical" if share else "flat"})
+
+    def own_choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The best of our own algorithms."""
+        return self.choice(collective, count, itemsize, OWN)
+
+    def routine(self, choice: Choice, collective: str, count: int, source: int) -> Routine:
+        """The steps of this rank.
+
+        Args:
+            choice: one of our own algorithms.
+            collective: what for.
+            count: as in `choice`.
+            source: where a broadcast starts.
+        """
+        key = (choice.candidate, collective, count, source)
+        if key in self._routines:
+            self._routines.move_to_end(key)
+            return self._routines[key]
+        routine = Routine.of(
+            steps_of(collective, choice.candidate, self._topology, self._rank, count=count, source=source)
+        )
+        self._routines[key] = routine
+        if len(self._routines) > _MOST_ROUTINES:
+            self._routines.popitem(last=False)
+        return routine
+
+
+def _size_class(count: int) -> int:
+    """Sizes are chosen for in classes, two for each doubling; this is the largest of a class.
+
+    >>> [_size_class(count) for count in (0, 3, 100, 1000)]
+    [1, 3, 128, 1024]
+    """
+    step = 1 << max(0, count.bit_length() - 2)
+    return max(1, -(-count // step) * step)

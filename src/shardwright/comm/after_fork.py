@@ -1,0 +1,32 @@
+"""What a child of this process must not keep open.
+
+With the workers of a data loader, which are such children, others would not notice that this process has
+ended.
+"""
+
+import os
+import weakref
+from typing import Protocol
+
+__all__ = ["close_in_children"]
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_OPEN: "weakref.WeakSet[_Closable]" = weakref.WeakSet()
+
+
+def close_in_children(connection: _Closable) -> None:
+    """Has every process that is forked from this one close a connection."""
+    _OPEN.add(connection)
+
+
+def _close() -> None:
+    for connection in _OPEN:
+        connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close)
