@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 from shardwright.testing import preload
+from shardwright.testing.hosts_network import missing_for_networks
 
 _TRANSFORMERS_MODULES = (
     "transformers",
@@ -29,7 +29,7 @@ def _capabilities() -> dict[str, bool]:
     return {
         "fork": hasattr(os, "fork"),
         "/proc": Path("/proc/self/stat").exists(),
-        "network namespaces": is_root and shutil.which("ip") is not None,
+        "network namespaces": missing_for_networks() is None,
         "cgroups": is_root and os.access("/sys/fs/cgroup", os.W_OK),
         "GPU": Path("/dev/nvidia0").exists(),
         "transformers": importlib.util.find_spec("transformers") is not None,

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +30,8 @@ dist.destroy_process_group()
 """
 
 
-def namespaces():
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+def left_of(namespaces):
+    return [name for name in namespaces if Path("/run/netns", name).exists()]
 
 
 @needs_networks
@@ -43,7 +45,7 @@ def test_messages_between_hosts_go_over_their_links_at_the_rate_of_these(tmp_pat
     seconds = float(outputs[1].split("seconds")[1].split()[0])
     assert 4e6 < sent < 4.5e6  # 4 MB of tensor, and what the ranks say to find one another
     assert seconds * 1.1 > 4e6 * 8 / 100e6
-    assert "sw-" not in namespaces()
+    assert not left_of(machines.network.namespaces)
 
 
 @needs_networks
@@ -54,7 +56,7 @@ def test_what_still_runs_is_ended():
         assert [outcome.exit_code for outcome in outcomes] == [None, 3]
         with pytest.raises(LaunchError, match=r"host \d ended with exit code 1"):
             machines.torchrun(["no_such_script.py"], timeout_s=60)
-    assert "sw-" not in namespaces()
+    assert not left_of(machines.network.namespaces)
 
 
 @needs_networks
@@ -62,19 +64,22 @@ def test_nothing_is_left_when_the_process_is_killed():
     code = (
         "import os, signal\n"
         "from shardwright.testing.hosts_network import HostsNetwork\n"
-        "HostsNetwork(2).__enter__()\n"
+        "network = HostsNetwork(2).__enter__()\n"
+        "print(*network.namespaces, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=30)
-    for _ in range(100):
-        if "sw-" not in namespaces():
-            return
-        subprocess.run(["sleep", "0.1"])
-    raise AssertionError(namespaces())
+    said = subprocess.run([sys.executable, "-c", code], timeout=30, stdout=subprocess.PIPE, text=True).stdout
+    made = said.split()
+    assert len(made) == 3
+    deadline_s = time.monotonic() + 10
+    while left_of(made) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not left_of(made)
 
 
 def test_a_machine_that_lacks_something_says_so(monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda tool, path=None: f"/sbin/{tool}")
     with pytest.raises(UsageError, match="cannot have a network of hosts: it takes root"):
         HostsNetwork(2)
     with pytest.raises(UsageError, match="1 to 200 hosts, not 0"):

@@ -23,10 +23,13 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GLOO = "gloo"
 OWN = frozenset({"hierarchical", "flat", "at once"})
 
-ROOM_BYTES = 8 * 2**20
-"""Shared memory of a node for one collective."""
+# Those whose whole is made of a piece for each rank.
+_BY_RANK = ("all_gather", "reduce_scatter")
 
-_CHUNK_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024)
+ROOM_BYTES = 32 * 2**20
+"""Shared memory of a node for one collective, at most."""
+
+_CHUNK_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 # So many chunks are played; what more of them take is proportional.
 _FEW, _MANY = 4, 8
 _ALIGNMENT = 16
@@ -175,18 +178,18 @@ def _seconds(
     prices: Prices,
     source: int,
 ) -> float:
+    num_bytes = count * itemsize * (topology.num_ranks if collective in _BY_RANK else 1)
     if candidate.name == GLOO:
-        pieces = topology.num_ranks if collective in ("all_gather", "reduce_scatter") else 1
-        line = prices.gloo.get(collective)
-        return 0.0 if line is None else line.seconds(count * itemsize * pieces)
+        return prices.gloo[collective].seconds(num_bytes)
+    on_top = prices.own[collective].seconds(num_bytes) if collective in prices.own else 0.0
     pieces = topology.num_ranks if collective == "all_reduce" else 1
     at_once = (candidate.chunk or count or 1) * pieces
     played = partial(_played, collective, candidate, topology, itemsize, prices, source)
     num_chunks = count / at_once
     if num_chunks <= _MANY:
-        return played(count)
+        return on_top + played(count)
     few, many = played(_FEW * at_once), played(_MANY * at_once)
-    return many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
+    return on_top + many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
 
 
 def _played(

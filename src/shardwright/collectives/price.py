@@ -38,7 +38,7 @@ def price(topology: Topology, rows: Sequence[Sequence[Step]], *, itemsize: int, 
             moved = play.advance(rank) or moved
     if any(position < len(row) for position, row in zip(play.position, rows, strict=True)):
         raise ScheduleError(f"the ranks wait for one another for ever: they stand at {play.position}.")
-    return prices.operation_s + max(play.clock, default=0.0)
+    return max(play.clock, default=0.0)
 
 
 class _Play:

@@ -30,7 +30,7 @@ class Prices:
     """What a group's ranks pay.
 
     Attributes:
-        operation_s: to begin and end a collective of ours, on top of its steps.
+        own: what our collectives take on top of their steps, by the bytes of the whole.
         copy: a copy of so many bytes, while all ranks of a node copy.
         combine: a sum, by the bytes that are read for it, while all ranks of a node sum.
         note_s: from telling to hearing, inside of a node.
@@ -41,7 +41,7 @@ class Prices:
         source: where the prices are from, for explanations.
     """
 
-    operation_s: float
+    own: dict[str, Line]
     copy: Line
     combine: Line
     note_s: float
@@ -52,7 +52,7 @@ class Prices:
 
 
 DEFAULT_PRICES = Prices(
-    operation_s=3e-5,
+    own=dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "broadcast"), Line(5e-5, 1e12)),
     copy=Line(3e-6, 4e9),
     combine=Line(4e-6, 5e9),
     note_s=2.5e-5,

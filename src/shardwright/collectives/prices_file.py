@@ -37,7 +37,7 @@ class _Document(_Record):
     format: Literal["shardwright-prices"]
     version: Literal[1]
     nodes: list[list[int]]
-    operation_s: NonNegative
+    own: dict[str, _Line]
     copy_: _Line = Field(alias="copy")
     combine: _Line
     note_s: NonNegative
@@ -73,7 +73,7 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
             join(f"prices {path} cannot be used; shardwright probe measures them anew:", problems)
         ) from error
     prices = Prices(
-        operation_s=found.operation_s,
+        own={name: line.line() for name, line in found.own.items()},
         copy=found.copy_.line(),
         combine=found.combine.line(),
         note_s=found.note_s,

@@ -201,7 +201,8 @@ class Communicator:
             memories[Memory.SCRATCH] = self._scratch_for(routine.num_scratch, data.dtype)
         neighbours = self.neighbours if routine.tells else None
         if neighbours is not None:
-            memories[Memory.SHARED] = neighbours.begin(operation).view(data.dtype)
+            num_bytes = routine.num_shared * data.element_size()
+            memories[Memory.SHARED] = neighbours.begin(operation, num_bytes).view(data.dtype)
         run_steps(
             routine.steps,
             memories,

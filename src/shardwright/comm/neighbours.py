@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwright.comm.after_fork import close_in_children
 from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError
+from shardwright.units import format_bytes
 
 __all__ = ["Neighbours", "Operation"]
 
@@ -58,7 +59,7 @@ class Neighbours:
     Args:
         sockets: to the other ranks of the node, by rank in the group.
         rank: of this process in the group.
-        num_bytes: of shared memory.
+        num_bytes: of shared memory at most; it is taken from the system as far as it is used.
         timeout_s: how long to wait for a rank at most.
 
     Raises:
@@ -66,7 +67,7 @@ class Neighbours:
         PeerLostError: a rank of the node ended meanwhile.
 
     Attributes:
-        half_bytes: shared memory for one collective.
+        half_bytes: shared memory for one collective at most.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], *, rank: int, num_bytes: int, timeout_s: float):
@@ -78,16 +79,18 @@ class Neighbours:
             # The kernel ends a wait: one call to it fewer than with Python's own timeouts.
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("=qq", seconds, 0))
-        self._close = weakref.finalize(self, _close_all, list(self._sockets.values()))
         self._heard: dict[int, deque[Operation]] = {peer: deque() for peer in sockets}
         self._num_heard = dict.fromkeys(sockets, 0)
         self._num_told = 0
         self._ends: deque[int] = deque([0, 0], maxlen=2)  # tells up to the end of the last two collectives
         self._operation = Operation(-1, "start", 0, "")
         self._num_begun = 0
-        self._memory = self._share_memory(num_bytes)
-        close_in_children(self)
         self.half_bytes = num_bytes // 2
+        self._taken = [0, 0]  # bytes of either half that the system has given
+        self._fd = self._share_memory(num_bytes)
+        self._memory = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
+        self._close = weakref.finalize(self, _close_all, list(self._sockets.values()), self._fd)
+        close_in_children(self)
 
     def close(self) -> None:
         """Lets go of the other ranks, but for other processes that have the same connections."""
@@ -102,11 +105,18 @@ class Neighbours:
 
     # ---- a collective ----
 
-    def begin(self, operation: Operation) -> Tensor:
+    def begin(self, operation: Operation, num_bytes: int) -> Tensor:
         """Begins a collective.
 
+        Args:
+            operation: which one.
+            num_bytes: shared memory that it takes.
+
         Returns:
-            (bytes,) uint8, the shared memory for it: nobody uses it any more.
+            (num_bytes,) uint8, the shared memory for it: nobody uses it any more.
+
+        Raises:
+            OSError: the system has no memory for it.
         """
         self._operation = operation
         for peer in self._sockets:
@@ -116,9 +126,13 @@ class Neighbours:
             while self._heard[peer] and self._num_heard[peer] - len(self._heard[peer]) < self._num_told:
                 self._heard[peer].popleft()
         # Not every collective uses this memory.
-        start = self._num_begun % 2 * self.half_bytes
+        half = self._num_begun % 2
         self._num_begun += 1
-        return self._memory[start : start + self.half_bytes]
+        start = half * self.half_bytes
+        if num_bytes > self._taken[half]:
+            self._take(start, num_bytes)
+            self._taken[half] = num_bytes
+        return self._memory[start : start + num_bytes]
 
     def end(self) -> None:
         """Ends it: this rank uses its memory no more."""
@@ -185,13 +199,24 @@ class Neighbours:
 
     # ---- the memory ----
 
-    def _share_memory(self, num_bytes: int) -> Tensor:
-        """The lowest rank of the node makes the memory, and passes it on."""
+    def _take(self, start: int, num_bytes: int) -> None:
+        """Has the system give memory; without this, its lack would be a fatal signal later."""
+        try:
+            os.posix_fallocate(self._fd, start, num_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self._operation}: no shared memory of {format_bytes(num_bytes)}: {error.strerror}. Give "
+                "the host more memory, or use gloo",
+            ) from error
+
+    def _share_memory(self, num_bytes: int) -> int:
+        """The lowest rank of the node makes the memory, and passes it on: its file descriptor."""
         first = min(self._rank, *self._sockets)
         if self._rank == first:
             fd = os.memfd_create("shardwright-collectives", os.MFD_CLOEXEC)
             try:
-                os.posix_fallocate(fd, 0, num_bytes)  # else a lack of memory would be a fatal signal later
+                os.ftruncate(fd, num_bytes)
                 for connection in self._sockets.values():
                     attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
                     connection.sendmsg([_READY], attached)
@@ -203,12 +228,10 @@ class Neighbours:
             if not fds:
                 raise self._lost(first, "it could not share memory")
             (fd,) = fds
-        try:
-            return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-        finally:
-            os.close(fd)
+        return fd
 
 
-def _close_all(sockets: list[socket.socket]) -> None:
+def _close_all(sockets: list[socket.socket], fd: int) -> None:
     for connection in sockets:
         connection.close()
+    os.close(fd)

@@ -7,6 +7,7 @@ rank counts, and of several attempts the fastest: what disturbs them only adds.
 import datetime
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,6 +33,7 @@ _WALK = 8 * 2**20
 _PIECE = 64 * 1024
 _ENOUGH_S = 0.01
 _LEAST_SHARE = 0.05
+_NO_LIMIT_BPS = 1e12
 _MOST_CALLS = 200
 _SUM = Reduction("SUM")
 
@@ -42,20 +44,25 @@ def measure_prices(group: Communicator) -> Prices:
     It takes some tenths of a second, or some seconds where links are slow.
     """
     watch = _Stopwatch(group)
-    topology = group.topology
+    topology, before = group.topology, group.prices
     ways = _ways_between_nodes(group)
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    note_s, operation_s = watch.notes()
-    return Prices(
-        operation_s=operation_s,
+    steps = Prices(
+        own={},
         copy=watch.memory(lambda source, target: target.copy_(source), reads=1),
         combine=watch.memory(lambda source, target: torch.add(source, target, out=target), reads=2),
-        note_s=note_s,
+        note_s=watch.notes(),
         message=watch.messages(ways) if ways else DEFAULT_PRICES.message,
         local_message=watch.messages(_ways_inside_of_nodes(group)) if ways else DEFAULT_PRICES.local_message,
-        gloo={collective: watch.gloo(collective) for collective in COLLECTIVES},
+        gloo={},
         source=f"measured on {topology}, {when}",
     )
+    group.use(steps)
+    try:
+        own = {collective: watch.on_top(collective) for collective in COLLECTIVES}
+    finally:
+        group.use(before)
+    return replace(steps, own=own, gloo={collective: watch.gloo(collective) for collective in COLLECTIVES})
 
 
 def _ways_between_nodes(group: Communicator) -> dict[int, int]:
@@ -99,18 +106,15 @@ class _Stopwatch:
         times = [self._seconds(partial(walk, size)) / len(starts) for size in (_SMALL, _PIECE)]
         return _line(times, [4 * reads * size for size in (_SMALL, _PIECE)])
 
-    def notes(self) -> tuple[float, float]:
-        """Seconds until all ranks of a node have heard one another, and what a collective takes on top."""
-        group, many, times = self._group, 20, []
-        for number in (1, many):
-            row = Row(group.rank, group.topology.local(group.rank))
-            for turn in range(number):
-                row.tell("turn", turn)
-                row.hear("turn", turn)
-            routine, empty = Routine.of(row.steps), torch.zeros(0)
-            times.append(self._seconds(partial(group.run_routine, "probe of notes", routine, empty, empty)))
-        note_s = max(0.0, (times[1] - times[0]) / (many - 1))
-        return note_s, max(0.0, times[0] - note_s)
+    def notes(self) -> float:
+        """Seconds until all ranks of a node have heard one another."""
+        group, number = self._group, 20
+        row = Row(group.rank, group.topology.local(group.rank))
+        for turn in range(number):
+            row.tell("turn", turn)
+            row.hear("turn", turn)
+        routine, empty = Routine.of(row.steps), torch.zeros(0)
+        return self._seconds(partial(group.run_routine, "probe of notes", routine, empty, empty)) / number
 
     def messages(self, ways: Mapping[int, int]) -> Line:
         """A line for messages that go all at once, by the bytes of the busiest node."""
@@ -148,6 +152,30 @@ class _Stopwatch:
 
         return self._line(call_of, pieces=num_ranks)
 
+    def on_top(self, collective: str) -> Line:
+        """What one of our collectives takes on top of its steps, by the bytes of the whole."""
+        group = self._group
+        num_ranks = group.topology.num_ranks
+        times, sizes = [], []
+        for count in (_SMALL, self._bearable(partial(self._own_call, collective))):
+            pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1
+            expected_s = group.choice(collective, count * pieces, 4).seconds
+            times.append(max(0.0, self._seconds(self._own_call(collective, count)) - expected_s))
+            sizes.append(4 * num_ranks * count)
+        rest_s = times[1] - times[0]
+        return Line(times[0], (sizes[1] - sizes[0]) / rest_s if rest_s > 0 else _NO_LIMIT_BPS)
+
+    def _own_call(self, collective: str, count: int) -> Callable[[], object]:
+        group = self._group
+        part, whole = torch.zeros(count), torch.zeros(count * group.topology.num_ranks)
+        calls: dict[str, Callable[[], object]] = {
+            "all_gather": partial(group.all_gather, whole, part),
+            "reduce_scatter": partial(group.reduce_scatter, part, whole),
+            "all_reduce": partial(group.all_reduce, whole),
+            "broadcast": partial(group.broadcast, whole, 0),
+        }
+        return calls[collective]
+
     def _line(self, call_of: Callable[[int], Callable[[], object]], *, pieces: int) -> Line:
         """A line through the times of a small and a large call.
 
@@ -155,11 +183,16 @@ class _Stopwatch:
             call_of: makes the call for so many elements a piece.
             pieces: of which so many bytes count.
         """
-        large = _LARGE
-        while large > _SMALL and self._slowest(call_of(large), 1) > _LONGEST_S:
-            large //= 2
+        large = self._bearable(call_of)
         times = [self._seconds(call_of(count)) for count in (_SMALL, large)]
         return _line(times, [4 * pieces * count for count in (_SMALL, large)])
+
+    def _bearable(self, call_of: Callable[[int], Callable[[], object]]) -> int:
+        """Elements a piece for a large call that does not take too long."""
+        large = _LARGE
+        while large > 2 * _SMALL and self._slowest(call_of(large), 1) > _LONGEST_S:
+            large //= 2
+        return large
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Of a call on the slowest rank: the fastest of some rounds."""

@@ -29,7 +29,7 @@ from typing import Self
 
 from shardwright.errors import UsageError
 
-__all__ = ["HostsNetwork", "Traffic", "end_all_in", "missing_for_networks"]
+__all__ = ["HostsNetwork", "Traffic", "end_all_in", "missing_for_networks", "remove"]
 
 _SUBNET = "10.77.0"
 _INTERFACE = "eth0"
@@ -47,12 +47,11 @@ _PAUSE_S = 0.02
 # Ends what runs in the namespaces, and then the namespaces, as soon as its standard input ends: when the
 # network is closed, and also when the process that made it is killed.
 _CLEANER = """
-import subprocess, sys
-from shardwright.testing.hosts_network import end_all_in
+import sys
+from shardwright.testing.hosts_network import remove
 sys.stdin.read(1)
 for name in sys.argv[1:]:
-    end_all_in(name)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    remove(name)
 """
 
 
@@ -77,7 +76,7 @@ def missing_for_networks() -> str | None:
     """What this machine lacks for networks of hosts; None where it has everything."""
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc") if _path_of(tool) is None]
     if missing:
         return f"{' and '.join(missing)} cannot be found (apt install iproute2)"
     if os.geteuid() != 0:
@@ -100,6 +99,10 @@ class HostsNetwork:
 
     Raises:
         UsageError: the machine lacks something, or a limit cannot be set.
+
+    Attributes:
+        num_hosts: how many.
+        namespaces: their names, and that of the switch.
     """
 
     def __init__(self, num_hosts: int, *, rate_bit_per_s: float | None = None):
@@ -113,11 +116,12 @@ class HostsNetwork:
         identity = uuid.uuid4().hex[:8]
         self._switch = f"sw-{identity}-switch"
         self._names = [f"sw-{identity}-host{number}" for number in range(num_hosts)]
+        self.namespaces = (*self._names, self._switch)
         self._cleaner: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self._cleaner = subprocess.Popen(
-            [sys.executable, "-c", _CLEANER, *self._names, self._switch],
+            [sys.executable, "-c", _CLEANER, *self.namespaces],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is not for it
@@ -143,7 +147,7 @@ class HostsNetwork:
             failed, self._cleaner = self._cleaner.returncode != 0, None
             if failed:
                 raise UsageError(
-                    f"the namespaces {', '.join([*self._names, self._switch])} could not be removed: "
+                    f"the namespaces {', '.join(self.namespaces)} could not be removed: "
                     f"{errors.decode(errors='replace').strip()}. Remove them with: ip netns del NAME"
                 )
 
@@ -158,7 +162,7 @@ class HostsNetwork:
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """The command that runs a command on a host."""
-        return ["ip", "netns", "exec", self._names[host], *argv]
+        return [_path_of("ip") or "ip", "netns", "exec", self._names[host], *argv]
 
     def set_rate(self, rate_bit_per_s: float | None) -> None:
         """Limits every link, in either direction; None takes the limits away."""
@@ -169,9 +173,8 @@ class HostsNetwork:
         """Limits the link of one host, in either direction."""
         for name, interface in ((self._names[host], _INTERFACE), (self._switch, f"port{host}")):
             if rate_bit_per_s is None:
-                subprocess.run(
-                    ["tc", "-n", name, "qdisc", "del", "dev", interface, "root"], capture_output=True
-                )
+                with contextlib.suppress(UsageError):  # there was none
+                    _run("tc", "-n", name, "qdisc", "del", "dev", interface, "root")
                 continue
             burst = max(_LEAST_BURST_BYTES, int(rate_bit_per_s / 8 * _BURST_S))
             queue = burst + int(rate_bit_per_s / 8 * _QUEUE_S)
@@ -219,7 +222,10 @@ class HostsNetwork:
 def end_all_in(namespace: str) -> None:
     """Ends everything that runs in a network namespace."""
     for _ in range(_MOST_LOOKS):
-        found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
+        try:
+            found = _run("ip", "netns", "pids", namespace)
+        except UsageError:  # there is no such namespace
+            return
         if not found:
             return
         for pid in found.split():
@@ -228,7 +234,20 @@ def end_all_in(namespace: str) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _run(*command: str) -> str:
+def remove(namespace: str) -> None:
+    """Ends everything that runs in a network namespace, and the namespace."""
+    end_all_in(namespace)
+    with contextlib.suppress(UsageError):  # it was never made
+        _run("ip", "netns", "del", namespace)
+
+
+def _path_of(tool: str) -> str | None:
+    """Where a tool is; few users have the folders of the administrator in their path."""
+    return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [_path_of(tool) or tool, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UsageError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
