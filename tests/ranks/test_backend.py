@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.comm.backend import register_backend
-from shardwright.errors import PeerLostError
+from shardwright.errors import LaunchError, PeerLostError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
@@ -73,6 +73,18 @@ def test_collectives_of_torch_distributed():
         assert complex_[0].item() == size * (1 + 2j)
 
     run_ranks(compare, 3)
+
+
+def test_ranks_with_different_versions_of_the_library():
+    def start():
+        import shardwright
+
+        if dist.get_rank() == 1:
+            shardwright.__version__ = "0.0.9"
+        with pytest.raises(LaunchError, match=r"rank 1 has shardwright 0\.0\.9"):
+            group()
+
+    run_ranks(start, 2)
 
 
 def model():

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwright.errors import ConfigError, PeerLostError, PlanError
@@ -117,6 +118,24 @@ def test_branching_on_a_remote_value_is_refused_too():
 
     text = refused(2, {"microbatches": 2}, loss_of=loss_of)
     assert "a condition (if, while, and, or, not, assert) reads the value" in text
+
+
+def test_ranks_with_different_versions_of_the_library():
+    def start():
+        import shardwright
+        import shardwright.torch as sw
+
+        if dist.get_rank() == 1:
+            shardwright.__version__ = "0.0.9"
+        sw.init(QUIET)
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(start, 3)
+    assert "LaunchError: the ranks run different versions: ranks 0, 2 have shardwright 0.1.0" in str(
+        caught.value
+    )
+    assert "; rank 1 has shardwright 0.0.9" in str(caught.value)
+    assert "pip install shardwright==" in str(caught.value)
 
 
 def test_ranks_that_build_different_models():

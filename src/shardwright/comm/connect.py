@@ -17,6 +17,7 @@ from shardwright.comm._private import gloo_group
 from shardwright.comm.communicator import Communicator
 from shardwright.comm.local_sockets import connect_on_this_host, this_host
 from shardwright.comm.neighbours import Neighbours
+from shardwright.comm.versions import refuse_mixed_versions
 from shardwright.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,11 @@ def connect(
         name: of the group, for stacks.
 
     Raises:
+        LaunchError: the ranks run different versions of the library.
         OSError: this host lacks memory, or connections.
     """
     tell_all = tell_all_through(PrefixStore("shardwright/connect", store), rank, num_ranks)
+    refuse_mixed_versions(tell_all)
     host = host or this_host()
     sockets = connect_on_this_host(rank, tell_all, what="collectives", timeout_s=timeout_s, host=host)
     # Where the ranks of a host cannot share memory, each is a node of its own.

@@ -3,7 +3,6 @@
 import select
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from shardwright.comm.after_fork import close_in_children
 from shardwright.comm.local_link import LocalLink, LocalReceipt
 from shardwright.comm.local_sockets import connect_on_this_host
+from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import PeerLostError, PeerTimeoutError
 
@@ -121,14 +121,8 @@ def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:
     Raises:
         OSError: a connection that was made could not be taken.
     """
-    sockets = connect_on_this_host(dist.get_rank(), _tell_all, what="messages", timeout_s=timeout_s)
+    sockets = connect_on_this_host(dist.get_rank(), tell_all, what="messages", timeout_s=timeout_s)
     if not sockets:
         return None
     links = {other: LocalLink(connection, other) for other, connection in sockets.items()}
     return LocalPeers(links, timeout_s=timeout_s)
-
-
-def _tell_all(fact: Any) -> list[Any]:
-    facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, fact)
-    return facts

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ __all__ = [
     "groups_in_doubt",
     "init_process_group",
     "leave_groups_in_doubt",
+    "tell_all",
 ]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
@@ -144,6 +146,17 @@ def leave_groups_in_doubt() -> None:
     if any(said):
         _GROUPS.made.clear()
         _GROUPS.in_doubt = False
+
+
+def tell_all(fact: Any) -> list[Any]:
+    """Tells all ranks a fact that can be pickled; collective over all of them.
+
+    Returns:
+        What each rank tells, by rank.
+    """
+    facts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(facts, fact)
+    return facts
 
 
 def default_store() -> Store:

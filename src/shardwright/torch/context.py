@@ -15,9 +15,10 @@ from shardwright.cluster import Cluster
 from shardwright.comm.blame import Blame
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt
+from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt, tell_all
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
+from shardwright.comm.versions import refuse_mixed_versions
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.mesh import GroupKind, Mesh
@@ -219,6 +220,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
     )
     if world_size > 1:
+        refuse_mixed_versions(tell_all)
         leave_groups_in_doubt()
         if device.type == "cpu" and config.shared_memory:
             made.local_peers = connect_local_peers(timeout_s=config.timeout_s)
