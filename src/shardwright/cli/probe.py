@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
-from shardwright.collectives.choice_table import choice_rows, crossovers
+from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
 from shardwright.launch.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
@@ -58,7 +58,8 @@ def probe(
             return  # the host of rank 0 has the file
     prices, topology = read_prices(out)
     print(f"{topology}; prices {prices.source}")
-    print(align(choice_rows(topology, prices)))
-    print("\n".join(crossovers(topology, prices)))
+    choices = choices_by_size(topology, prices)
+    print(align(choice_rows(choices)))
+    print("\n".join(crossovers(choices)))
     if not show:
         print(f"\nexport {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")

@@ -27,7 +27,6 @@ class BlockQuantiser:
 
     Attributes:
         largest_error: of a number that was packed, relative to the largest of its block: at most 1 / 254.
-        num_packed: numbers that were packed.
 
     >>> quantiser = BlockQuantiser(block=4)
     >>> packed = quantiser.pack(torch.tensor([0.0, 1.0, -2.0, 127.0]))
@@ -40,7 +39,6 @@ class BlockQuantiser:
         self._squared_error = 0.0
         self._squared_norm = 0.0
         self.largest_error = 0.0
-        self.num_packed = 0
 
     @property
     def relative_error(self) -> float:
@@ -65,7 +63,7 @@ class BlockQuantiser:
         scales = blocks.abs().amax(1) / _LARGEST
         quotients = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         levels = quotients.round().clamp_(-_LARGEST, _LARGEST)
-        self._count_loss(blocks, levels * scales[:, None], scales, count)
+        self._count_loss(blocks, levels * scales[:, None], scales)
         packed = levels.to(torch.int8).view(-1)[:count]
         return torch.cat([packed.view(torch.uint8), scales.view(torch.uint8)])
 
@@ -76,11 +74,10 @@ class BlockQuantiser:
         scales = packed[count:].clone().view(torch.float32)
         return numbers.copy_((levels.view(-1, self._block) * scales[:, None]).view(-1)[:count])
 
-    def _count_loss(self, blocks: Tensor, rounded: Tensor, scales: Tensor, count: int) -> None:
+    def _count_loss(self, blocks: Tensor, rounded: Tensor, scales: Tensor) -> None:
         difference = rounded - blocks
         self._squared_error += difference.square().sum().item()
         self._squared_norm += blocks.square().sum().item()
         relative = difference.abs().amax(1) / (scales * _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         if relative.numel():
             self.largest_error = max(self.largest_error, relative.max().item())
-        self.num_packed += count

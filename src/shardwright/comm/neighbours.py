@@ -65,9 +65,6 @@ class Neighbours:
     Raises:
         OSError: the system has no memory for it.
         PeerLostError: a rank of the node ended meanwhile.
-
-    Attributes:
-        half_bytes: shared memory for one collective at most.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], *, rank: int, num_bytes: int, timeout_s: float):
@@ -85,7 +82,7 @@ class Neighbours:
         self._ends: deque[int] = deque([0, 0], maxlen=2)  # tells up to the end of the last two collectives
         self._operation = Operation(-1, "start", 0, "")
         self._num_begun = 0
-        self.half_bytes = num_bytes // 2
+        self._half_bytes = num_bytes // 2
         self._taken = [0, 0]  # bytes of either half that the system has given
         self._fd = self._share_memory(num_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
@@ -128,7 +125,7 @@ class Neighbours:
         # Not every collective uses this memory.
         half = self._num_begun % 2
         self._num_begun += 1
-        start = half * self.half_bytes
+        start = half * self._half_bytes
         if num_bytes > self._taken[half]:
             self._take(start, num_bytes)
             self._taken[half] = num_bytes

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.collectives import Topology, all_gather, all_reduce, reduce_scatter
-from shardwright.collectives.choice_table import choice_rows, crossovers
+from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, steps_of
 from shardwright.collectives.price import price
 from shardwright.collectives.prices import DEFAULT_PRICES, Line
@@ -75,9 +75,10 @@ def test_gloo_is_taken_where_it_is_cheaper():
     large = choose("all_reduce", TWO_BY_TWO, count=10**6, itemsize=4, prices=prices)
     assert (small.candidate.name, large.candidate.name) == (GLOO, "hierarchical")
     assert "gloo would take 400 ms (prices: a test)" in large.reason(4)
-    (line,) = [line for line in crossovers(TWO_BY_TWO, prices) if line.startswith("all_reduce")]
+    choices = choices_by_size(TWO_BY_TWO, prices)
+    (line,) = [line for line in crossovers(choices) if line.startswith("all_reduce")]
     assert line.startswith("all_reduce: gloo, ")
-    assert len(choice_rows(TWO_BY_TWO, prices)) == 1 + 4 * 9
+    assert len(choice_rows(choices)) == 1 + 4 * 9
 
 
 @settings(deadline=None, max_examples=30)
