@@ -92,12 +92,15 @@ def test_zb_h1_holds_no_more_than_1f1b_on_its_first_rank(ranks):
 
 
 class Wide(nn.Module):
-    """Keeps far more activations than it has weights."""
+    """Keeps far more activations than it has weights, and than it hands on.
+
+    How many messages are unread at once, and so how much memory they take, depends on who is faster.
+    """
 
     def __init__(self, width=32):
         super().__init__()
-        self.up = nn.Linear(width, 8 * width)
-        self.down = nn.Linear(8 * width, width)
+        self.up = nn.Linear(width, 32 * width)
+        self.down = nn.Linear(32 * width, width)
 
     def forward(self, x):
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
