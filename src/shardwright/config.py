@@ -43,8 +43,6 @@ _WITHOUT_EFFECT = frozenset(
         "sdp_gradient_clipping",
         "sdp_hierarchical_allgather",
         "sdp_max_live_parameters",
-        "sdp_param_persistence_threshold",
-        "sdp_reduce_bucket_size",
         "skip_tracing",
         "static_mode",
         "xla",
@@ -69,7 +67,6 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
     "offload_activations": (False, "use activation_checkpointing"),
     "prescaled_batch": (False, "give each replica its own batch"),
     "shard_optimizer_state": (False, "use a higher pipeline_parallel_degree"),
-    "sharded_data_parallel_degree": (1, "use a higher pipeline_parallel_degree"),
     "tensor_parallel_degree": (1, "use a higher pipeline_parallel_degree"),
 }
 
@@ -104,6 +101,16 @@ class Config(BaseModel):
     )
     data_parallel_degree: Count | None = Field(
         None, description="Replicas of the model; unset: all ranks / pipeline_parallel_degree."
+    )
+    sharded_data_parallel_degree: Count = Field(
+        1,
+        description="Replicas that share parameters, gradients and optimizer state; 1: each has all of them.",
+    )
+    sdp_param_persistence_threshold: Index = Field(
+        10_000, description="Parameters of fewer elements are not shared: each replica has them."
+    )
+    sdp_reduce_bucket_size: Count = Field(
+        5_000_000, description="Most elements whose gradients are reduced in one message, with shared parameters."
     )
     microbatches: Count | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."
@@ -264,7 +271,8 @@ class Config(BaseModel):
     def resolve_world(self, world_size: int) -> Mesh:
         """The grid of ranks in a world of this size.
 
-        A degree that is not set follows from the other; with neither set, all ranks form one pipeline.
+        A degree that is not set follows from the other; with neither set, all ranks form one pipeline, or are
+        replicas where they share their parameters.
 
         Raises:
             ConfigError: the degrees do not multiply to the number of ranks, or `default_partition` is no
@@ -274,6 +282,8 @@ class Config(BaseModel):
         4
         """
         pipeline, data = self.pipeline_parallel_degree, self.data_parallel_degree
+        if pipeline is None and data is None and self.sharded_data_parallel_degree > 1:
+            data = world_size
         if pipeline is None:
             pipeline, rest = divmod(world_size, data or 1)
         elif data is None:
@@ -290,7 +300,13 @@ class Config(BaseModel):
             )
         if self.default_partition is not None and self.default_partition >= pipeline:
             raise ConfigError(_default_partition_problem(self.default_partition, pipeline))
-        return Mesh(world_size=world_size, pipeline=pipeline, data=data, placement=self.placement_strategy)
+        return Mesh(
+            world_size=world_size,
+            pipeline=pipeline,
+            data=data,
+            shard=self.sharded_data_parallel_degree,
+            placement=self.placement_strategy,
+        )
 
     def _given(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude_defaults=True)

@@ -16,14 +16,22 @@ Groups, by the axes along which their members differ:
     ==== ======= ===================================================================
     pp   P       the stages of one replica (with one tensor coordinate)
     tp   T       ranks that share the layers of one stage
-    rdp  D       ranks that hold the same parameters, shard for shard
+    rdp  D       ranks that compute with the same parameters
     dp   D and T ranks of one pipeline stage
     mp   P and T one whole replica of the model
     ==== ======= ===================================================================
 
 so that ``mp * rdp``, ``pp * dp`` and ``pp * tp * rdp`` all equal the number of ranks.
+
+The replicas along ``D`` may share their parameters and optimizer state. Every `shard` consecutive ones form a
+shard group, in which each has a part; the ranks that have the same part are replicas of one another::
+
+    data            0  1  2  3  4  5  6  7          shard 4
+    shard groups    0  1  2  3 | 4  5  6  7         ranks that together have all parameters of a stage
+    replicas        0 and 4, 1 and 5, ...           ranks that have the same part of them
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -31,9 +39,18 @@ from shardwright.errors import ConfigError
 
 __all__ = ["Coordinates", "GroupKind", "Mesh", "canonical_placement"]
 
-GroupKind = Literal["world", "pp", "tp", "rdp", "dp", "mp"]
+GroupKind = Literal["world", "pp", "tp", "rdp", "dp", "mp", "shard", "replicas"]
 
-_GROUP_AXES: dict[str, str] = {"world": "PDT", "pp": "P", "tp": "T", "rdp": "D", "dp": "DT", "mp": "PT"}
+_GROUP_AXES: dict[str, str] = {
+    "world": "PDT",
+    "pp": "P",
+    "tp": "T",
+    "rdp": "D",
+    "dp": "DT",
+    "mp": "PT",
+    "shard": "D",
+    "replicas": "D",
+}
 _PLACEMENT_NAMES = {"CLUSTER": "DPT", "SPREAD": "TPD"}
 
 
@@ -54,6 +71,7 @@ class Mesh:
         pipeline: ranks that share one replica of the model, stage by stage.
         data: replicas, each with its own batches.
         tensor: ranks that share every layer of a stage.
+        shard: replicas that share parameters and optimizer state; 1 where each has all of them.
         placement: permutation of ``D``, ``P``, ``T``, or ``"cluster"`` (DPT) or ``"spread"`` (TPD).
 
     Raises:
@@ -68,6 +86,7 @@ class Mesh:
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    shard: int = 1
     placement: str = "DPT"
 
     def __post_init__(self) -> None:
@@ -78,6 +97,8 @@ class Mesh:
                 raise ConfigError(f"{axis} is {degree}, but a degree of parallelism is at least 1.")
         if self.pipeline * self.data * self.tensor != self.world_size:
             raise ConfigError(_mismatch(degrees, self.world_size))
+        if self.shard < 1 or self.data % self.shard:
+            raise ConfigError(_no_divisor(self.shard, self.data))
 
     def degree(self, axis: str) -> int:
         """Size of the axis ``"P"``, ``"D"`` or ``"T"``."""
@@ -122,9 +143,14 @@ class Mesh:
                 f"{kind!r} is not a kind of group: use one of {', '.join(get_args(GroupKind))}."
             )
         here = dict(zip("PDT", self.coordinates(rank), strict=True))
-        ranges = {
+        ranges: dict[str, Sequence[int]] = {
             axis: range(self.degree(axis)) if axis in _GROUP_AXES[kind] else (here[axis],) for axis in "PDT"
         }
+        if kind == "shard":
+            first = here["D"] - here["D"] % self.shard
+            ranges["D"] = range(first, first + self.shard)
+        elif kind == "replicas":
+            ranges["D"] = range(here["D"] % self.shard, self.data, self.shard)
         return tuple(
             sorted(
                 self.rank_of(pipeline=p, data=d, tensor=t)
@@ -183,4 +209,12 @@ def _mismatch(degrees: dict[str, int], world_size: int) -> str:
     return (
         f"{equation} != WORLD_SIZE({world_size}). Start {needed} rank{'s' if needed != 1 else ''}, "
         "or change a degree so that the product is the number of ranks."
+    )
+
+
+def _no_divisor(shard: int, data: int) -> str:
+    divisors = ", ".join(str(degree) for degree in range(1, data + 1) if data % degree == 0)
+    return (
+        f"sharded_data_parallel_degree is {shard}, which does not divide the {data} replica"
+        f"{'s' if data != 1 else ''} of each stage. Use one of {divisors}."
     )

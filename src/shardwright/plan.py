@@ -77,11 +77,13 @@ class MeshPlan(_Record):
     Attributes:
         pipeline: ranks that share one replica of the model.
         data: replicas.
+        shard: replicas that share their parameters; 1 where each has all of them.
         placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
     """
 
     pipeline: PositiveInt = 1
     data: PositiveInt = 1
+    shard: PositiveInt = 1
     placement_strategy: str = "DPT"
 
     @field_validator("placement_strategy")

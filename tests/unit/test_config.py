@@ -149,7 +149,6 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
     "settings",
     [
         {"tensor_parallel_degree": 2},
-        {"sharded_data_parallel_degree": 8},
         {"fp16": True},
         {"bf16": "true"},
         {"shard_optimizer_state": True},

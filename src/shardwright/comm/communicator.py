@@ -154,6 +154,21 @@ class Communicator:
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
+    def share_memory(self, num_bytes: int) -> Tensor:
+        """Memory that all ranks see; collective over all of them, on one node.
+
+        Returns:
+            (num_bytes,) uint8.
+
+        Raises:
+            OSError: the host lacks it.
+        """
+        neighbours = self.neighbours
+        if neighbours is None:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        memory: Tensor = self.thread.run(lambda: neighbours.share(num_bytes))
+        return memory
+
     @property
     def prices(self) -> Prices:
         """What algorithms are chosen by."""

@@ -84,7 +84,7 @@ class Neighbours:
         self._num_begun = 0
         self._half_bytes = num_bytes // 2
         self._taken = [0, 0]  # bytes of either half that the system has given
-        self._fd = self._share_memory(num_bytes)
+        self._fd = self._pass_on_memory(num_bytes)
         self._memory = torch.frombuffer(mmap.mmap(self._fd, num_bytes), dtype=torch.uint8)
         self._close = weakref.finalize(self, _close_all, list(self._sockets.values()), self._fd)
         close_in_children(self)
@@ -167,7 +167,9 @@ class Neighbours:
             )
 
     def _listen(self, peer: int) -> None:
-        note = self._receive(peer, _NOTE.size)
+        self._take_note(peer, self._receive(peer, _NOTE.size))
+
+    def _take_note(self, peer: int, note: bytes) -> None:
         number, num_elements, kind, dtype = _NOTE.unpack(note)
         operation = Operation(number, kind.rstrip(b"\0").decode(), num_elements, dtype.rstrip(b"\0").decode())
         self._heard[peer].append(operation)
@@ -207,25 +209,59 @@ class Neighbours:
                 "the host more memory, or use gloo",
             ) from error
 
-    def _share_memory(self, num_bytes: int) -> int:
-        """The lowest rank of the node makes the memory, and passes it on: its file descriptor."""
+    def share(self, num_bytes: int) -> Tensor:
+        """Memory of its own for the callers, which they all see; collective over the node.
+
+        Returns:
+            (num_bytes,) uint8, zeros.
+
+        Raises:
+            OSError: the system has no memory for it.
+        """
+        fd = self._pass_on_memory(num_bytes, at_once=True)
+        try:
+            return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(fd)
+
+    def _pass_on_memory(self, num_bytes: int, *, at_once: bool = False) -> int:
+        """The lowest rank of the node makes memory, and passes it on: its file descriptor.
+
+        Args:
+            num_bytes: how much.
+            at_once: take it from the system now.
+        """
         first = min(self._rank, *self._sockets)
-        if self._rank == first:
-            fd = os.memfd_create("shardwright-collectives", os.MFD_CLOEXEC)
-            try:
-                os.ftruncate(fd, num_bytes)
-                for connection in self._sockets.values():
-                    attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
-                    connection.sendmsg([_READY], attached)
-            except OSError:
-                os.close(fd)
-                raise
-        else:
-            _, fds, _, _ = socket.recv_fds(self._sockets[first], len(_READY), 1, socket.MSG_CMSG_CLOEXEC)
-            if not fds:
-                raise self._lost(first, "it could not share memory")
-            (fd,) = fds
+        if self._rank != first:
+            return self._receive_fd(first)
+        fd = os.memfd_create("shardwright-collectives", os.MFD_CLOEXEC)
+        attached: list[tuple[int, int, array[int]]] = []
+        try:
+            os.ftruncate(fd, num_bytes)
+            if at_once and num_bytes:
+                os.posix_fallocate(fd, 0, num_bytes)
+            attached.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd])))
+        except OSError as error:
+            os.close(fd)
+            raise OSError(
+                error.errno, f"no memory of {format_bytes(num_bytes)} for this host: {error.strerror}"
+            ) from error
+        finally:
+            for connection in self._sockets.values():
+                connection.sendmsg([_READY], attached)
         return fd
+
+    def _receive_fd(self, first: int) -> int:
+        """The file descriptor that the lowest rank passes on, behind what it has told before."""
+        while True:
+            message, fds, _, _ = socket.recv_fds(
+                self._sockets[first], _NOTE.size, 1, socket.MSG_CMSG_CLOEXEC
+            )
+            if fds:
+                return fds[0]
+            if len(message) != _NOTE.size:
+                raise self._lost(first, "it could not share memory")
+            self._take_note(first, message)
 
 
 def _close_all(sockets: list[socket.socket], fd: int) -> None:

@@ -41,12 +41,12 @@ class _Groups:
     Attributes:
         default: the default group with which they were made.
         in_doubt: a step failed in its middle, so that messages may be under way that nobody took.
-        made: by ranks, use and timeout.
+        made: by ranks, use, timeout and backend.
     """
 
     default: dist.ProcessGroup | None = None
     in_doubt: bool = False
-    made: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = field(default_factory=dict)
+    made: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
 _GROUPS = _Groups()
@@ -110,7 +110,9 @@ def init_process_group(
     return own_store
 
 
-def group_of(ranks: Sequence[int], *, use: str, timeout_s: float) -> dist.ProcessGroup:
+def group_of(
+    ranks: Sequence[int], *, use: str, timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
     """A further group; collective over all ranks.
 
     It is made once and serves all runs of a process, one after the other: each has threads that wake up a
@@ -120,15 +122,18 @@ def group_of(ranks: Sequence[int], *, use: str, timeout_s: float) -> dist.Proces
         ranks: its world ranks.
         use: what it is for; groups of the same ranks for different uses do not share their messages.
         timeout_s: after so much time a silent rank counts as lost; PyTorch would give it half an hour.
+        backend: of torch.distributed; None for that of the default group.
     """
     if _GROUPS.default is not dist.group.WORLD:
         _GROUPS.default = dist.group.WORLD
         _GROUPS.made.clear()
         atexit.unregister(_end)
         atexit.register(_end)
-    key = (tuple(ranks), use, timeout_s)
+    key = (tuple(ranks), use, timeout_s, backend)
     if key not in _GROUPS.made:
-        _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        _GROUPS.made[key] = dist.new_group(
+            list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
+        )
     return _GROUPS.made[key]
 
 

@@ -16,6 +16,7 @@ def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
     planned = {
         "pipeline_parallel_degree": plan.mesh.pipeline,
         "data_parallel_degree": plan.mesh.data,
+        "sharded_data_parallel_degree": plan.mesh.shard,
         "placement_strategy": plan.mesh.placement_strategy,
         "microbatches": plan.schedule.microbatches,
         "pipeline": plan.schedule.kind,

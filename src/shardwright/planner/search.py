@@ -308,7 +308,9 @@ def _plan(best: Option, *, graph: ModelGraph, config: Config, mesh: Mesh, option
     )
     return Plan(
         model=identity(graph),
-        mesh=MeshPlan(pipeline=mesh.pipeline, data=mesh.data, placement_strategy=mesh.placement),
+        mesh=MeshPlan(
+            pipeline=mesh.pipeline, data=mesh.data, shard=mesh.shard, placement_strategy=mesh.placement
+        ),
         schedule=SchedulePlan(
             kind=best.kind,  # type: ignore[arg-type]
             microbatches=best.num_microbatches,

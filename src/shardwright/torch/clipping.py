@@ -10,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.comm.purpose import Purpose
@@ -47,7 +48,7 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = _norm(gradients, norm_type, asked=chosen)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
+    for gradient in map(_own_part, gradients):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
 
@@ -81,7 +82,9 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
     if not is_initialized():
         return False
     current = context()
-    if current.pipeline_group is None or current.model is None or not current.model.partitioned:
+    if current.model is None or not current.model.partitioned:
+        return False
+    if current.pipeline_group is None and current.model.sharding is None:
         return False
     own = {id(parameter.grad) for parameter in current.model.local_parameters()}
     return not gradients or any(id(gradient) in own for gradient in gradients)
@@ -101,7 +104,15 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     if current.model is not None and current.model.partitioned:
         others = {id(parameter.grad) for parameter in current.model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in others]
-    total = _power_sum(counted, norm_type, current.device)
+    cut = [gradient for gradient in counted if _own_part(gradient) is not gradient]
+    total = _power_sum([g for g in counted if _own_part(g) is g], norm_type, current.device)
+    if current.shard_group is not None:
+        of_rows = _power_sum([_own_part(gradient) for gradient in cut], norm_type, current.device)
+        greatest = norm_type == float("inf")
+        dist.all_reduce(
+            of_rows, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=current.shard_group
+        )
+        total = torch.maximum(total, of_rows) if greatest else total + of_rows
     if current.replica is not None:
         with first_cause_named(current):
             alone = _name_of_one_alone(asked)
@@ -140,6 +151,12 @@ def _refuse_another(alone: str, numbers: Sequence[float]) -> None:
             "max_norm); or one after the other on all ranks, those of other ranks, too: "
             "for p in model.parameters(): clip_grad_norm_(p, max_norm)."
         )
+
+
+def _own_part(gradient: Tensor) -> Tensor:
+    """The rows of this rank, where ranks share a gradient."""
+    part: Tensor = getattr(gradient, "local", gradient)
+    return part
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

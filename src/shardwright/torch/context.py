@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.cluster import Cluster
+from shardwright.comm.backend import BACKEND
 from shardwright.comm.blame import Blame
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
@@ -51,6 +52,8 @@ class Context:
         device: where this rank computes.
         pipeline_group: ranks that share this replica; None for a single rank.
         data_group: ranks that hold the same stage; None for a single rank.
+        shard_group: those of them that share its parameters; None where each has all of them.
+        replica_group: those of them that have the same part of it; None for a single rank.
         local_peers: ways to the other ranks of this host; None where messages take other ways.
         transport: messages inside the replica.
         replica: small collectives inside the replica.
@@ -72,6 +75,8 @@ class Context:
     device: torch.device
     pipeline_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
     local_peers: LocalPeers | None = None
     transport: Transport | None = None
     replica: SmallCollectives | None = None
@@ -238,8 +243,17 @@ def make_context(config: Config, plan: Plan | None) -> Context:
             made.pipeline_ranks, rank=rank, group=made.pipeline_group, local=made.local_peers
         )
     if mesh.data > 1:
+        own_group = partial(own_group, backend=_backend_of_replicas(config, device))
         made.data_group = own_group("dp", use="sums over replicas")
+        if mesh.shard > 1:
+            made.shard_group = own_group("shard", use="shards")
+            made.replica_group = own_group("replicas", use="replicas of shards") if mesh.shard < mesh.data else None
     return made
+
+
+def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
+    """Shardwright's collectives on CPUs, unless gloo is asked for by name; None for that of the run."""
+    return BACKEND if device.type == "cpu" and config.ddp_dist_backend == "auto" else None
 
 
 def _following(plan: Plan, config: Config, *, warns: bool) -> Config:
@@ -252,6 +266,7 @@ def _following(plan: Plan, config: Config, *, warns: bool) -> Config:
         {
             "pipeline_parallel_degree": plan.mesh.pipeline,
             "data_parallel_degree": plan.mesh.data,
+            "sharded_data_parallel_degree": plan.mesh.shard,
             "microbatches": plan.schedule.microbatches,
             "placement_strategy": plan.mesh.placement_strategy,
         },
@@ -267,9 +282,13 @@ def _announce(environment: LaunchEnvironment) -> None:
     Console(prints=rank == 0).status(f"shardwright: {num} rank{'s' * (num > 1)} ({source})")
 
 
-def _own_group(mesh: Mesh, rank: int, kind: GroupKind, *, use: str, timeout_s: float) -> dist.ProcessGroup:
+def _own_group(
+    mesh: Mesh, rank: int, kind: GroupKind, *, use: str, timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
     """Makes all groups of a kind, on all ranks in the same order, and returns the one with this rank."""
-    made = {ranks: group_of(ranks, use=use, timeout_s=timeout_s) for ranks in mesh.groups(kind)}
+    made = {
+        ranks: group_of(ranks, use=use, timeout_s=timeout_s, backend=backend) for ranks in mesh.groups(kind)
+    }
     return made[mesh.group(kind, rank)]
 
 

@@ -4,8 +4,9 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -32,6 +33,9 @@ from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
 from shardwright.torch.tracer import Tracer
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharding import Sharding
 
 __all__ = ["DistributedModel"]
 
@@ -108,6 +112,7 @@ class DistributedModel(nn.Module):
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
         self._gives_back = keeps_memory and keep_freed_memory()
         self._gathers = False
+        self.sharding: Sharding | None = None
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
@@ -133,7 +138,24 @@ class DistributedModel(nn.Module):
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._called_to_train |= torch.is_grad_enabled() and self.module.training
+        if active_handler() is None and self.sharding is not None:
+            return self._whole_for_a_call(*args, **kwargs)
         return self.module(*args, **kwargs)
+
+    def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module outside of a step: all ranks that share its parameters do."""
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"{user_line()}: the ranks share the parameters of the model, so that what is computed with "
+                "gradients belongs inside a function decorated with @sw.step. For an evaluation outside, "
+                "call the model under torch.no_grad(), on all ranks."
+            )
+        with self._all_rows():
+            return self.module(*args, **kwargs)
+
+    def _all_rows(self, *, written: bool = False) -> AbstractContextManager[None]:
+        """Has all rows of shared parameters at hand; collective over the ranks that share them."""
+        return nullcontext() if self.sharding is None else self.sharding.whole(written=written)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Runs the backward of a microbatch.
@@ -165,7 +187,11 @@ class DistributedModel(nn.Module):
             give_back_freed_memory()
         with first_cause_named(current), own_cores:
             try:
+                if self.sharding is not None:
+                    self.sharding.to_whole()
                 run = self._engine.run(function, arguments, splitter)
+                if self.sharding is not None:
+                    self.sharding.to_sharded()
             except BaseException:
                 groups_in_doubt()
                 raise
@@ -238,10 +264,23 @@ class DistributedModel(nn.Module):
         current = context()
         if self._residency is None or current.pipeline_group is None:
             given = {} if destination is None else {"destination": destination}
-            return self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
+            with self._all_rows():
+                state = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
+                if self.sharding is not None:
+                    state.update({key: _copy(value) for key, value in state.items()})
+            return state
+        with self._all_rows():
+            return self._gathered_state(destination, prefix, keep_vars=keep_vars)
+
+    def _gathered_state(
+        self, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
+    ) -> dict[str, Any]:
+        """The state of all stages."""
+        current = context()
+        assert self._residency is not None
         self._gathers = True
         try:
-            state: dict[str, Any] = self.module.state_dict(keep_vars=keep_vars)
+            state = self.module.state_dict(keep_vars=keep_vars)
         finally:
             self._gathers = False
         assert current.replica is not None
@@ -266,7 +305,13 @@ class DistributedModel(nn.Module):
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*no-op.*")
                     return self.module.load_state_dict(state_dict, strict=strict)
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+            with self._all_rows(written=True):
+                return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        with self._all_rows(written=True):
+            return self._load_own(state_dict, strict=strict)
+
+    def _load_own(self, state_dict: Any, *, strict: bool) -> Any:
+        """Loads what this rank holds of the state of all stages."""
         self._gathers = True
         try:
             own = self.module.state_dict()
@@ -316,10 +361,44 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return unchanged
 
+    def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
+
+        Args:
+            parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
+                or of several stages are not among them.
+        """
+        current = context()
+        if current.shard_group is None:
+            return
+        from shardwright.torch.sharding import Sharding, can_be_sharded
+
+        threshold = current.config.sdp_param_persistence_threshold
+        chosen = {n: p for n, p in parameters.items() if can_be_sharded(p, threshold=threshold)}
+        self.sharding = Sharding(chosen, current)
+        norm_over_stages()
+        for optimizer in current.optimizers:
+            self.sharding.cut_state(optimizer.state)
+
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """A reducer with the settings of this model."""
+        current, sharding = context(), self.sharding
+        if sharding is not None:
+            shard_group = current.shard_group
+            assert shard_group is not None
+            members = [
+                replace(m, sharded=sharding.parameters[id(m.parameter)], group=shard_group)
+                if m.parameter in sharding
+                else m
+                for m in members
+            ]
         return GradientReducer(
-            members, divisor=context().mesh.data, bucket_bytes=self._bucket_bytes, overlap=self._overlap
+            members,
+            divisor=current.mesh.data,
+            bucket_bytes=self._bucket_bytes,
+            sharded_bucket_bytes=4 * current.config.sdp_reduce_bucket_size,
+            replica_group=current.replica_group,
+            overlap=self._overlap,
         )
 
     def _call_hook(self, hook: Callable[..., Any]) -> None:
@@ -357,6 +436,10 @@ class DistributedModel(nn.Module):
 
     def _is_local(self, tensor: Tensor) -> bool:
         return not self.partitioned or not tensor.is_meta
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _is_meta(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -13,7 +14,16 @@ from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
 
+if TYPE_CHECKING:
+    from shardwright.torch.sharding import Sharding
+
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
+
+# Optimizers that treat every element of a parameter by itself, so that some rows are all that they need.
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
+)
 
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"
@@ -81,9 +91,21 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        with self._lent_to_scaler():
+        with self._lent_to_scaler(), self._own_rows():
             self.optimizer.step()
         return None
+
+    def _own_rows(self) -> AbstractContextManager[None]:
+        """Shows the wrapped optimizer the rows of this rank, where it treats every element by itself."""
+        sharding = self._sharding
+        if sharding is None or type(self.optimizer) not in _ELEMENTWISE:
+            return nullcontext()
+        return sharding.for_optimizer([p for group in self.param_groups for p in group["params"]])
+
+    @property
+    def _sharding(self) -> "Sharding | None":
+        model = context().model if is_initialized() else None
+        return None if model is None else model.sharding
 
     @contextmanager
     def _lent_to_scaler(self) -> Iterator[None]:
@@ -99,7 +121,11 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
         refuse_inside_step("optimizer.zero_grad() is called", _REMEDY)
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if set_to_none:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        with self._own_rows():
+            self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, of which this rank keeps its own parameters."""

@@ -7,21 +7,24 @@ it, while the rest of the backward goes on; buckets start in the same order on e
     bucket 0                 ░░░░░░░░ all-reduce
     bucket 1                           ░░░░░░░░ all-reduce
 
-A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
-that what nobody used keeps no gradient at all. Parameters that no stage used when the plan was made (the head
-of another task) are *spare*: all ranks hold them, and find out first which of them have gradients at all.
+Parameters that no stage used when the plan was made (the head of another task) are *spare*: all ranks hold
+them, and find out first which of them have gradients at all.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.gradient_buckets import Bucket, ShardedBucket, SummedBucket
 from shardwright.torch.split_backward import notify_gradients
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharded_parameter import ShardedParameter
 
 __all__ = ["GradientReducer", "Reduced", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
 
@@ -36,6 +39,7 @@ class Reduced:
         group: the ranks that hold it, in all replicas.
         late: reduced after the last backward: several stages, or several names, contribute to it.
         spare: no stage used it when the plan was made.
+        sharded: where each rank keeps some rows of it: gets the sum of those.
     """
 
     parameter: nn.Parameter
@@ -43,21 +47,29 @@ class Reduced:
     group: dist.ProcessGroup
     late: bool = False
     spare: bool = False
+    sharded: "ShardedParameter | None" = None
 
     @property
     def signature(self) -> tuple[bool, torch.dtype]:
         """What decides whether it is reduced, and with which others."""
         return self.parameter.requires_grad, self.parameter.dtype
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the batch has given it one."""
+        return self.parameter.grad is not None or (
+            self.sharded is not None and self.sharded.gradient is not None
+        )
+
 
 @dataclass(slots=True)
-class _Bucket:
-    members: list[Reduced]
-    group: dist.ProcessGroup
+class _Turn:
+    """A bucket, and what it waits for in this batch."""
+
+    bucket: Bucket
     late: bool
     missing: int = 0
-    buffer: Tensor | None = None
-    work: dist.Work | None = None
+    started: bool = False
 
 
 class GradientReducer:
@@ -67,6 +79,8 @@ class GradientReducer:
         members: what is reduced while it is trained, in order of registration.
         divisor: gradients are divided by this: the number of replicas.
         bucket_bytes: most bytes in a bucket.
+        sharded_bucket_bytes: most bytes in a bucket of sharded parameters.
+        replica_group: the ranks that keep the same rows of those; None where there is only this one.
         overlap: reduce during the last backward; else after it.
     """
 
@@ -76,16 +90,20 @@ class GradientReducer:
         *,
         divisor: int,
         bucket_bytes: int = 25 * 2**20,
+        sharded_bucket_bytes: int = 25 * 2**20,
+        replica_group: dist.ProcessGroup | None = None,
         overlap: bool = True,
     ):
         self._members = list(members)
         self._divisor = divisor
         self._bucket_bytes = bucket_bytes
+        self._sharded_bucket_bytes = sharded_bucket_bytes
+        self._replica_group = replica_group
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
-        self._buckets: list[_Bucket] = []
+        self._turns: list[_Turn] = []
         self._spare: list[Reduced] = []
-        self._bucket_of: dict[int, _Bucket] = {}
+        self._turn_of: dict[int, _Turn] = {}
         self._by_stage: dict[int, list[Reduced]] = {}
         self._stages_left: dict[int, set[int]] = {}
         self._ready: set[int] = set()
@@ -120,14 +138,14 @@ class GradientReducer:
 
     @property
     def _trained(self) -> list[Reduced]:
-        return [*self._spare, *(member for bucket in self._buckets for member in bucket.members)]
+        return [*self._spare, *(member for turn in self._turns for member in turn.bucket.members)]
 
     def _fill_buckets(self, members: Sequence[Reduced]) -> None:
         """Says what is reduced together: parameters may have been frozen since, or set free."""
         self._spare = [member for member in members if member.spare]
         # The backward reaches the last parameters first.
-        self._buckets = _pack([m for m in reversed(members) if not m.spare], self._bucket_bytes)
-        self._bucket_of = {id(m.parameter): bucket for bucket in self._buckets for m in bucket.members}
+        self._turns = self._pack([m for m in reversed(members) if not m.spare])
+        self._turn_of = {id(m.parameter): turn for turn in self._turns for m in turn.bucket.members}
         self._by_stage = {}
         for member in members:
             for stage in member.stages:
@@ -136,10 +154,10 @@ class GradientReducer:
     def _reset(self) -> None:
         self._next = 0
         self._ready.clear()
-        self._stages_left = {id(m.parameter): set(m.stages) for b in self._buckets for m in b.members}
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.members)
-            bucket.buffer = bucket.work = None
+        self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
+        for turn in self._turns:
+            turn.missing = len(turn.bucket.members)
+            turn.started = False
 
     def last_backward(self, stage: int, begins: bool) -> None:
         """Called when the last backward of a stage begins, and when it has ended."""
@@ -161,17 +179,15 @@ class GradientReducer:
 
     def finish(self) -> bool:
         """Reduces what is left, puts the sums into the gradients, and tells whether there were any."""
-        for bucket in self._buckets:
-            if bucket.work is None:
-                self._start(bucket)
-        spare = _pack(self._used_spare(), self._bucket_bytes)
-        for bucket in spare:
-            self._start(bucket)
-        for bucket in (*self._buckets, *spare):
-            assert bucket.work is not None
-            bucket.work.wait()
-            self._unpack(bucket)
-        found = any(member.parameter.grad is not None for member in self._trained)
+        for turn in self._turns:
+            if not turn.started:
+                turn.bucket.start()
+        spare = self._pack(self._used_spare())
+        for turn in spare:
+            turn.bucket.start()
+        for turn in (*self._turns, *spare):
+            turn.bucket.finish(self._divisor)
+        found = any(member.has_gradient for member in self._trained)
         for member in self._trained:
             self._add_earlier(member.parameter)
         return found
@@ -192,53 +208,45 @@ class GradientReducer:
         self._hooks.clear()
 
     def _mark_ready(self, parameter: Tensor) -> None:
-        bucket = self._bucket_of.get(id(parameter))
-        if bucket is None or id(parameter) in self._ready:
+        turn = self._turn_of.get(id(parameter))
+        if turn is None or id(parameter) in self._ready:
             return
         self._ready.add(id(parameter))
-        bucket.missing -= 1
-        while self._next < len(self._buckets):
-            upcoming = self._buckets[self._next]
+        turn.missing -= 1
+        while self._next < len(self._turns):
+            upcoming = self._turns[self._next]
             if upcoming.missing or upcoming.late:
                 break
-            self._start(upcoming)
+            upcoming.bucket.start()
+            upcoming.started = True
             self._next += 1
 
-    def _start(self, bucket: _Bucket) -> None:
-        parts: list[Tensor] = []
-        flags = []
-        for member in bucket.members:
-            parameter = member.parameter
-            flags.append(0.0 if parameter.grad is None else 1.0)
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if gradient.layout is not torch.strided:
-                raise UsageError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and only "
-                    "dense ones can be summed over replicas and stages. Build its embedding with "
-                    "sparse=False."
-                )
-            parts.append(gradient.reshape(-1))
-        first = parts[0]
-        parts.append(torch.tensor(flags, dtype=first.dtype, device=first.device))
-        bucket.buffer = torch.cat(parts)
-        bucket.work = dist.all_reduce(bucket.buffer, group=bucket.group, async_op=True)
+    def _pack(self, members: Sequence[Reduced]) -> list[_Turn]:
+        """Buckets of one group, type and device each, in the order in which they can start."""
+        packed: list[list[Reduced]] = []
+        last: dict[int, int] = {}
+        open_lists: dict[tuple[object, ...], list[Reduced]] = {}
+        sizes: dict[int, int] = {}
+        for position, member in enumerate(sorted(members, key=lambda m: m.late)):
+            parameter, cut = member.parameter, member.sharded is not None
+            key = (cut, id(member.group), parameter.dtype, parameter.device, member.late)
+            size = parameter.numel() * parameter.element_size()
+            most = self._sharded_bucket_bytes if cut else self._bucket_bytes
+            together = open_lists.get(key)
+            if together is None or sizes[id(together)] + size > most:
+                together = open_lists[key] = []
+                sizes[id(together)] = 0
+                packed.append(together)
+            together.append(member)
+            sizes[id(together)] += size
+            last[id(together)] = position
+        packed.sort(key=lambda together: last[id(together)])
+        return [_Turn(self._bucket(together), late=together[0].late) for together in packed]
 
-    def _unpack(self, bucket: _Bucket) -> None:
-        buffer = bucket.buffer
-        assert buffer is not None
-        flags = buffer[-len(bucket.members) :].tolist()
-        if self._divisor != 1:
-            buffer.div_(self._divisor)
-        offset = 0
-        for member, flag in zip(bucket.members, flags, strict=True):
-            parameter = member.parameter
-            total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-            if parameter.grad is not None:
-                parameter.grad.copy_(total)
-            elif flag:
-                parameter.grad = total.clone()
-        bucket.buffer = None
+    def _bucket(self, members: Sequence[Reduced]) -> Bucket:
+        if members[0].sharded is None:
+            return SummedBucket(members, members[0].group)
+        return ShardedBucket(members, members[0].group, self._replica_group)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)
@@ -284,23 +292,3 @@ def refuse_accumulation_hooks(module: nn.Module) -> None:
                 "step function and optimizer.step(), where gradients are whole: for example with "
                 "torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)."
             )
-
-
-def _pack(members: Sequence[Reduced], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one group, type and device each; those that can start early come first."""
-    open_buckets: dict[tuple[object, ...], _Bucket] = {}
-    sizes: dict[int, int] = {}
-    buckets: list[_Bucket] = []
-    for member in sorted(members, key=lambda m: m.late):
-        parameter = member.parameter
-        key = (id(member.group), parameter.dtype, parameter.device, member.late)
-        size = parameter.numel() * parameter.element_size()
-        bucket = open_buckets.get(key)
-        if bucket is None or sizes[id(bucket)] + size > bucket_bytes:
-            bucket = _Bucket(members=[], group=member.group, late=member.late)
-            open_buckets[key] = bucket
-            sizes[id(bucket)] = 0
-            buckets.append(bucket)
-        bucket.members.append(member)
-        sizes[id(bucket)] += size
-    return buckets

@@ -101,6 +101,7 @@ class SingleEngine:
         if present == self._reduced:
             return
         first = self._share(group)
+        self._model.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.make_reducer(members), present
         self._buffers = ReplicaBuffers(module, group, source=first)

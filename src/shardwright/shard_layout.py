@@ -1,0 +1,75 @@
+"""How parameters are cut into shards, in pure arithmetic.
+
+A parameter is cut along its first dimension into as many pieces as there are shards, all of the same number of
+rows but for the last ones, which may have fewer or none (as `torch.chunk` and FSDP2 cut). In memory every piece
+takes the same room::
+
+    parameter of 5 rows, 2 shards        piece 0: rows 0, 1, 2      piece 1: rows 3, 4 (room for 3)
+
+    one shard (what a rank keeps)        | piece of a | piece of b | ...
+    the whole (what computes)            | a: piece 0, piece 1, ... | b: piece 0, piece 1, ... | ...
+
+so that in the whole, the rows of each parameter lie one after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+__all__ = ["ShardLayout"]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The shards of some parameters.
+
+    Attributes:
+        shapes: of the parameters; each has at least one dimension.
+        num_shards: ranks that share them.
+
+    >>> layout = ShardLayout(((5, 2), (4,)), 2)
+    >>> layout.piece_sizes, layout.shard_size, layout.rows(0, 1)
+    ((6, 2), 8, range(3, 5))
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    num_shards: int
+
+    @cached_property
+    def piece_sizes(self) -> tuple[int, ...]:
+        """Elements of a piece of each parameter, with those that only fill its room."""
+        return tuple(self._rows_in_piece(shape) * prod(shape[1:]) for shape in self.shapes)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the piece of each parameter begins in a shard."""
+        return tuple(accumulate(self.piece_sizes, initial=0))[:-1]
+
+    @cached_property
+    def shard_size(self) -> int:
+        """Elements of a shard."""
+        return sum(self.piece_sizes)
+
+    @property
+    def whole_size(self) -> int:
+        """Elements of all shards together."""
+        return self.shard_size * self.num_shards
+
+    def whole_start(self, index: int) -> int:
+        """Where a parameter begins in the whole."""
+        return self.starts[index] * self.num_shards
+
+    def rows(self, index: int, shard: int) -> range:
+        """The rows of a parameter that a shard has."""
+        shape = self.shapes[index]
+        size = self._rows_in_piece(shape)
+        return range(min(shard * size, shape[0]), min((shard + 1) * size, shape[0]))
+
+    def piece_shape(self, index: int, shard: int) -> tuple[int, ...]:
+        """The shape of the rows that a shard has."""
+        return len(self.rows(index, shard)), *self.shapes[index][1:]
+
+    def _rows_in_piece(self, shape: Sequence[int]) -> int:
+        return -(-shape[0] // self.num_shards)

@@ -1,0 +1,168 @@
+"""Gradients that are reduced in one message."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.two_hop_sum import TwoHopSum
+from shardwright.errors import UsageError
+from shardwright.shard_layout import ShardLayout
+
+if TYPE_CHECKING:
+    from shardwright.torch.reducer import Reduced
+
+__all__ = ["Bucket", "ShardedBucket", "SummedBucket"]
+
+
+class Bucket(Protocol):
+    """Gradients that are reduced together.
+
+    A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
+    that what nobody used keeps no gradient at all.
+
+    Attributes:
+        members: whose gradients.
+    """
+
+    members: "Sequence[Reduced]"
+
+    def start(self) -> None:
+        """Starts to reduce them."""
+        ...
+
+    def finish(self, divisor: int) -> None:
+        """Waits, and puts the sums, divided, where they belong."""
+        ...
+
+
+class SummedBucket:
+    """Every rank gets the sum of the whole gradients.
+
+    Args:
+        members: whose gradients, of one type.
+        group: the ranks that have them.
+    """
+
+    def __init__(self, members: "Sequence[Reduced]", group: dist.ProcessGroup):
+        self.members = members
+        self._group = group
+        self._buffer: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Starts to reduce them."""
+        parts = [_gradient_of(member).reshape(-1) for member in self.members]
+        first = parts[0]
+        parts.append(torch.tensor(_flags_of(self.members), dtype=first.dtype, device=first.device))
+        self._buffer = torch.cat(parts)
+        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    def finish(self, divisor: int) -> None:
+        """Waits, and puts the sums into the gradients."""
+        work, buffer = self._work, self._buffer
+        assert work is not None
+        assert buffer is not None
+        self._work = self._buffer = None
+        work.wait()
+        flags = buffer[-len(self.members) :].tolist()
+        if divisor != 1:
+            buffer.div_(divisor)
+        offset = 0
+        for member, flag in zip(self.members, flags, strict=True):
+            parameter = member.parameter
+            total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+            if parameter.grad is not None:
+                parameter.grad.copy_(total)
+            elif flag:
+                parameter.grad = total.clone()
+
+
+class ShardedBucket:
+    """Every rank gets the sum of the rows that it keeps.
+
+    Args:
+        members: whose gradients, of one type, all sharded.
+        shard_group: the ranks that share them.
+        replica_group: the ranks that keep the same rows; None where there is only this one.
+    """
+
+    def __init__(
+        self,
+        members: "Sequence[Reduced]",
+        shard_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+    ):
+        self.members = members
+        self._groups = shard_group, replica_group
+        self._rank = dist.get_rank(shard_group)
+        shapes = tuple(tuple(member.parameter.shape) for member in members)
+        self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
+        self._output: Tensor | None = None
+        self._data: Tensor | None = None  # must stay until it was read
+        self._work: TwoHopSum | None = None
+
+    def start(self) -> None:
+        """Starts to reduce them; the whole gradients are let go."""
+        layout, first = self._layout, self.members[0].parameter
+        size = layout.shard_size + len(self.members)
+        data = torch.empty(layout.num_shards, size, dtype=first.dtype, device=first.device)
+        data[:, layout.shard_size :] = torch.tensor(_flags_of(self.members), dtype=first.dtype)
+        for index, member in enumerate(self.members):
+            start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
+            _cut(_gradient_of(member), data[:, start:stop])
+            member.parameter.grad = None
+        shard_group, replica_group = self._groups
+        self._data, self._output = data, data.new_empty(size)
+        self._work = TwoHopSum(
+            self._output, data.view(-1), shard_group=shard_group, replica_group=replica_group
+        )
+
+    def finish(self, divisor: int) -> None:
+        """Waits, and leaves each parameter the sum for its rows."""
+        work, output, layout = self._work, self._output, self._layout
+        assert work is not None
+        assert output is not None
+        work.wait()
+        self._work = self._output = self._data = None
+        flags = output[layout.shard_size :].tolist()
+        if divisor != 1:
+            output.div_(divisor)
+        for index, (member, flag) in enumerate(zip(self.members, flags, strict=True)):
+            assert member.sharded is not None
+            if flag:
+                shape = layout.piece_shape(index, self._rank)
+                rows = output[layout.starts[index] :][: prod(shape)].view(shape)
+                member.sharded.gradient = rows
+
+
+def _flags_of(members: "Sequence[Reduced]") -> list[float]:
+    return [0.0 if member.parameter.grad is None else 1.0 for member in members]
+
+
+def _gradient_of(member: "Reduced") -> Tensor:
+    parameter = member.parameter
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if gradient.layout is not torch.strided:
+        raise UsageError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and only "
+            "dense ones can be summed over replicas and stages. Build its embedding with sparse=False."
+        )
+    return gradient.detach()
+
+
+def _cut(gradient: Tensor, pieces: Tensor) -> None:
+    """Copies the rows of a gradient to where the pieces go: (shards, elements of a piece)."""
+    num_shards, size = pieces.shape
+    if gradient.numel() == num_shards * size:
+        pieces.copy_(gradient.reshape(num_shards, size))
+        return
+    flat = gradient.reshape(-1)
+    for piece, rows in zip(pieces, flat.split(size) if size else (), strict=False):
+        piece[: rows.numel()] = rows
+        piece[rows.numel() :] = 0
+    pieces[-(-flat.numel() // size) :] = 0

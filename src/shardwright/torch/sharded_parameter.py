@@ -1,0 +1,158 @@
+"""A parameter of which this rank keeps some rows, in the forms that it takes in turn.
+
+::
+
+    between steps          ShardedTensor           rows of this rank, shape of the whole
+    inside of a step       ordinary tensor         all rows
+    in optimizer.step()    ordinary tensor         rows of this rank, shape of these
+
+It stays the same Python object: optimizers, ties and variables of the script keep it.
+"""
+
+from enum import Enum
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import dtensor_of, put_in_place
+from shardwright.torch.sharded_tensor import ShardedTensor
+
+__all__ = ["Form", "ShardedParameter"]
+
+
+class Form(Enum):
+    """What a sharded parameter is just now."""
+
+    SHARDED = "sharded"
+    WHOLE = "whole"
+    LOCAL = "local"
+
+
+class ShardedParameter:
+    """A parameter of the model that is cut into shards.
+
+    It begins in the form `Form.WHOLE`.
+
+    Args:
+        name: its first name.
+        parameter: the model's own.
+        whole: memory of the parameter's shape for all rows; has their values.
+        own_rows: which rows this rank keeps.
+        rows: memory for these; it may be a part of `whole`; has their values.
+        mesh: of the ranks that share it.
+        placements: how it is cut over the axes of the mesh.
+
+    Attributes:
+        name: its first name.
+        parameter: the model's own.
+        own_rows: which rows this rank keeps.
+        rows: these, in memory.
+        gradient: of these, what the batch that runs has added; None where that is nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        whole: Tensor,
+        own_rows: range,
+        rows: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+    ):
+        self.name = name
+        self.parameter = parameter
+        self.own_rows = own_rows
+        self.rows = rows
+        self.gradient: Tensor | None = None
+        parameter.data = whole
+        dtensor = DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        self._spec = dtensor._spec
+        self._form = Form.WHOLE
+        self._others: dict[Form, Tensor] = {
+            Form.SHARDED: ShardedTensor(dtensor).requires_grad_(parameter.requires_grad),
+            Form.LOCAL: nn.Parameter(rows, parameter.requires_grad),
+        }
+        # What the other form has as attributes goes with the Python object, which is always this one.
+        vars(parameter).update(dtensor=dtensor, _is_param=True)
+        self._dtype = parameter.dtype
+        self._version = parameter._version
+
+    def to_whole(self) -> None:
+        """At the beginning of a step.
+
+        Raises:
+            UsageError: it has another type since the last one.
+        """
+        if self.parameter.dtype != self._dtype:
+            raise UsageError(
+                f"{self.name} was {self._dtype} when it was spread over the ranks that share it, and is "
+                f"{self.parameter.dtype} now. Cast the model before the first step."
+            )
+        self._show(Form.WHOLE)
+        self._version = self.parameter._version
+
+    def to_sharded(self, *, written: bool = False) -> None:
+        """At the end of a step; the gradient is that of the rows of this rank.
+
+        Args:
+            written: all ranks have given it the same values.
+
+        Raises:
+            UsageError: the step has changed the parameter itself.
+        """
+        changed = self.parameter._version != self._version and not written
+        self.parameter.grad = None
+        self._show(Form.SHARDED)
+        gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            self._add(gradient)
+        if changed:
+            raise UsageError(
+                f"the step function changes the parameter {self.name} in place, and ranks share it: each "
+                "would change it once more. Change it between two steps, or set "
+                "sharded_data_parallel_degree 1."
+            )
+
+    def to_local(self) -> None:
+        """Before the optimizer: the rows of this rank, with their gradient."""
+        gradient = self.parameter.grad
+        self._show(Form.LOCAL)
+        self.parameter.grad = None if gradient is None else self._rows_of(gradient)
+
+    def from_local(self) -> None:
+        """Behind the optimizer, which may have cleared the gradient."""
+        cleared = self.parameter.grad is None
+        self.parameter.grad = None
+        self._show(Form.SHARDED)
+        if cleared:
+            self.parameter.grad = None
+
+    def _show(self, form: Form) -> None:
+        """Gives it another form."""
+        if form is self._form:
+            return
+        trained = self.parameter.requires_grad
+        other = self._others.pop(form)
+        put_in_place(self.parameter, other)
+        self._others[self._form] = other
+        self._form = form
+        if self.parameter.requires_grad is not trained:
+            self.parameter.requires_grad_(trained)
+
+    def _add(self, gradient: Tensor) -> None:
+        present = self.parameter.grad
+        if present is None:
+            self.parameter.grad = ShardedTensor(dtensor_of(gradient, self._spec))
+        else:
+            self._rows_of(present).add_(gradient)
+
+    def _rows_of(self, tensor: Tensor) -> Tensor:
+        """The rows of this rank of a tensor with the shape of the whole."""
+        if isinstance(tensor, ShardedTensor):
+            return tensor.local
+        return tensor[self.own_rows.start : self.own_rows.stop]
