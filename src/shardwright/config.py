@@ -110,7 +110,8 @@ class Config(BaseModel):
         10_000, description="Parameters of fewer elements are not shared: each replica has them."
     )
     sdp_reduce_bucket_size: Count = Field(
-        5_000_000, description="Most elements whose gradients are reduced in one message, with shared parameters."
+        5_000_000,
+        description="Most elements of shared parameters whose gradients are reduced together.",
     )
     microbatches: Count | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."

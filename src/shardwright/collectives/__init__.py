@@ -7,6 +7,7 @@ from shardwright.collectives.algorithms import (
     broadcast,
     reduce_scatter,
 )
+from shardwright.collectives.gather_to_nodes import gather_to_nodes
 from shardwright.collectives.replay import Replay, replay
 from shardwright.collectives.steps import Memory, Span, Step
 from shardwright.collectives.topology import Topology
@@ -21,6 +22,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_at_once",
     "broadcast",
+    "gather_to_nodes",
     "reduce_scatter",
     "replay",
 ]

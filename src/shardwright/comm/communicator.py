@@ -1,10 +1,12 @@
 """The collectives of one group of ranks."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.collectives import Memory, Topology
+from shardwright.collectives import Memory, Topology, gather_to_nodes
 from shardwright.collectives.choose import GLOO, Choice
 from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
@@ -70,6 +72,7 @@ class Communicator:
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._gathers_to_nodes: dict[tuple[int, ...], Routine] = {}
 
     def close(self) -> None:
         """Lets go of the other ranks."""
@@ -154,6 +157,32 @@ class Communicator:
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
+    def gather_to_nodes(self, memory: Tensor, data: Tensor, pieces: Sequence[int]) -> None:
+        """Gives every node the pieces that all ranks have of some tensors.
+
+        Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
+
+        Args:
+            memory: what `share_memory` gave: the tensors one after the other, each with the pieces of all
+                ranks.
+            data: the pieces of this rank, one after the other.
+            pieces: elements of a piece of each tensor.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("gather_to_nodes", data, memory, self.topology.num_ranks * data.numel())
+
+        def task() -> None:
+            key = tuple(pieces)
+            if key not in self._gathers_to_nodes:
+                steps = gather_to_nodes(self.topology, self.rank, pieces=key)
+                self._gathers_to_nodes[key] = Routine.of(steps)
+            routine = self._gathers_to_nodes[key]
+            self.run_routine("gather_to_nodes", routine, data.detach(), memory, shared=memory)
+
+        self._run_task("gather_to_nodes", task)
+
     def share_memory(self, num_bytes: int) -> Tensor:
         """Memory that all ranks see; collective over all of them, on one node.
 
@@ -197,6 +226,7 @@ class Communicator:
         output: Tensor,
         reduction: Reduction = _SUM,
         quantiser: BlockQuantiser | None = None,
+        shared: Tensor | None = None,
     ) -> None:
         """Runs steps; collective over all ranks.
 
@@ -207,6 +237,7 @@ class Communicator:
             output: (n,), of the same dtype.
             reduction: how elements are summed.
             quantiser: packs messages to other nodes.
+            shared: memory of the node to use; by default, some for this collective alone.
         """
         dtype = str(data.dtype).removeprefix("torch.")
         operation = Operation(self._num_operations, kind, data.numel(), dtype)
@@ -215,9 +246,12 @@ class Communicator:
         if routine.num_scratch:
             memories[Memory.SCRATCH] = self._scratch_for(routine.num_scratch, data.dtype)
         neighbours = self.neighbours if routine.tells else None
+        if shared is not None:
+            memories[Memory.SHARED] = shared
         if neighbours is not None:
-            num_bytes = routine.num_shared * data.element_size()
-            memories[Memory.SHARED] = neighbours.begin(operation, num_bytes).view(data.dtype)
+            num_bytes = 0 if shared is not None else routine.num_shared * data.element_size()
+            fresh = neighbours.begin(operation, num_bytes)
+            memories.setdefault(Memory.SHARED, fresh.view(data.dtype))
         run_steps(
             routine.steps,
             memories,
@@ -250,19 +284,27 @@ class Communicator:
             kind = f"{collective} {reduction.name}" + (" int8" if quantiser is not None else "")
 
         def task() -> None:
+            self._do(kind, collective, data, output, count, reduction, source, quantiser)
+
+        self._run_task(kind, task)
+
+    def _run_task(self, kind: str, task: Callable[[], None]) -> None:
+        """Runs a collective in its turn; after one that failed, none does."""
+
+        def unless_failed() -> None:
             if self._failure is not None:
                 raise UsageError(
                     f"{kind} cannot run: an earlier collective of this group failed on this rank "
                     f"({self._failure}). Make a new process group, or end."
                 )
             try:
-                self._do(kind, collective, data, output, count, reduction, source, quantiser)
+                task()
             except BaseException as error:
                 self._failure = error
                 self.close()  # else ranks of this node would wait for the whole timeout
                 raise
 
-        self.thread.run(task)
+        self.thread.run(unless_failed)
 
     def _do(
         self,

@@ -254,9 +254,7 @@ class Neighbours:
     def _receive_fd(self, first: int) -> int:
         """The file descriptor that the lowest rank passes on, behind what it has told before."""
         while True:
-            message, fds, _, _ = socket.recv_fds(
-                self._sockets[first], _NOTE.size, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            message, fds, _, _ = socket.recv_fds(self._sockets[first], _NOTE.size, 1, socket.MSG_CMSG_CLOEXEC)
             if fds:
                 return fds[0]
             if len(message) != _NOTE.size:

@@ -131,9 +131,7 @@ def group_of(
         atexit.register(_end)
     key = (tuple(ranks), use, timeout_s, backend)
     if key not in _GROUPS.made:
-        _GROUPS.made[key] = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend
-        )
+        _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
     return _GROUPS.made[key]
 
 

@@ -247,7 +247,9 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         made.data_group = own_group("dp", use="sums over replicas")
         if mesh.shard > 1:
             made.shard_group = own_group("shard", use="shards")
-            made.replica_group = own_group("replicas", use="replicas of shards") if mesh.shard < mesh.data else None
+            made.replica_group = (
+                own_group("replicas", use="replicas of shards") if mesh.shard < mesh.data else None
+            )
     return made
 
 

@@ -316,6 +316,8 @@ class PipelineEngine:
             n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta
         }
         self._several_stages = {n: p for n, p in parameters.items() if len(residency.stages[n]) > 1}
+        own = {n: p for n, p in parameters.items() if residency.ranks[n] == (rank,)}
+        self._model.shard(own)
         aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
@@ -340,6 +342,8 @@ class PipelineEngine:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
+        if self._model.sharding is not None:
+            self._model.sharding.arrive()
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
         if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
             trace = known.trace

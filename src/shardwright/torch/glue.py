@@ -37,6 +37,7 @@ __all__ = [
     "Handler",
     "Realised",
     "active_handler",
+    "batch_is_running",
     "batch_running",
     "call_without_hooks",
     "intercept_calls",
@@ -90,6 +91,11 @@ def batch_running() -> Iterator[None]:
         yield
     finally:
         _Active.batch_runs = before
+
+
+def batch_is_running() -> bool:
+    """Whether microbatches are computed."""
+    return _Active.batch_runs
 
 
 def refuse_inside_step(what: str, remedy: str) -> None:

@@ -162,7 +162,7 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
         pieces.copy_(gradient.reshape(num_shards, size))
         return
     flat = gradient.reshape(-1)
-    for piece, rows in zip(pieces, flat.split(size) if size else (), strict=False):
+    for piece, rows in zip(pieces, torch.split(flat, size), strict=False):
         piece[: rows.numel()] = rows
         piece[rows.numel() :] = 0
     pieces[-(-flat.numel() // size) :] = 0

@@ -375,7 +375,7 @@ class DistributedModel(nn.Module):
 
         threshold = current.config.sdp_param_persistence_threshold
         chosen = {n: p for n, p in parameters.items() if can_be_sharded(p, threshold=threshold)}
-        self.sharding = Sharding(chosen, current)
+        self.sharding = Sharding(self.module, chosen, current)
         norm_over_stages()
         for optimizer in current.optimizers:
             self.sharding.cut_state(optimizer.state)

@@ -12,7 +12,8 @@ It stays the same Python object: optimizers, ties and variables of the script ke
 from enum import Enum
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import dtensor_of, put_in_place
@@ -106,6 +107,8 @@ class ShardedParameter:
             UsageError: the step has changed the parameter itself.
         """
         changed = self.parameter._version != self._version and not written
+        if written and self.rows.data_ptr() != self._rows_of(self.parameter).data_ptr():
+            self.rows.copy_(self._rows_of(self.parameter.detach()))
         self.parameter.grad = None
         self._show(Form.SHARDED)
         gradient, self.gradient = self.gradient, None

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper
+from shardwright.torch.glue import batch_is_running
+from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
 __all__ = ["ShardedTensor"]
@@ -58,6 +61,8 @@ class ShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if batch_is_running():
+            _refuse_in_step(func, args, kwargs)
         if _is_elementwise_of_lists(func) and _fit_one_by_one(args):
             # What optimizers do: the rows of a rank are all that it takes.
             func(*map_tree(_local, args), **map_tree(_local, kwargs))
@@ -79,7 +84,7 @@ class ShardedTensor(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = self.full().detach()
+        whole: Any = self.full().detach()
         if isinstance(self, torch.nn.Parameter):
             whole = torch.nn.Parameter(whole, self.requires_grad)
         return whole.__reduce_ex__(protocol)
@@ -89,6 +94,15 @@ class ShardedTensor(torch.Tensor):
             f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.local.shape[0]} rows here: "
             f"{self.local})"
         )
+
+
+def _refuse_in_step(func: Any, args: Any, kwargs: Any) -> None:
+    """Refuses what would not wait for the rows of other ranks, and would leave no gradient."""
+    shapes = [tuple(item.shape) for item in leaves((args, kwargs)) if isinstance(item, ShardedTensor)]
+    raise UsageError(
+        f"{user_line()}: {func} is given a parameter of shape {shapes[0]} that was kept in a variable, and "
+        "ranks share it. Inside a step function read it from its module, as in model.module.weight."
+    )
 
 
 def _local(item: Any) -> Any:
@@ -116,9 +130,8 @@ def _gives_back_what_it_writes(func: Any) -> bool:
 def _is_elementwise_of_lists(func: Any) -> bool:
     """Whether it changes lists of tensors element by element, as the updates of optimizers do."""
     name = func._schema.name
-    return (
-        name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
-        and _is_written(func._schema.arguments[0])
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and _is_written(
+        func._schema.arguments[0]
     )
 
 

@@ -7,7 +7,8 @@ for all of them without a copy::
     host memory      | rows of rank 0 | rows of rank 1 | rows of rank 2 | rows of rank 3 |
     rank 1 computes with all of them, and updates its own
 
-Nobody updates rows while another still computes with them: ranks meet when a step begins and when it ends.
+Rows of other hosts come parcel by parcel while the first modules compute already. Nobody updates rows while
+another still computes with them: ranks meet when a step begins and when it ends.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
-from shardwright.comm.shared_rows import memory_of_node
-from shardwright.shard_layout import ShardLayout
 from shardwright.torch.context import Context
+from shardwright.torch.module_tree import all_modules
+from shardwright.torch.parameter_watch import watch_parameters
+from shardwright.torch.shard_memory import ShardMemory, Wait, memory_for
 from shardwright.torch.sharded_parameter import ShardedParameter
+from shardwright.torch.tree import leaves
 
 __all__ = ["Sharding", "can_be_sharded"]
+
+# Elements that are gathered together: what comes later can be on its way while these are used.
+_PARCEL = 2**20
 
 
 def can_be_sharded(parameter: Tensor, *, threshold: int) -> bool:
@@ -42,54 +49,96 @@ def can_be_sharded(parameter: Tensor, *, threshold: int) -> bool:
     )
 
 
+class _Parcel:
+    """Parameters whose rows come together.
+
+    Args:
+        parameters: the parameters.
+        memory: theirs.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], memory: ShardMemory):
+        self.parameters = parameters
+        self.memory = memory
+        self._wait: Wait | None = None
+
+    def gather(self) -> bool:
+        """Starts to bring all rows together; tells whether they are to be waited for."""
+        self._wait = self.memory.gather()
+        if self._wait is None:
+            self.arrive()
+            return False
+        return True
+
+    def arrive(self) -> None:
+        """Waits until all rows are there."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+        for each in self.parameters:
+            each.to_whole()
+
+
 class Sharding:
     """The sharded parameters of this rank.
 
     Args:
-        parameters: those to cut, by their first names; all ranks of the shard group have the same values.
+        model: whose they are.
+        parameters: those to cut, by their first names, in the order in which they are used; all ranks of the
+            shard group have the same values.
         context: the run.
 
     Attributes:
         parameters: by id of the model's parameter.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], context: Context):
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], context: Context):
         assert context.shard_group is not None
         self._group = context.shard_group
-        self._rank = dist.get_rank(self._group)
         self._token = torch.zeros(1, device=context.device)
-        mesh, placements = _mesh_of(context)
-        self.parameters: dict[int, ShardedParameter] = {}
-        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
-        for name, parameter in parameters.items():
-            by_dtype.setdefault(parameter.dtype, {})[name] = parameter
-        for dtype, alike in by_dtype.items():
-            layout = ShardLayout(tuple(tuple(p.shape) for p in alike.values()), dist.get_world_size(self._group))
-            memory = memory_of_node(self._group, layout.whole_size * dtype.itemsize).view(dtype)
-            for index, (name, parameter) in enumerate(alike.items()):
-                start = layout.whole_start(index)
-                whole = memory[start : start + parameter.numel()].view(parameter.shape)
-                own_rows = layout.rows(index, self._rank)
-                rows = whole[own_rows.start : own_rows.stop]
-                rows.copy_(parameter.detach()[own_rows.start : own_rows.stop])
-                self.parameters[id(parameter)] = ShardedParameter(
+        self._mesh, self._placements = _mesh_of(context)
+        self._device = context.device
+        self._parcels = [self._pack(names, parameters) for names in _parcels_of(parameters)]
+        self.parameters = {id(s.parameter): s for parcel in self._parcels for s in parcel.parameters}
+        self._to_come: dict[int, _Parcel] = {}
+        lists = _in_lists(model)
+        self._needed_at_once = [
+            parcel for parcel in self._parcels if any(id(s.parameter) in lists for s in parcel.parameters)
+        ]
+        self._meet()
+        for parcel in self._parcels:
+            if parcel.gather():
+                parcel.arrive()
+        self._is_whole = True
+        if any(parcel.memory.gathers for parcel in self._parcels):
+            for module in all_modules(model):
+                watch_parameters(module, self._to_come, self._arrive)
+
+    def _pack(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> _Parcel:
+        chosen = [parameters[name] for name in names]
+        shapes = [tuple(parameter.shape) for parameter in chosen]
+        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device)
+        packed = []
+        for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
+            own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)
+            rows.copy_(parameter.detach()[own_rows.start : own_rows.stop])
+            packed.append(
+                ShardedParameter(
                     name,
                     parameter,
-                    whole=whole,
+                    whole=memory.whole(index),
                     own_rows=own_rows,
                     rows=rows,
-                    mesh=mesh,
-                    placements=placements,
+                    mesh=self._mesh,
+                    placements=self._placements,
                 )
-        self._meet()
-        self._is_whole = True
+            )
+        return _Parcel(packed, memory)
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self.parameters
 
-    def of(self, parameters: Sequence[nn.Parameter]) -> list[ShardedParameter]:
-        """Those of some parameters that are sharded."""
-        return [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
+    # ---- forms ----
 
     @contextmanager
     def whole(self, *, written: bool = False) -> Iterator[None]:
@@ -99,24 +148,39 @@ class Sharding:
             written: all ranks give the parameters the same values meanwhile.
         """
         self.to_whole()
+        self.arrive()
         try:
             yield
         finally:
             self.to_sharded(written=written)
 
     def to_whole(self) -> None:
-        """Makes all rows there; collective over the shard group."""
+        """Starts to bring all rows together; collective over the shard group."""
         if self._is_whole:
             return
         self._meet()  # all have updated their rows
-        for each in self.parameters.values():
-            each.to_whole()
+        for parcel in self._parcels:
+            if parcel.gather():
+                self._to_come.update((id(each.parameter), parcel) for each in parcel.parameters)
+        for parcel in self._needed_at_once:
+            self._arrive(parcel)
         self._is_whole = True
+
+    def arrive(self) -> None:
+        """Waits until all rows are there."""
+        for parcel in self._parcels:
+            self._arrive(parcel)
+
+    def _arrive(self, parcel: _Parcel) -> None:
+        for each in parcel.parameters:
+            self._to_come.pop(id(each.parameter), None)
+        parcel.arrive()
 
     def to_sharded(self, *, written: bool = False) -> None:
         """Leaves every rank its rows; collective over the shard group."""
         if not self._is_whole:
             return
+        self.arrive()
         self._is_whole = False
         problem: Exception | None = None
         for each in self.parameters.values():
@@ -131,7 +195,7 @@ class Sharding:
     @contextmanager
     def for_optimizer(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Shows parameters as the rows of this rank."""
-        chosen = self.of(parameters)
+        chosen = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         for each in chosen:
             each.to_local()
         try:
@@ -154,19 +218,42 @@ class Sharding:
         dist.all_reduce(self._token, group=self._group)
 
 
+def _parcels_of(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Names of parameters of one type that follow one another."""
+    found: list[list[str]] = []
+    size, dtype = 0, None
+    for name, parameter in parameters.items():
+        if not found or parameter.dtype != dtype or size + parameter.numel() > _PARCEL:
+            found.append([])
+            size, dtype = 0, parameter.dtype
+        found[-1].append(name)
+        size += parameter.numel()
+    return found
+
+
+def _in_lists(model: nn.Module) -> set[int]:
+    """Parameters that modules read from lists of their own (`nn.LSTM`), by id."""
+    return {
+        id(item)
+        for module in all_modules(model)
+        for name, value in vars(module).items()
+        if name != "_parameters"
+        for item in leaves(value)
+        if isinstance(item, nn.Parameter)
+    }
+
+
 def _mesh_of(context: Context) -> tuple[DeviceMesh, tuple[Any, ...]]:
     """The ranks that share parameters: replicas of shards, times shards."""
     shard, replicas = context.shard_group, context.replica_group
     kind = context.device.type
-    own = context.mesh.group("shard", context.rank)
     if replicas is None:
         return DeviceMesh.from_group(shard, kind, mesh_dim_names=("dp_shard",)), (Shard(0),)  # type: ignore[arg-type]
-    ranks = context.mesh.group("dp", context.rank)
-    grid = torch.tensor(sorted(ranks)).view(-1, len(own))
+    ranks = sorted(context.mesh.group("dp", context.rank))
     mesh = DeviceMesh.from_group(
         [replicas, shard],  # type: ignore[list-item]
         kind,
-        mesh=grid,
+        mesh=torch.tensor(ranks).view(-1, context.mesh.shard),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
     return mesh, (Replicate(), Shard(0))

@@ -1,5 +1,7 @@
 """Every rank gets what it should, whatever the nodes, without a race."""
 
+from itertools import accumulate
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from shardwright.collectives import (
     all_reduce,
     all_reduce_at_once,
     broadcast,
+    gather_to_nodes,
     reduce_scatter,
     replay,
 )
@@ -89,3 +92,22 @@ def test_broadcast(topology, count, chunk, data):
         if rank != source:
             assert played.elements[Memory.OUTPUT, rank] == dict(enumerate(given_by_source))
     assert sum(played.between_nodes) == count * (len(topology.nodes) - 1)
+
+
+@settings(deadline=None)
+@given(topology=topologies, pieces=st.lists(st.integers(0, 20), max_size=4))
+def test_gather_to_nodes(topology, pieces):
+    num_ranks, total = topology.num_ranks, sum(pieces)
+    rows = [gather_to_nodes(topology, rank, pieces=pieces) for rank in range(num_ranks)]
+    played = replay(topology, rows, labelled(num_ranks, total))
+    starts = list(accumulate(pieces, initial=0))
+    whole = [
+        ((rank, index),)
+        for start, size in zip(starts, pieces, strict=False)
+        for rank in range(num_ranks)
+        for index in range(start, start + size)
+    ]
+    for node in topology.nodes:
+        assert played.elements[Memory.SHARED, node[0]] == dict(enumerate(whole))
+        elsewhere = len(topology.nodes) - 1
+        assert sum(played.between_nodes[rank] for rank in node) == len(node) * total * elsewhere

@@ -1,0 +1,59 @@
+"""The all-gather of several tensors into memory that the ranks of a node share.
+
+::
+
+    node 0                                      node 1
+    rank 0 ── pieces 0 ──────────────────────▶  memory of node 1
+    rank 1 ── pieces 1 ──────────────────────▶  0 1 2 3 of the first tensor, 0 1 2 3 of the second, ...
+
+Each byte comes to a node once, and stays where it comes: nothing is copied inside of a node but each rank's
+own pieces.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shardwright.collectives.node_view import NodeView
+from shardwright.collectives.steps import Memory, Row, Span, Step
+from shardwright.collectives.topology import Topology
+
+__all__ = ["gather_to_nodes"]
+
+
+def gather_to_nodes(topology: Topology, rank: int, *, pieces: Sequence[int]) -> tuple[Step, ...]:
+    """The steps of one rank.
+
+    Args:
+        topology: all ranks.
+        rank: this one.
+        pieces: of each tensor, the elements that a rank has of it.
+
+    Returns:
+        Steps from `Memory.INPUT`, this rank's pieces one after the other, to `Memory.SHARED`, the tensors one
+        after the other with the pieces of all ranks each.
+    """
+    view = NodeView(topology, rank, width=max(pieces, default=0), size=lambda tensor, _: pieces[tensor])
+    row = Row(rank, view.here)
+    starts = list(accumulate(pieces, initial=0))
+    arrivals = []
+
+    def place(tensor: int, owner: int, start: int, stop: int) -> Span:
+        first = starts[tensor] * topology.num_ranks + owner * pieces[tensor]
+        return Span(Memory.SHARED, first + start, first + stop)
+
+    for tensor, size in enumerate(pieces):
+        for node in view.others:
+            for peer in view.ranks_of(node):
+                for owner, start, stop in view.lane(peer, view.node, tensor):
+                    if owner == rank:
+                        row.send(peer, Span(Memory.INPUT, starts[tensor] + start, starts[tensor] + stop))
+        arrivals += [
+            row.receive(owner, place(tensor, owner, start, stop))
+            for node in reversed(view.others)
+            for owner, start, stop in view.lane(rank, node, tensor)
+        ]
+        row.copy(Span(Memory.INPUT, starts[tensor], starts[tensor] + size), place(tensor, rank, 0, size))
+    row.wait(arrivals)
+    row.tell("gather to nodes: there", 0)
+    row.hear("gather to nodes: there", 0)
+    return tuple(row.steps)

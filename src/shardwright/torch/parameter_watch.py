@@ -1,0 +1,84 @@
+"""Notices when code reads a parameter of a module, before it does.
+
+Parameters whose rows are still under way look like sharded ones. Code that computes reads them as attributes
+of modules (``self.weight``), which PyTorch looks up in ``module._parameters``; there it waits for them.
+"""
+
+import copy
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import nn
+
+from shardwright.torch.glue import batch_is_running
+
+__all__ = ["watch_parameters"]
+
+Arrive = Callable[[Any], None]
+
+
+class _WatchedParameters(dict[str, Any]):
+    """The parameters of a module, of which some may be still to come.
+
+    Args:
+        plain: the parameters.
+        to_come: id of a parameter -> what `arrive` is to be called with; empty most of the time.
+        arrive: waits for it.
+    """
+
+    def __init__(self, plain: MutableMapping[str, Any], to_come: dict[int, Any], arrive: Arrive):
+        super().__init__(plain)
+        self._to_come = to_come
+        self._arrive = arrive
+
+    def __getitem__(self, key: str) -> Any:
+        found = super().__getitem__(key)
+        if self._to_come:
+            self._wait_for(found)
+        return found
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def items(self) -> Any:
+        self._wait_for_all()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait_for_all()
+        return super().values()
+
+    def _wait_for_all(self) -> None:
+        # The library goes through all parameters between batches, and does not compute with them.
+        if self._to_come and batch_is_running():
+            for found in super().values():
+                self._wait_for(found)
+
+    def _wait_for(self, parameter: Any) -> None:
+        what = self._to_come.get(id(parameter))
+        if what is not None:
+            self._arrive(what)
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def watch_parameters(module: nn.Module, to_come: dict[int, Any], arrive: Arrive) -> None:
+    """Has a module wait for its parameters.
+
+    Args:
+        module: the module, without those inside.
+        to_come: id of a parameter -> what `arrive` is to be called with.
+        arrive: waits for it, and takes it out of `to_come`.
+    """
+    if module._parameters:
+        module.__dict__["_parameters"] = _WatchedParameters(module._parameters, to_come, arrive)
