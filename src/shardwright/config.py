@@ -113,6 +113,10 @@ class Config(BaseModel):
         5_000_000,
         description="Most elements of shared parameters whose gradients are reduced together.",
     )
+    sdp_reduce_every_microbatch: bool = Field(
+        False,
+        description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones.",
+    )
     microbatches: Count | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."
     )

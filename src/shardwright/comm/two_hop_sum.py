@@ -24,43 +24,58 @@ class TwoHopSum:
     """Starts to sum; the groups' other collectives may follow at once.
 
     Args:
-        output: (n,), gets the sum of this rank's part.
         data: (n * ranks of the shard group,), part by part; nobody may write to it before the end.
+        earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
         shard_group: the ranks that share.
-        replica_group: the ranks that have the same part; None where there is only this one.
+        replica_group: the ranks that have the same part; None for the first hop alone.
     """
 
     def __init__(
         self,
-        output: Tensor,
         data: Tensor,
         *,
+        earlier: Tensor | None,
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
     ):
-        self._output = output
+        self._data = data
+        self._earlier = earlier
+        self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
         self._replica_group = replica_group
-        self._first: Any = dist.reduce_scatter_tensor(output, data, group=shard_group, async_op=True)
-        self._second: Future[Any] | None = None
+        self._first: Any = dist.reduce_scatter_tensor(self._sum, data, group=shard_group, async_op=True)
+        self._both: Future[Any] | None = None
         if isinstance(replica_group, ShardwrightProcessGroup):
             # Its thread keeps the order in which the first hops end, which is the same on all ranks.
             replicas = replica_group.communicator
 
             def hop(first: "Future[Any]") -> "Future[Any]":
                 first.value()
-                return replicas.thread.submit(lambda: replicas.all_reduce(output))
+                return replicas.thread.submit(second)
 
-            self._second = self._first.get_future().then(hop)
-            self._replica_group = None
+            def second() -> None:
+                self._add_earlier()
+                replicas.all_reduce(self._sum)
 
-    def wait(self) -> None:
+            self._both = self._first.get_future().then(hop)
+
+    def wait(self) -> Tensor:
         """Waits for both hops.
+
+        Returns:
+            (n,), the sum of this rank's part.
 
         Raises:
             PeerLostError: a rank has ended.
         """
         self._first.wait()
-        if self._second is not None:
-            self._second.wait().wait()
-        elif self._replica_group is not None:
-            dist.all_reduce(self._output, group=self._replica_group)
+        if self._both is not None:
+            self._both.wait().wait()
+            return self._sum
+        self._add_earlier()
+        if self._replica_group is not None:
+            dist.all_reduce(self._sum, group=self._replica_group)
+        return self._sum
+
+    def _add_earlier(self) -> None:
+        if self._earlier is not None:
+            self._sum.add_(self._earlier)

@@ -264,7 +264,7 @@ class PipelineEngine:
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
             device=context.device,
-            on_last_backward=self.reducer.last_backward if self.reducer else None,
+            on_backward=self.reducer.on_backward if self.reducer else None,
         )
         self._recompute = frozenset(
             node.label

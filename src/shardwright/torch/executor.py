@@ -58,8 +58,8 @@ class Executor:
     Args:
         transport: messages to the other ranks of the pipeline.
         device: where received tensors are put.
-        on_last_backward: called with a stage when its last backward of the batch begins (`True`) and ended
-            (`False`).
+        on_backward: called with a stage when a backward of it begins and when it has ended: see
+            `GradientReducer.on_backward`.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Executor:
         transport: Transport,
         *,
         device: torch.device,
-        on_last_backward: Callable[[int, bool], None] | None = None,
+        on_backward: Callable[..., None] | None = None,
     ):
         self._transport = transport
         self._device = device
-        self._on_last_backward = on_last_backward
+        self._on_backward = on_backward
         self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
         self._waited_s = 0.0
         self._results: list[Any] = []
@@ -254,8 +254,8 @@ class Executor:
         program = microbatch.program
         roots, gradients = self._roots(stage, microbatch)
         last = not split and self._is_last(stage)
-        if last and self._on_last_backward:
-            self._on_last_backward(stage, True)
+        if not split and self._on_backward:
+            self._on_backward(stage, begins=True, last=last)
         if roots:
             again = microbatch.running_again(stage) if program.recomputes else nullcontext()
             with again, microbatch.as_left(stage):
@@ -265,8 +265,8 @@ class Executor:
                     self._put_off[stage, microbatch.index] = work
                 else:
                     run_backward(roots, gradients)
-        if last and self._on_last_backward:
-            self._on_last_backward(stage, False)
+        if not split and self._on_backward:
+            self._on_backward(stage, begins=False, last=last)
         for crossing in program.receives[stage]:
             leaf = microbatch.tensors.leaves.get((crossing.value, stage))
             if crossing.has_gradient:
@@ -292,12 +292,12 @@ class Executor:
 
     def _backward_weight(self, stage: int, microbatch: Microbatch) -> None:
         last = self._is_last(stage)
-        if last and self._on_last_backward:
-            self._on_last_backward(stage, True)
+        if self._on_backward:
+            self._on_backward(stage, begins=True, last=last, whole=False)
         for work in self._put_off.pop((stage, microbatch.index), ()):
             work()
-        if last and self._on_last_backward:
-            self._on_last_backward(stage, False)
+        if self._on_backward:
+            self._on_backward(stage, begins=False, last=last, whole=False)
 
     def _is_last(self, stage: int) -> bool:
         """Whether this ``B`` or ``W`` is the last that adds to the gradients of a stage."""

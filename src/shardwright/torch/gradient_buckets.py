@@ -30,8 +30,12 @@ class Bucket(Protocol):
 
     members: "Sequence[Reduced]"
 
-    def start(self) -> None:
-        """Starts to reduce them."""
+    def start(self, *, is_last: bool = True) -> None:
+        """Starts to reduce them.
+
+        Args:
+            is_last: nothing more comes in this batch.
+        """
         ...
 
     def finish(self, divisor: int) -> None:
@@ -53,8 +57,9 @@ class SummedBucket:
         self._buffer: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def start(self) -> None:
-        """Starts to reduce them."""
+    def start(self, *, is_last: bool = True) -> None:
+        """Starts to reduce them, once a batch."""
+        assert is_last
         parts = [_gradient_of(member).reshape(-1) for member in self.members]
         first = parts[0]
         parts.append(torch.tensor(_flags_of(self.members), dtype=first.dtype, device=first.device))
@@ -85,6 +90,8 @@ class SummedBucket:
 class ShardedBucket:
     """Every rank gets the sum of the rows that it keeps.
 
+    Where gradients are reduced in every backward, replicas of the rows sum them once, in the last.
+
     Args:
         members: whose gradients, of one type, all sharded.
         shard_group: the ranks that share them.
@@ -102,12 +109,13 @@ class ShardedBucket:
         self._rank = dist.get_rank(shard_group)
         shapes = tuple(tuple(member.parameter.shape) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
-        self._output: Tensor | None = None
-        self._data: Tensor | None = None  # must stay until it was read
+        self._total: Tensor | None = None  # of what was started before, and summed
         self._work: TwoHopSum | None = None
 
-    def start(self) -> None:
+    def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them; the whole gradients are let go."""
+        if self._work is not None:
+            self._total = self._settled()
         layout, first = self._layout, self.members[0].parameter
         size = layout.shard_size + len(self.members)
         data = torch.empty(layout.num_shards, size, dtype=first.dtype, device=first.device)
@@ -117,18 +125,17 @@ class ShardedBucket:
             _cut(_gradient_of(member), data[:, start:stop])
             member.parameter.grad = None
         shard_group, replica_group = self._groups
-        self._data, self._output = data, data.new_empty(size)
         self._work = TwoHopSum(
-            self._output, data.view(-1), shard_group=shard_group, replica_group=replica_group
+            data.view(-1),
+            earlier=self._total,
+            shard_group=shard_group,
+            replica_group=replica_group if is_last else None,
         )
 
     def finish(self, divisor: int) -> None:
         """Waits, and leaves each parameter the sum for its rows."""
-        work, output, layout = self._work, self._output, self._layout
-        assert work is not None
-        assert output is not None
-        work.wait()
-        self._work = self._output = self._data = None
+        output, layout = self._settled(), self._layout
+        self._total = None
         flags = output[layout.shard_size :].tolist()
         if divisor != 1:
             output.div_(divisor)
@@ -138,6 +145,12 @@ class ShardedBucket:
                 shape = layout.piece_shape(index, self._rank)
                 rows = output[layout.starts[index] :][: prod(shape)].view(shape)
                 member.sharded.gradient = rows
+
+    def _settled(self) -> Tensor:
+        """Waits for the sum of what was started, and what came before."""
+        assert self._work is not None
+        work, self._work = self._work, None
+        return work.wait()
 
 
 def _flags_of(members: "Sequence[Reduced]") -> list[float]:

@@ -398,6 +398,7 @@ class DistributedModel(nn.Module):
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * current.config.sdp_reduce_bucket_size,
             replica_group=current.replica_group,
+            in_every_backward=current.config.sdp_reduce_every_microbatch,
             overlap=self._overlap,
         )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.bucket_order import BucketOrder, Turn
 from shardwright.torch.gradient_buckets import Bucket, ShardedBucket, SummedBucket
 from shardwright.torch.split_backward import notify_gradients
 
@@ -62,16 +63,6 @@ class Reduced:
         )
 
 
-@dataclass(slots=True)
-class _Turn:
-    """A bucket, and what it waits for in this batch."""
-
-    bucket: Bucket
-    late: bool
-    missing: int = 0
-    started: bool = False
-
-
 class GradientReducer:
     """Reduces the gradients of one batch.
 
@@ -81,6 +72,8 @@ class GradientReducer:
         bucket_bytes: most bytes in a bucket.
         sharded_bucket_bytes: most bytes in a bucket of sharded parameters.
         replica_group: the ranks that keep the same rows of those; None where there is only this one.
+        in_every_backward: reduce the gradients of sharded parameters in every backward, so that no rank keeps
+            whole ones; else in the last, which takes fewer messages.
         overlap: reduce during the last backward; else after it.
     """
 
@@ -92,6 +85,7 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         sharded_bucket_bytes: int = 25 * 2**20,
         replica_group: dist.ProcessGroup | None = None,
+        in_every_backward: bool = False,
         overlap: bool = True,
     ):
         self._members = list(members)
@@ -101,14 +95,14 @@ class GradientReducer:
         self._replica_group = replica_group
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
-        self._turns: list[_Turn] = []
+        self._in_every_backward = in_every_backward
+        self._turns: list[Turn] = []
+        self._order = BucketOrder(())
+        self._orders_of_stages: dict[int, BucketOrder] = {}
         self._spare: list[Reduced] = []
-        self._turn_of: dict[int, _Turn] = {}
         self._by_stage: dict[int, list[Reduced]] = {}
         self._stages_left: dict[int, set[int]] = {}
-        self._ready: set[int] = set()
         self._earlier: dict[int, Tensor] = {}
-        self._next = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, overlap: bool = True) -> None:
@@ -127,7 +121,8 @@ class GradientReducer:
             if gradient is not None:
                 self._earlier[id(member.parameter)] = gradient
                 member.parameter.grad = None
-        self._reset()
+        self._order.begin()
+        self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
 
     def abort(self) -> None:
         """Leaves a batch that failed: gradients are those of earlier batches, and what this one added."""
@@ -145,43 +140,62 @@ class GradientReducer:
         self._spare = [member for member in members if member.spare]
         # The backward reaches the last parameters first.
         self._turns = self._pack([m for m in reversed(members) if not m.spare])
-        self._turn_of = {id(m.parameter): turn for turn in self._turns for m in turn.bucket.members}
+        self._order = BucketOrder(self._turns)
         self._by_stage = {}
         for member in members:
             for stage in member.stages:
                 self._by_stage.setdefault(stage, []).append(member)
+        self._orders_of_stages = {}
+        for stage in self._by_stage if self._in_every_backward else ():
+            own = [turn for turn in self._turns if _is_sharded_in(turn, stage)]
+            self._orders_of_stages[stage] = BucketOrder(own, is_last=False)
 
-    def _reset(self) -> None:
-        self._next = 0
-        self._ready.clear()
-        self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
-        for turn in self._turns:
-            turn.missing = len(turn.bucket.members)
-            turn.started = False
+    def on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
+        """Called when a backward of a stage begins, and when it has ended.
 
-    def last_backward(self, stage: int, begins: bool) -> None:
-        """Called when the last backward of a stage begins, and when it has ended."""
+        Args:
+            stage: which one.
+            begins: it begins.
+            last: it is the last one of the batch that adds to the gradients of this stage.
+            whole: it computes all gradients, and not those of some weights alone.
+        """
+        if last:
+            self._on_last_backward(stage, begins=begins)
+        elif order := self._orders_of_stages.get(stage):
+            if not begins:
+                self._remove_hooks()
+                order.start_rest()
+            elif whole:
+                order.begin()
+                for member in self._by_stage[stage]:
+                    if member.sharded is not None and not member.late:
+                        self._watch(member, order)
+            else:
+                order.begin()
+
+    def _on_last_backward(self, stage: int, *, begins: bool) -> None:
         if not self._overlap:
             return
         if begins:
             for member in self._by_stage.get(stage, ()):
                 if not member.late and self._stages_left[id(member.parameter)] == {stage}:
-                    register: Any = member.parameter.register_post_accumulate_grad_hook
-                    self._hooks.append(register(self._mark_ready))
-            notify_gradients(self._mark_ready)
+                    self._watch(member, self._order)
+            notify_gradients(self._order.is_there)
             return
         self._remove_hooks()
         for member in self._by_stage.get(stage, ()):
             left = self._stages_left[id(member.parameter)]
             left.discard(stage)
             if not left:
-                self._mark_ready(member.parameter)
+                self._order.is_there(member.parameter)
+
+    def _watch(self, member: Reduced, order: BucketOrder) -> None:
+        register: Any = member.parameter.register_post_accumulate_grad_hook
+        self._hooks.append(register(order.is_there))
 
     def finish(self) -> bool:
         """Reduces what is left, puts the sums into the gradients, and tells whether there were any."""
-        for turn in self._turns:
-            if not turn.started:
-                turn.bucket.start()
+        self._order.start_rest()
         spare = self._pack(self._used_spare())
         for turn in spare:
             turn.bucket.start()
@@ -207,21 +221,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
 
-    def _mark_ready(self, parameter: Tensor) -> None:
-        turn = self._turn_of.get(id(parameter))
-        if turn is None or id(parameter) in self._ready:
-            return
-        self._ready.add(id(parameter))
-        turn.missing -= 1
-        while self._next < len(self._turns):
-            upcoming = self._turns[self._next]
-            if upcoming.missing or upcoming.late:
-                break
-            upcoming.bucket.start()
-            upcoming.started = True
-            self._next += 1
-
-    def _pack(self, members: Sequence[Reduced]) -> list[_Turn]:
+    def _pack(self, members: Sequence[Reduced]) -> list[Turn]:
         """Buckets of one group, type and device each, in the order in which they can start."""
         packed: list[list[Reduced]] = []
         last: dict[int, int] = {}
@@ -229,7 +229,8 @@ class GradientReducer:
         sizes: dict[int, int] = {}
         for position, member in enumerate(sorted(members, key=lambda m: m.late)):
             parameter, cut = member.parameter, member.sharded is not None
-            key = (cut, id(member.group), parameter.dtype, parameter.device, member.late)
+            stages = member.stages if cut and self._in_every_backward else None
+            key = (cut, id(member.group), parameter.dtype, parameter.device, member.late, stages)
             size = parameter.numel() * parameter.element_size()
             most = self._sharded_bucket_bytes if cut else self._bucket_bytes
             together = open_lists.get(key)
@@ -241,7 +242,7 @@ class GradientReducer:
             sizes[id(together)] += size
             last[id(together)] = position
         packed.sort(key=lambda together: last[id(together)])
-        return [_Turn(self._bucket(together), late=together[0].late) for together in packed]
+        return [Turn(self._bucket(together), late=together[0].late) for together in packed]
 
     def _bucket(self, members: Sequence[Reduced]) -> Bucket:
         if members[0].sharded is None:
@@ -252,6 +253,11 @@ class GradientReducer:
         earlier = self._earlier.pop(id(parameter), None)
         if earlier is not None:
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+
+def _is_sharded_in(turn: Turn, stage: int) -> bool:
+    """Whether it has the gradients of sharded parameters of this stage, of no others."""
+    return not turn.late and all(m.sharded is not None and m.stages == {stage} for m in turn.bucket.members)
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

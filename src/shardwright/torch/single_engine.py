@@ -133,7 +133,8 @@ class _Plain:
     def __init__(self, scale: float, reducer: GradientReducer | None, *, first: bool, last: bool):
         self._scale = scale
         self._opens = reducer if first else None
-        self._closes = reducer if last else None
+        self._reducer = reducer
+        self._is_last = last
         self.loss: Tensor | None = None
         self.backward_s = (0.0, 0.0)
 
@@ -166,11 +167,11 @@ class _Plain:
         start = torch.ones_like(loss) if gradient is None else gradient
         if self._opens is not None:
             self._opens.begin()
-        if self._closes is not None:
-            self._closes.last_backward(0, True)
+        if self._reducer is not None:
+            self._reducer.on_backward(0, begins=True, last=self._is_last)
         torch.autograd.backward(loss, start * self._scale)
-        if self._closes is not None:
-            self._closes.last_backward(0, False)
+        if self._reducer is not None:
+            self._reducer.on_backward(0, begins=False, last=self._is_last)
         self.backward_s = (begin_s, time.perf_counter())
 
 
