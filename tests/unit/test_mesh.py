@@ -108,3 +108,30 @@ def test_out_of_the_grid() -> None:
         mesh.rank_of(pipeline=2)
     with pytest.raises(ConfigError, match="'qp' is not a kind of group"):
         mesh.group("qp", 0)  # type: ignore[arg-type]
+
+
+@st.composite
+def sharded_meshes(draw: st.DrawFn) -> Mesh:
+    p, replicas, shard = draw(DEGREES), draw(DEGREES), draw(DEGREES)
+    data = replicas * shard
+    return Mesh(world_size=p * data, pipeline=p, data=data, shard=shard, placement=draw(PLACEMENTS))
+
+
+@given(sharded_meshes())
+def test_shard_groups_and_replicas_of_shards_span_the_replicas(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        shard, replicas = mesh.group("shard", rank), mesh.group("replicas", rank)
+        assert len(shard) == mesh.shard
+        assert len(replicas) == mesh.data // mesh.shard
+        assert set(shard) & set(replicas) == {rank}
+        everyone = {other for member in replicas for other in mesh.group("shard", member)}
+        assert everyone == set(mesh.group("dp", rank))
+        data = [mesh.coordinates(member).data for member in shard]
+        assert data == list(range(data[0], data[0] + mesh.shard))
+
+
+def test_a_shard_degree_that_does_not_divide() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is 3, which does not divide the 4 replicas .* Use one of 1, 2, 4\."
+    ):
+        Mesh(world_size=8, pipeline=2, data=4, shard=3)

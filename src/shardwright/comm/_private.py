@@ -8,12 +8,13 @@ name                                what for                                    
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["gloo_group"]
+__all__ = ["all_gather_single", "gloo_group", "reduce_scatter_single"]
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
@@ -29,3 +30,8 @@ def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> 
     backend = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout_s))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+# Names before torch 2.13, which warns of the old ones.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from shardwright.comm._private import reduce_scatter_single
 from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
 
 __all__ = ["TwoHopSum"]
@@ -42,7 +43,7 @@ class TwoHopSum:
         self._earlier = earlier
         self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
         self._replica_group = replica_group
-        self._first: Any = dist.reduce_scatter_tensor(self._sum, data, group=shard_group, async_op=True)
+        self._first: Any = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
         self._both: Future[Any] | None = None
         if isinstance(replica_group, ShardwrightProcessGroup):
             # Its thread keeps the order in which the first hops end, which is the same on all ranks.

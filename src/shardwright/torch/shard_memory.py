@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm._private import all_gather_single
 from shardwright.comm.communicator import Communicator
 from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.shard_layout import ShardLayout
@@ -149,7 +150,7 @@ class DeviceMemory:
             first = start * layout.num_shards
             whole = self._memory[first : first + size * layout.num_shards]
             own = self._rows[start : start + size]
-            works.append(dist.all_gather_into_tensor(whole, own, group=self._group, async_op=True))
+            works.append(all_gather_single(whole, own, group=self._group, async_op=True))
 
         def wait() -> None:
             for work in works:

@@ -89,6 +89,8 @@ class ShardedParameter:
         Raises:
             UsageError: it has another type since the last one.
         """
+        if self._form is Form.WHOLE:
+            return
         if self.parameter.dtype != self._dtype:
             raise UsageError(
                 f"{self.name} was {self._dtype} when it was spread over the ranks that share it, and is "

@@ -1,0 +1,340 @@
+"""Replicas that share parameters train as a plain loop does."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_training
+from sharded import batches as tokens_of
+from torch import Tensor, nn
+
+from shardwright.errors import ConfigError
+from shardwright.testing import RanksFailedError, run_ranks
+
+DEGREE_2 = {"sharded_data_parallel_degree": 2}
+DEGREE_4 = {"sharded_data_parallel_degree": 4}
+PIPELINE = {**DEGREE_2, "pipeline_parallel_degree": 2, "microbatches": 4}
+EVERY = {"sdp_reduce_every_microbatch": True}
+
+
+def check(ranks: int, settings: dict[str, Any], optimizer: str = "AdamW", **more: Any) -> list[Any]:
+    """Compares every rank's losses, norms and state with those of a plain loop."""
+    plain = {key: value for key, value in more.items() if key != "ranks_per_host"}
+    losses, norms, state = plain_training(optimizer, **plain)
+    found = run_ranks(sharded_training, ranks, settings, optimizer, **more)
+    for own_losses, own_norms, own_state, _ in found:
+        assert own_losses == pytest.approx(losses, rel=1e-12)
+        assert own_norms == pytest.approx(norms, rel=1e-12)
+        assert list(own_state) == list(state)
+        for name, value in state.items():
+            torch.testing.assert_close(own_state[name], value, rtol=1e-10, atol=1e-12)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("ranks_per_host", [4, 3, 2, 1])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_degree_on_hosts(degree, ranks_per_host, microbatches):
+    settings = {"sharded_data_parallel_degree": degree, "microbatches": microbatches}
+    found = check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
+    expected = {"embedding.weight", "mix.weight", "blocks.0.up.weight", "blocks.0.up.bias"}
+    assert expected < set(found[0][3])
+    assert "blocks.0.norm.weight" not in found[0][3]  # below the threshold
+
+
+@pytest.mark.parametrize("ranks_per_host", [4, 2])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
+def test_beside_a_pipeline(kind, ranks_per_host):
+    found = check(4, {**PIPELINE, "pipeline": kind}, ranks_per_host=ranks_per_host, clip=0.5)
+    assert all(names for _, _, _, names in found)
+
+
+@pytest.mark.parametrize("placement", ["spread", "cluster"])
+def test_shard_groups_that_span_hosts(placement):
+    check(4, {**PIPELINE, "placement_strategy": placement, "pipeline": "zb_h1"}, ranks_per_host=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**DEGREE_2, **EVERY, "microbatches": 2},
+        {**DEGREE_4, **EVERY, "microbatches": 2},
+        {**PIPELINE, **EVERY, "pipeline": "1f1b"},
+        {**PIPELINE, **EVERY, "pipeline": "zb_h1"},
+        {**PIPELINE, **EVERY, "pipeline": "zb_v", "activation_checkpointing": "full"},
+    ],
+)
+@pytest.mark.parametrize("ranks_per_host", [4, 2])
+def test_gradients_reduced_in_every_microbatch(settings, ranks_per_host):
+    check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
+
+
+@pytest.mark.parametrize("settings", [DEGREE_4, DEGREE_2, {**DEGREE_2, **EVERY, "microbatches": 2}, PIPELINE])
+def test_gloo_by_name(settings):
+    check(4, {**settings, "ddp_dist_backend": "gloo"}, clip=0.5)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adafactor"])
+def test_optimizers(optimizer):
+    """Adafactor looks at rows and columns of the whole."""
+    check(2, DEGREE_2, optimizer, clip=0.5)
+
+
+@pytest.mark.parametrize("settings", [DEGREE_2, {**DEGREE_2, **EVERY, "microbatches": 2}])
+def test_gradients_of_several_steps_add_up(settings):
+    check(2, settings, steps=4, accumulate=2)
+
+
+def start(settings: dict[str, Any] = DEGREE_2, model: nn.Module | None = None, *, ranks_per_host: int = 4):
+    on_hosts(ranks_per_host)
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, **settings})
+    torch.manual_seed(0)
+    model = (Net() if model is None else model).double()
+    plain = copy.deepcopy(model)
+    wrapped = sw.DistributedModel(model)
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    return sw, plain, wrapped, train
+
+
+def between_steps(ranks_per_host):
+    """What scripts do to weights and gradients between steps, to a plain model and to the wrapped one."""
+    _, plain, model, train = start(ranks_per_host=ranks_per_host)
+    average = [copy.deepcopy(p) for p in model.parameters()]
+    first = id(model.module.mix.weight)
+    own_average, plain_average = None, [p.detach().clone() for p in plain.parameters()]
+    updates = torch.optim.AdamW(model.parameters(), lr=1e-2)  # not wrapped
+    plain_updates = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for x, y in tokens_of(3):
+        train(model, x, y)
+        plain_updates.zero_grad()
+        loss_of(plain, x, y).backward()
+        for p in (*model.parameters(), *plain.parameters()):
+            if p.grad is not None:
+                p.grad.add_(torch.ones_like(p), alpha=0.1)
+                p.grad.mul_(torch.arange(p.numel()).view(p.shape) / p.numel())  # an ordinary tensor
+        norms = [
+            [p.grad.norm().item() for p in owner.parameters() if p.grad is not None]
+            for owner in (model, plain)
+        ]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        updates.step()
+        updates.zero_grad()
+        plain_updates.step()
+        with torch.no_grad():
+            for p in (*model.parameters(), *plain.parameters()):
+                p.mul_(0.99)
+                p.clamp_(-0.5, 0.5)
+            if own_average is None:
+                own_average = [p.detach().clone() for p in model.parameters()]
+                plain_average = [p.detach().clone() for p in plain.parameters()]
+            torch._foreach_lerp_(own_average, [p.detach() for p in model.parameters()], 0.1)
+            torch._foreach_lerp_(plain_average, [p.detach() for p in plain.parameters()], 0.1)
+    assert id(model.module.mix.weight) == first
+    assert len(average) == len(plain_average)
+    apart = [
+        (a.full() if hasattr(a, "full") else a) - b for a, b in zip(own_average, plain_average, strict=True)
+    ]
+    state = model.state_dict()
+    differing = [
+        name
+        for name, value in plain.state_dict().items()
+        if not torch.allclose(state[name], value, rtol=1e-10)
+    ]
+    return max(gap.abs().max().item() for gap in apart), differing
+
+
+@pytest.mark.parametrize("ranks_per_host", [4, 1])
+def test_scripts_may_change_weights_and_gradients_between_steps(ranks_per_host):
+    for apart, differing in run_ranks(between_steps, 2, ranks_per_host):
+        assert apart < 1e-12
+        assert differing == []
+
+
+def loads(ranks_per_host):
+    _, plain, model, train = start(ranks_per_host=ranks_per_host)
+    (x, y), (x2, y2) = tokens_of(2)
+    before = train(model, x, y).reduce_mean().item()
+    other = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    model.load_state_dict(other)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in other.items())
+    plain.load_state_dict(other)
+    with torch.no_grad():
+        outside = model(x2)
+    return (
+        before,
+        torch.allclose(outside, plain(x2)),
+        train(model, x2, y2).reduce_mean().item(),
+        loss_of(plain, x2, y2).item(),
+    )
+
+
+@pytest.mark.parametrize("ranks_per_host", [4, 1])
+def test_a_state_is_loaded_and_the_model_called_outside_of_steps(ranks_per_host):
+    for _, same, loss, expected in run_ranks(loads, 2, ranks_per_host):
+        assert same
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
+class Recurrent(nn.Module):
+    """Modules that keep lists of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 8)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 37)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(self.embedding(x))[0]
+        return self.head(self.attention(x, x, x)[0])
+
+
+def gradients_of(settings, ranks_per_host, freeze=False):
+    _, plain, model, train = start(settings, Recurrent(), ranks_per_host=ranks_per_host)
+    if freeze:
+        for owner in (plain, model.module):
+            owner.lstm.weight_hh_l0.requires_grad_(False)
+    ((x, y),) = tokens_of(1)
+    train(model, x, y)
+    loss_of(plain, x, y).backward()
+    found = {}
+    for (name, p), q in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        if (p.grad is None) != (q.grad is None):
+            found[name] = "one is missing"
+        elif p.grad is not None:
+            whole = p.grad.full() if hasattr(p.grad, "full") else p.grad
+            if not torch.allclose(whole, q.grad, rtol=1e-10):
+                found[name] = (whole - q.grad).abs().max().item()
+    return found
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("ranks_per_host", [4, 1])
+def test_modules_that_keep_lists_of_their_parameters(ranks_per_host, freeze):
+    settings = {**DEGREE_2, "sdp_param_persistence_threshold": 0}
+    assert run_ranks(gradients_of, 2, settings, ranks_per_host, freeze) == [{}, {}]
+
+
+def evaluates(ranks_per_host):
+    sw, plain, model, train = start(ranks_per_host=ranks_per_host)
+
+    @sw.step
+    def evaluate(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, x, y)
+
+    (x, y), (x2, y2) = tokens_of(2)
+    updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, x, y)
+    with torch.no_grad():
+        first = evaluate(model, x2, y2).reduce_mean().item()
+    updates.step()
+    updates.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        second = evaluate(model, x2, y2).reduce_mean().item()
+    loss_of(plain, x, y).backward()
+    expected = [loss_of(plain, x2, y2).item()]
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return [first, second], [*expected, loss_of(plain, x2, y2).item()]
+
+
+@pytest.mark.parametrize("ranks_per_host", [4, 1])
+def test_evaluation_between_backward_and_update(ranks_per_host):
+    for found, expected in run_ranks(evaluates, 2, ranks_per_host):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+# ---- bad input ----
+
+
+def test_a_degree_that_does_not_divide():
+    def run():
+        import shardwright.torch as sw
+
+        with pytest.raises(ConfigError) as caught:
+            sw.init({"run_dir": "off", "sharded_data_parallel_degree": 3})
+        return str(caught.value)
+
+    for message in run_ranks(run, 2):
+        assert message == (
+            "sharded_data_parallel_degree is 3, which does not divide the 2 replicas of each stage. Use one "
+            "of 1, 2."
+        )
+
+
+def changes_a_parameter():
+    sw, _, model, _ = start()
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.module.mix.weight.mul_(0.5)
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    train(model, *tokens_of(1)[0])
+
+
+def test_a_step_that_changes_a_parameter():
+    with pytest.raises(RanksFailedError, match=r"changes the parameter mix.weight in place"):
+        run_ranks(changes_a_parameter, 2)
+
+
+def keeps_a_parameter():
+    sw, _, model, _ = start(ranks_per_host=1)
+    kept = model.module.mix.weight
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        penalty = kept.square().sum()
+        loss = loss_of(model, x, y) + penalty
+        model.backward(loss)
+        return loss
+
+    for x, y in tokens_of(2):
+        train(model, x, y)
+
+
+def test_a_parameter_that_is_read_from_a_variable_while_it_is_under_way():
+    with pytest.raises(RanksFailedError, match=r"read it from its module, as in model.module.weight"):
+        run_ranks(keeps_a_parameter, 2)
+
+
+def calls_outside():
+    _, _, model, train = start()
+    x, y = tokens_of(1)[0]
+    train(model, x, y)
+    model(x)
+
+
+def test_a_call_outside_of_steps_with_gradients():
+    with pytest.raises(RanksFailedError, match=r"under torch.no_grad"):
+        run_ranks(calls_outside, 2)
+
+
+@pytest.mark.parametrize("ranks_per_host", [4, 1])
+def test_a_rank_that_skips_a_step(ranks_per_host):
+    def run(ranks_per_host):
+        sw, _, model, train = start({**DEGREE_2, "timeout_s": 5}, ranks_per_host=ranks_per_host)
+        updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for index, (x, y) in enumerate(tokens_of(3)):
+            if (index, sw.rank()) != (1, 1):
+                train(model, x, y)
+                updates.step()
+        model.state_dict()
+
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(run, 2, ranks_per_host, timeout_s=60)
+    assert "rank" in str(caught.value)
