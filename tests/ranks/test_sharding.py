@@ -1,6 +1,7 @@
 """Replicas that share parameters train as a plain loop does."""
 
 import copy
+from math import prod
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from sharded import batches as tokens_of
 from torch import Tensor, nn
 
 from shardwright.errors import ConfigError
+from shardwright.shard_layout import ShardLayout
 from shardwright.testing import RanksFailedError, run_ranks
 
 DEGREE_2 = {"sharded_data_parallel_degree": 2}
@@ -253,6 +255,52 @@ def evaluates(ranks_per_host):
 def test_evaluation_between_backward_and_update(ranks_per_host):
     for found, expected in run_ranks(evaluates, 2, ranks_per_host):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def state_bytes(settings, ranks_per_host):
+    """Bytes of parameters, gradients and optimizer state that a rank keeps, and what is predicted."""
+    sw, _, model, train = start({**QUIET, **settings}, ranks_per_host=ranks_per_host)
+    from shardwright.torch.context import context
+
+    updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    train(model, *tokens_of(1)[0])
+    updates.step()
+    found = [0, 0, 0]
+    for parameter in model.local_parameters():
+        rows = getattr(parameter, "local", parameter)
+        found[0] += rows.nbytes
+        if parameter.grad is not None:
+            found[1] += getattr(parameter.grad, "local", parameter.grad).nbytes
+        found[2] += sum(value.nbytes for value in updates.state[parameter].values() if value.dim())
+    plan = context().plan
+    memory = None if plan is None else plan.prediction.memory[sw.pp_rank()]
+    return found, memory and (memory.parameters, memory.gradients, memory.optimizer)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_rank_keeps_its_part_of_the_state(degree):
+    threshold = 128
+    settings = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": threshold}
+    model = Net().double()
+    untrained = {id(parameter) for parameter in model.unused.parameters()}
+    for rank, (kept, _) in enumerate(run_ranks(state_bytes, 4, settings, 4)):
+        expected = [0, 0, 0]
+        for parameter in model.parameters():
+            part = parameter.nbytes
+            if parameter.numel() >= threshold:
+                layout = ShardLayout((tuple(parameter.shape),), degree)
+                part = prod(layout.piece_shape(0, rank % degree)) * parameter.element_size()
+            trained = 0 if id(parameter) in untrained else part
+            expected = [a + b for a, b in zip(expected, (part, trained, 2 * trained), strict=True)]
+        assert kept == expected
+
+
+def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps():
+    settings = {**PIPELINE, "sdp_reduce_every_microbatch": True, "pipeline": "1f1b"}
+    spare = sum(parameter.nbytes for parameter in Net().double().unused.parameters())  # of no stage
+    for kept, predicted in run_ranks(state_bytes, 4, settings, 4):
+        kept[0] -= spare
+        assert predicted == pytest.approx(kept, rel=0.02)
 
 
 # ---- bad input ----

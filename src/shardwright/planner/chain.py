@@ -10,6 +10,7 @@ cut between atoms only::
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from shardwright.planner.bonds import Bond
 from shardwright.profile import Provenance
 
-__all__ = ["Chain", "Floats", "Flow", "ParameterUse", "SavedValue"]
+__all__ = ["Chain", "Floats", "Flow", "ParameterUse", "SavedValue", "StateBytes"]
 
 Floats = NDArray[np.float64]
 
@@ -68,6 +69,20 @@ class SavedValue:
         return [*kept, *self.glue_savers]
 
 
+class StateBytes(NamedTuple):
+    """What parameters take on a rank, in bytes.
+
+    Attributes:
+        parameters: their values.
+        gradients: those of the trained ones.
+        optimized: the values that an optimizer keeps state for.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimized: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterUse:
     """A parameter or buffer, and the calls that read it.
@@ -77,12 +92,29 @@ class ParameterUse:
         num_bytes: its size.
         trained: it has a gradient and optimizer state.
         calls: positions of the calls, ascending.
+        num_elements: of the parameter.
+        is_buffer: it is a buffer.
+        shared: what it takes on a rank where replicas share it; None where they do not.
     """
 
     name: str
     num_bytes: int
     trained: bool
     calls: tuple[int, ...]
+    num_elements: int = 0
+    is_buffer: bool = False
+    shared: StateBytes | None = None
+
+    def state(self, *, may_be_shared: bool = True) -> StateBytes:
+        """What it takes on a rank.
+
+        Args:
+            may_be_shared: no other stage of the replica has it, too.
+        """
+        if self.shared is not None and may_be_shared:
+            return self.shared
+        trained = self.num_bytes if self.trained else 0
+        return StateBytes(self.num_bytes, trained, trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,6 +61,7 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
         found.append(
             f"Summing the gradients over {replicas} replicas takes {format_seconds(best.replica_s)} a step."
         )
+    found += _sharing(best)
     if config.pins:
         pins = ", ".join(f"{key} {value}" for key, value in config.pins.items())
         found.append(f"Fixed by the settings: {pins}.")
@@ -71,6 +72,17 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
         else "The times of the units are estimated from FLOPs and bytes: expect an error of 25 % or more."
     )
     return tuple(found)
+
+
+def _sharing(best: Option) -> list[str]:
+    degree = best.workload.fabric.mesh.shard
+    if degree == 1:
+        return []
+    shared = max(shared for _, shared in best.layout.trained_bytes())
+    return [
+        f"Each {degree} replicas share parameters, gradients and optimizer state: of {format_bytes(shared)} "
+        f"of parameters a rank keeps {format_bytes(shared // degree)}."
+    ]
 
 
 def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:

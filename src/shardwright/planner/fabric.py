@@ -106,8 +106,23 @@ class Fabric:
         )
 
     def replica_seconds(self, layout: Layout) -> float:
-        """Seconds of summing the gradients over the replicas, once a step."""
-        return max(
-            self.all_reduce_seconds(trained, self.mesh.group("rdp", self.mesh.rank_of(pipeline=rank)))
-            for rank, (_, trained) in enumerate(layout.parameter_bytes())
-        )
+        """Seconds of summing the gradients over the replicas, once a step.
+
+        Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
+        """
+        found = 0.0
+        for rank, (apart, shared) in enumerate(layout.trained_bytes()):
+            first = self.mesh.rank_of(pipeline=rank)
+            own = self.all_reduce_seconds(apart, self.mesh.group("rdp", first))
+            if shared:
+                own += self._two_hop_seconds(shared, first)
+            found = max(found, own)
+        return found
+
+    def _two_hop_seconds(self, num_bytes: float, rank: int) -> float:
+        """Seconds of a reduce-scatter, which is half an all-reduce, of summing parts, and of gathering."""
+        group = self.mesh.group("shard", rank)
+        half = self.all_reduce_seconds(num_bytes, group) / 2
+        parts = self.all_reduce_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
+        hosts = {member // self.cluster.ranks_per_node for member in group}
+        return half + parts + (half if len(hosts) > 1 else 0.0)

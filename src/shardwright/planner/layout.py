@@ -1,13 +1,13 @@
 """A chain cut in stages, with the stages on ranks: what each stage costs and what flows between them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.planner.chain import Chain
+from shardwright.planner.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
 
 __all__ = ["Layout"]
@@ -150,15 +150,29 @@ class Layout:
                 found[use.name] = stages
         return found
 
-    def parameter_bytes(self) -> list[tuple[int, int]]:
-        """For each rank, the bytes of its parameters and buffers, each once, and of the trained ones."""
+    def state_bytes(self) -> list[StateBytes]:
+        """For each rank, what its parameters and buffers take, each once."""
+        sizes = [StateBytes() for _ in range(self.num_ranks)]
+        for use, ranks in self._holders():
+            state = use.state(may_be_shared=len(ranks) == 1)
+            for rank in ranks:
+                sizes[rank] = StateBytes(*map(sum, zip(sizes[rank], state, strict=True)))
+        return sizes
+
+    def trained_bytes(self) -> list[tuple[int, int]]:
+        """For each rank, the bytes of trained parameters that replicas do not share, and of the others."""
         sizes = [[0, 0] for _ in range(self.num_ranks)]
+        for use, ranks in self._holders():
+            shared = use.shared is not None and len(ranks) == 1
+            for rank in ranks if use.trained else ():
+                sizes[rank][shared] += use.num_bytes
+        return [(apart, shared) for apart, shared in sizes]
+
+    def _holders(self) -> Iterator[tuple[ParameterUse, set[int]]]:
+        """Parameters, with the ranks that hold them."""
         rank_of = np.asarray(self.ranks)[self.stage_of_call].tolist()
         for use in self.chain.parameters:
-            for rank in {rank_of[call] for call in use.calls}:
-                sizes[rank][0] += use.num_bytes
-                sizes[rank][1] += use.num_bytes if use.trained else 0
-        return [(held, trained) for held, trained in sizes]
+            yield use, {rank_of[call] for call in use.calls}
 
     def stage_parameter_bytes(self) -> list[int]:
         """For each stage, the bytes of the parameters and buffers that it reads, each once."""

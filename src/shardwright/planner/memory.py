@@ -77,16 +77,16 @@ def rank_memory(
     work = work_bytes(layout) if work is None else work
     return tuple(
         MemoryPrediction(
-            parameters=held,
-            gradients=trained,
-            optimizer=round(trained * optimizer_factor),
+            parameters=state.parameters,
+            gradients=state.gradients,
+            optimizer=round(state.optimized * optimizer_factor),
             activations=int(activations),
             batch=batch_bytes * (1 if rank == 0 else 2),
             work=max(temporary, update - int(activations)),
         )
-        for rank, ((held, trained), activations, temporary, update) in enumerate(
+        for rank, (state, activations, temporary, update) in enumerate(
             zip(
-                layout.parameter_bytes(),
+                layout.state_bytes(),
                 activation_bytes,
                 work,
                 update_bytes(layout, optimizer_factor=optimizer_factor),

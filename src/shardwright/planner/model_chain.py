@@ -6,7 +6,7 @@ alone, the first call that needs them. So every value has one home, and crosses 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import nan
+from math import nan, prod
 
 import numpy as np
 
@@ -204,6 +204,8 @@ def _parameter_uses(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Par
             num_bytes=parameter.spec.num_bytes,
             trained=parameter.spec.requires_grad and not parameter.is_buffer,
             calls=tuple(sorted(uses[name])),
+            num_elements=prod(parameter.spec.shape),
+            is_buffer=parameter.is_buffer,
         )
         for name, parameter in graph.parameters.items()
         if name in uses

@@ -178,7 +178,9 @@ def build_objective(
     return Objective(
         tables=tables,
         seconds=seconds,
-        state_bytes=tables.parameter_bytes + (1 + optimizer_factor) * tables.trained_bytes,
+        state_bytes=tables.parameter_bytes
+        + tables.gradient_bytes
+        + optimizer_factor * tables.optimized_bytes,
         memory_weight=memory_weight,
         limit_bytes=limit_bytes,
         recompute=recompute,

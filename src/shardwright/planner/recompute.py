@@ -35,8 +35,8 @@ def choose_recompute(
         return layout
     chosen: list[int] = []
     sent, under_way = layout.sent_bytes(), messages(layout)
-    for rank, (held, trained) in enumerate(layout.parameter_bytes()):
-        fixed = held + trained + round(trained * optimizer_factor)
+    for rank, state in enumerate(layout.state_bytes()):
+        fixed = state.parameters + state.gradients + round(state.optimized * optimizer_factor)
         fixed += under_way[rank].num_bytes() + batch_bytes * (1 if rank == 0 else 2)
         fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
         need = _Need(layout, rank, in_flight=in_flight, fixed=fixed)

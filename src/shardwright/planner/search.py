@@ -30,6 +30,7 @@ from shardwright.planner.model_chain import build_chain
 from shardwright.planner.option import Demands, Draft, Option, Workload
 from shardwright.planner.partition import manual_stages
 from shardwright.planner.refine import refine
+from shardwright.planner.sharing import Sharing
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 
@@ -116,7 +117,8 @@ def make_plan(
     )
     drafts: list[Draft] = []
     for m in chosen:
-        chain = build_chain(*candidates[m])
+        sharing = Sharing.of(config, mesh, cluster, num_microbatches=m)
+        chain = sharing.applied(build_chain(*candidates[m]))
         if config.auto_partition:
             drafts += _automatic(chain, m, config=config, fabric=fabric, demands=demands)
         else:

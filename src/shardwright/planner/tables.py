@@ -39,7 +39,8 @@ class Tables:
         work_bytes: temporary memory of its largest unit.
         recomputed_bytes: memory that its largest unit needs while it is recomputed.
         parameter_bytes: its parameters and buffers, each once.
-        trained_bytes: those with a gradient.
+        gradient_bytes: gradients of the trained ones.
+        optimized_bytes: those that an optimizer keeps state for.
         receive_bytes: values that it receives.
         send_bytes: values that it sends, each once however many stages read it.
         receive_gradient_bytes: gradients of what it sent.
@@ -55,7 +56,8 @@ class Tables:
     work_bytes: Floats
     recomputed_bytes: Floats
     parameter_bytes: Floats
-    trained_bytes: Floats
+    gradient_bytes: Floats
+    optimized_bytes: Floats
     receive_bytes: Floats
     send_bytes: Floats
     receive_gradient_bytes: Floats
@@ -74,9 +76,10 @@ def build_tables(chain: Chain) -> Tables:
         return table
 
     recomputable = chain.saved_bytes - chain.kept_bytes
-    parameters = [
-        ([-1, *_atoms(atom, use.calls)], float(use.num_bytes), use.trained) for use in chain.parameters
-    ]
+    parameters = []
+    for use in chain.parameters:
+        atoms = _atoms(atom, use.calls)
+        parameters.append(([-1, *atoms], use.state(may_be_shared=len(atoms) == 1)))
     sources = [int(atom[flow.source]) for flow in chain.flows]
     forward = [
         ([source, *_atoms(atom, flow.targets, after=source)], float(flow.num_bytes))
@@ -96,8 +99,9 @@ def build_tables(chain: Chain) -> Tables:
         recomputable_bytes=sums(recomputable),
         work_bytes=_maxima(chain.work_bytes, starts),
         recomputed_bytes=_maxima(recomputable + chain.work_bytes, starts),
-        parameter_bytes=_entering(n, [(at, size) for at, size, _ in parameters]),
-        trained_bytes=_entering(n, [(at, size) for at, size, trained in parameters if trained]),
+        parameter_bytes=_entering(n, [(at, float(state.parameters)) for at, state in parameters]),
+        gradient_bytes=_entering(n, [(at, float(state.gradients)) for at, state in parameters]),
+        optimized_bytes=_entering(n, [(at, float(state.optimized)) for at, state in parameters]),
         receive_bytes=_entering(n, forward),
         send_bytes=_leaving(n, forward),
         receive_gradient_bytes=sent_with_gradient,

@@ -78,7 +78,8 @@ def test_every_entry(graph: ModelGraph) -> None:
             assert tables.work_bytes[i, j] == chain.work_bytes[part].max()
             assert tables.recomputed_bytes[i, j] == (free + chain.work_bytes)[part].max()
             assert tables.parameter_bytes[i, j] == sum(use.num_bytes for use in held)
-            assert tables.trained_bytes[i, j] == sum(use.num_bytes for use in held if use.trained)
+            trained = sum(use.num_bytes for use in held if use.trained)
+            assert tables.gradient_bytes[i, j] == tables.optimized_bytes[i, j] == trained
             assert (tables.receive_bytes[i, j], tables.send_gradient_bytes[i, j]) == received(chain, inside)
             assert (tables.send_bytes[i, j], tables.receive_gradient_bytes[i, j]) == sent(chain, inside)
 

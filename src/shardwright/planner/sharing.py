@@ -1,0 +1,63 @@
+"""What replicas that share parameters save in memory, and what it costs them in time.
+
+Of n ranks that share, each keeps 1 / n of a large parameter, of its gradient and of what the optimizer knows
+of it. Until gradients are reduced each also has whole ones: of all that it trains where it adds up several
+microbatches, else of those that are just being reduced.
+"""
+
+from dataclasses import dataclass, replace
+
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.mesh import Mesh
+from shardwright.planner.chain import Chain, ParameterUse, StateBytes
+
+__all__ = ["Sharing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How the replicas of a stage share its parameters.
+
+    Attributes:
+        degree: ranks that share; 1: none do.
+        threshold: elements below which a parameter is not shared.
+        adds_up: gradients are added up over microbatches before they are reduced.
+        on_host: of the ranks that share, those on one host: together they have room for all rows where
+            others are elsewhere.
+    """
+
+    degree: int = 1
+    threshold: int = 0
+    adds_up: bool = False
+    on_host: int = 1
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> "Sharing":
+        """That of a run."""
+        group = mesh.group("shard", 0)
+        hosts = [rank // cluster.ranks_per_node for rank in group]
+        return cls(
+            degree=mesh.shard,
+            threshold=config.sdp_param_persistence_threshold,
+            adds_up=num_microbatches > 1 and not config.sdp_reduce_every_microbatch,
+            on_host=hosts.count(hosts[0]),
+        )
+
+    def applied(self, chain: Chain) -> Chain:
+        """The chain, with the memory that its parameters take on each rank."""
+        if self.degree == 1:
+            return chain
+        return replace(chain, parameters=tuple(map(self._shared, chain.parameters)))
+
+    def _shared(self, use: ParameterUse) -> ParameterUse:
+        if use.is_buffer or use.num_elements < max(1, self.threshold):
+            return use
+        part = -(-use.num_bytes // self.degree)
+        gathered = -(-use.num_bytes // self.on_host) if self.on_host < self.degree else 0
+        trained = part if use.trained else 0
+        whole = use.num_bytes if use.trained and self.adds_up else 0
+        return replace(
+            use,
+            shared=StateBytes(parameters=part + gathered, gradients=trained + whole, optimized=trained),
+        )
