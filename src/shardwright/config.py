@@ -66,7 +66,6 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
     "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
     "offload_activations": (False, "use activation_checkpointing"),
     "prescaled_batch": (False, "give each replica its own batch"),
-    "shard_optimizer_state": (False, "use a higher pipeline_parallel_degree"),
     "tensor_parallel_degree": (1, "use a higher pipeline_parallel_degree"),
 }
 
@@ -105,6 +104,9 @@ class Config(BaseModel):
     sharded_data_parallel_degree: Count = Field(
         1,
         description="Replicas that share parameters, gradients and optimizer state; 1: each has all of them.",
+    )
+    shard_optimizer_state: bool = Field(
+        False, description="Replicas share the optimizer's state: each updates a part of the parameters."
     )
     sdp_param_persistence_threshold: Index = Field(
         10_000, description="Parameters of fewer elements are not shared: each replica has them."

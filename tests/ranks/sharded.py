@@ -130,6 +130,5 @@ def sharded_training(
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         if index % accumulate == accumulate - 1:
             updates.step()
-    assert model.sharding is not None
-    names = [each.name for each in model.sharding.parameters.values()]
+    names = [] if model.sharding is None else [s.name for s in model.sharding.parameters.values()]
     return losses, norms, model.state_dict(), names

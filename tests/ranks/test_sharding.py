@@ -257,6 +257,44 @@ def test_evaluation_between_backward_and_update(ranks_per_host):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"data_parallel_degree": 4}, DEGREE_2, {"pipeline_parallel_degree": 2, "microbatches": 2}, PIPELINE],
+)
+def test_replicas_share_the_optimizers_state(settings, optimizer):
+    """Also wider than the parameters, which are shared on each host alone."""
+    check(4, {**settings, "shard_optimizer_state": True}, optimizer, ranks_per_host=2, clip=0.5)
+
+
+def optimizer_bytes(settings):
+    sw, _, model, train = start({**QUIET, **settings})
+    updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+    train(model, *tokens_of(1)[0])
+    updates.step()
+    return sum(value.nbytes for each in updates.state.values() for value in each.values() if value.dim())
+
+
+@pytest.mark.parametrize("settings", [{"data_parallel_degree": 4}, DEGREE_2])
+def test_the_optimizers_state_is_spread_over_all_replicas(settings):
+    trained = [p for name, p in Net().double().named_parameters() if not name.startswith("unused")]
+    whole = sum(2 * parameter.nbytes for parameter in trained)
+    for found in run_ranks(optimizer_bytes, 4, {**settings, "shard_optimizer_state": True}):
+        assert found == pytest.approx(whole / 4, rel=0.05)
+
+
+def shared_by_one_that_looks_at_rows():
+    sw, _, model, train = start({"data_parallel_degree": 2, "shard_optimizer_state": True})
+    updates = sw.DistributedOptimizer(torch.optim.Adafactor(model.parameters()))
+    train(model, *tokens_of(1)[0])
+    updates.step()
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_shares_no_state():
+    with pytest.raises(RanksFailedError, match=r"Adafactor may look at whole ones\. Use one of ASGD"):
+        run_ranks(shared_by_one_that_looks_at_rows, 2)
+
+
 def state_bytes(settings, ranks_per_host):
     """Bytes of parameters, gradients and optimizer state that a rank keeps, and what is predicted."""
     sw, _, model, train = start({**QUIET, **settings}, ranks_per_host=ranks_per_host)
@@ -295,8 +333,16 @@ def test_a_rank_keeps_its_part_of_the_state(degree):
         assert kept == expected
 
 
-def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps():
-    settings = {**PIPELINE, "sdp_reduce_every_microbatch": True, "pipeline": "1f1b"}
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("shares_updates", [False, True])
+def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, shares_updates):
+    settings = {
+        **PIPELINE,
+        "sharded_data_parallel_degree": degree,
+        "shard_optimizer_state": shares_updates,
+        "sdp_reduce_every_microbatch": True,
+        "pipeline": "1f1b",
+    }
     spare = sum(parameter.nbytes for parameter in Net().double().unused.parameters())  # of no stage
     for kept, predicted in run_ranks(state_bytes, 4, settings, 4):
         kept[0] -= spare

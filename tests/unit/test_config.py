@@ -151,7 +151,6 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
         {"tensor_parallel_degree": 2},
         {"fp16": True},
         {"bf16": "true"},
-        {"shard_optimizer_state": True},
         {"offload_activations": True},
         {"horovod": True},
         {"prescaled_batch": True},

@@ -95,6 +95,7 @@ class ParameterUse:
         num_elements: of the parameter.
         is_buffer: it is a buffer.
         shared: what it takes on a rank where replicas share it; None where they do not.
+        updates: ranks that share the optimizer's state for it, or for their rows of it.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ParameterUse:
     num_elements: int = 0
     is_buffer: bool = False
     shared: StateBytes | None = None
+    updates: int = 1
 
     def state(self, *, may_be_shared: bool = True) -> StateBytes:
         """What it takes on a rank.
@@ -111,10 +113,11 @@ class ParameterUse:
         Args:
             may_be_shared: no other stage of the replica has it, too.
         """
-        if self.shared is not None and may_be_shared:
-            return self.shared
         trained = self.num_bytes if self.trained else 0
-        return StateBytes(self.num_bytes, trained, trained)
+        state = StateBytes(self.num_bytes, trained, trained)
+        if self.shared is not None and may_be_shared:
+            state = self.shared
+        return state._replace(optimized=-(-state.optimized // self.updates))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

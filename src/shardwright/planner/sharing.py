@@ -25,12 +25,14 @@ class Sharing:
         adds_up: gradients are added up over microbatches before they are reduced.
         on_host: of the ranks that share, those on one host: together they have room for all rows where
             others are elsewhere.
+        updates: ranks with the same rows that share the optimizer's state; 1: none do.
     """
 
     degree: int = 1
     threshold: int = 0
     adds_up: bool = False
     on_host: int = 1
+    updates: int = 1
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> "Sharing":
@@ -42,22 +44,23 @@ class Sharing:
             threshold=config.sdp_param_persistence_threshold,
             adds_up=num_microbatches > 1 and not config.sdp_reduce_every_microbatch,
             on_host=hosts.count(hosts[0]),
+            updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,
         )
 
     def applied(self, chain: Chain) -> Chain:
         """The chain, with the memory that its parameters take on each rank."""
-        if self.degree == 1:
+        if self.degree == self.updates == 1:
             return chain
-        return replace(chain, parameters=tuple(map(self._shared, chain.parameters)))
+        return replace(chain, parameters=tuple(map(self._applied, chain.parameters)))
 
-    def _shared(self, use: ParameterUse) -> ParameterUse:
-        if use.is_buffer or use.num_elements < max(1, self.threshold):
-            return use
+    def _applied(self, use: ParameterUse) -> ParameterUse:
+        shares = self.degree > 1 and not use.is_buffer and use.num_elements >= max(1, self.threshold)
+        shared = self._shared(use) if shares else None
+        return replace(use, shared=shared, updates=self.updates)
+
+    def _shared(self, use: ParameterUse) -> StateBytes:
         part = -(-use.num_bytes // self.degree)
         gathered = -(-use.num_bytes // self.on_host) if self.on_host < self.degree else 0
         trained = part if use.trained else 0
         whole = use.num_bytes if use.trained and self.adds_up else 0
-        return replace(
-            use,
-            shared=StateBytes(parameters=part + gathered, gradients=trained + whole, optimized=trained),
-        )
+        return StateBytes(parameters=part + gathered, gradients=trained + whole, optimized=trained)

@@ -27,6 +27,7 @@ from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.optimizer_parts import OptimizerParts
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.single_engine import SingleEngine
@@ -113,6 +114,10 @@ class DistributedModel(nn.Module):
         self._gives_back = keeps_memory and keep_freed_memory()
         self._gathers = False
         self.sharding: Sharding | None = None
+        self.optimizer_parts: OptimizerParts | None = None
+        replicas = current.replica_group if current.mesh.shard > 1 else current.data_group
+        if current.config.shard_optimizer_state and replicas is not None:
+            self.optimizer_parts = OptimizerParts(replicas)
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()

@@ -1,8 +1,8 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
-
-if TYPE_CHECKING:
-    from shardwright.torch.sharding import Sharding
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
 
@@ -91,21 +88,44 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        with self._lent_to_scaler(), self._own_rows():
+        with self._lent_to_scaler(), self._own_rows(), self._own_parts():
             self.optimizer.step()
         return None
 
-    def _own_rows(self) -> AbstractContextManager[None]:
-        """Shows the wrapped optimizer the rows of this rank, where it treats every element by itself."""
-        sharding = self._sharding
-        if sharding is None or type(self.optimizer) not in _ELEMENTWISE:
-            return nullcontext()
-        return sharding.for_optimizer([p for group in self.param_groups for p in group["params"]])
-
-    @property
-    def _sharding(self) -> "Sharding | None":
+    @contextmanager
+    def _own_rows(self) -> Iterator[None]:
+        """Shows the wrapped optimizer what this rank keeps of shared parameters, if that is all it needs."""
         model = context().model if is_initialized() else None
-        return None if model is None else model.sharding
+        if model is None or type(self.optimizer) not in _ELEMENTWISE or model.sharding is None:
+            yield
+            return
+        with model.sharding.for_optimizer(self._parameters()):
+            yield
+
+    @contextmanager
+    def _own_parts(self) -> Iterator[None]:
+        """Shows the wrapped optimizer the parts that it updates on this rank, where replicas share its work.
+
+        Raises:
+            UsageError: it must see whole parameters.
+        """
+        model = context().model if is_initialized() else None
+        parts = None if model is None else model.optimizer_parts
+        if parts is None:
+            yield
+            return
+        if type(self.optimizer) not in _ELEMENTWISE:
+            names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+            raise UsageError(
+                "shard_optimizer_state cuts parameters, and "
+                f"{type(self.optimizer).__name__} may look at whole ones. Use one of "
+                f"{names}; or set shard_optimizer_state false."
+            )
+        with parts.shown(self._parameters(), self.optimizer.state):
+            yield
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @contextmanager
     def _lent_to_scaler(self) -> Iterator[None]:
