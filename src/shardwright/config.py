@@ -59,9 +59,7 @@ _NO_PINS = frozenset(
 
 # Features of later versions: the value that means "off", and what to use instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "bf16": (False, "cast the model with model.to(torch.bfloat16), or use torch.autocast"),
     "delayed_parameter_initialization": (False, "build the model under torch.device('meta')"),
-    "fp16": (False, "use torch.autocast"),
     "fp16_params": (False, "cast the model with model.half()"),
     "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
     "offload_activations": (False, "use activation_checkpointing"),
@@ -119,6 +117,10 @@ class Config(BaseModel):
         False,
         description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones.",
     )
+    bf16: bool = Field(
+        False, description="Parameters and activations in bfloat16; gradients and updates in float32."
+    )
+    fp16: bool = Field(False, description="The same in float16, with a loss scale: see DistributedOptimizer.")
     microbatches: Count | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."
     )
@@ -335,6 +337,8 @@ class Config(BaseModel):
         if self.ddp is False and (self.ddp_port is not None or self.ddp_dist_backend != "auto"):
             given = "ddp_port" if self.ddp_port is not None else "ddp_dist_backend"
             yield f"{given} is set, but ddp is false. Remove one of the two."
+        if self.bf16 and self.fp16:
+            yield "bf16 and fp16 are both set, but parameters have one type. Remove one of the two."
         stages = self.virtual_stages
         if stages is not None and not self.auto_partition:
             yield (

@@ -149,8 +149,6 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
     "settings",
     [
         {"tensor_parallel_degree": 2},
-        {"fp16": True},
-        {"bf16": "true"},
         {"offload_activations": True},
         {"horovod": True},
         {"prescaled_batch": True},
@@ -162,7 +160,7 @@ def test_features_of_later_versions(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_degree": "1"}, {"fp16": "False"}, {"bf16": False}, {"fp16": None}]
+    "settings", [{"tensor_parallel_degree": "1"}, {"horovod": "False"}, {"bf16": False}, {"fp16": None}]
 )
 def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> None:
     assert Config.parse(settings) == Config()
@@ -212,7 +210,7 @@ def test_plan_file_under_its_old_name() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    text = problem({"microbatches": 0, "optimize": "money", "nonsense": 1, "fp16": True})
+    text = problem({"microbatches": 0, "optimize": "money", "nonsense": 1, "horovod": True})
     assert text.splitlines()[0] == "4 settings cannot be used:"
     assert len(text.splitlines()) == 5
 

@@ -198,7 +198,8 @@ class PipelineEngine:
                 programs,
                 function,
                 parts,
-                loss_scale=1.0 / len(parts) if self._model.average_grads_across_microbatches else 1.0,
+                loss_scale=self._model.loss_scale
+                / (len(parts) if self._model.average_grads_across_microbatches else 1),
                 model=self._model.module,
                 buffers=buffers,
             )
@@ -208,11 +209,16 @@ class PipelineEngine:
         if train:
             gradients.hand_back(context.pipeline_group)
         if reduces:
-            found = self.reducer is not None and self.reducer.finish()
+            found = self.reducer is not None and self.reducer.finish(loss_scale=self._model.loss_scale)
             train = train or self._agreement.on_any(found)
         if self._replica_buffers is not None:
             self._replica_buffers.agree()
         return results, train
+
+    @property
+    def reduced(self) -> set[int]:
+        """Parameters whose gradients are reduced."""
+        return set() if self.reducer is None else self.reducer.parameter_ids
 
     def _refuse_after_failure(self) -> None:
         if self._failure:

@@ -46,7 +46,14 @@ class EngineRun:
 
 
 class Engine(Protocol):
-    """Runs a step function on the microbatches of a batch."""
+    """Runs a step function on the microbatches of a batch.
+
+    Attributes:
+        reduced: ids of the parameters whose gradients are reduced.
+    """
+
+    @property
+    def reduced(self) -> set[int]: ...
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Collective over all ranks."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwright.comm.two_hop_sum import TwoHopSum
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
+from shardwright.torch.precision import gradient_dtype
 
 if TYPE_CHECKING:
     from shardwright.torch.reducer import Reduced
@@ -38,7 +39,7 @@ class Bucket(Protocol):
         """
         ...
 
-    def finish(self, divisor: int) -> None:
+    def finish(self, divisor: float) -> None:
         """Waits, and puts the sums, divided, where they belong."""
         ...
 
@@ -66,7 +67,7 @@ class SummedBucket:
         self._buffer = torch.cat(parts)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
-    def finish(self, divisor: int) -> None:
+    def finish(self, divisor: float) -> None:
         """Waits, and puts the sums into the gradients."""
         work, buffer = self._work, self._buffer
         assert work is not None
@@ -118,8 +119,8 @@ class ShardedBucket:
             self._total = self._settled()
         layout, first = self._layout, self.members[0].parameter
         size = layout.shard_size + len(self.members)
-        data = torch.empty(layout.num_shards, size, dtype=first.dtype, device=first.device)
-        data[:, layout.shard_size :] = torch.tensor(_flags_of(self.members), dtype=first.dtype)
+        data = torch.empty(layout.num_shards, size, dtype=gradient_dtype(first), device=first.device)
+        data[:, layout.shard_size :] = torch.tensor(_flags_of(self.members), dtype=data.dtype)
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(_gradient_of(member), data[:, start:stop])
@@ -132,7 +133,7 @@ class ShardedBucket:
             replica_group=replica_group if is_last else None,
         )
 
-    def finish(self, divisor: int) -> None:
+    def finish(self, divisor: float) -> None:
         """Waits, and leaves each parameter the sum for its rows."""
         output, layout = self._settled(), self._layout
         self._total = None
@@ -159,7 +160,9 @@ def _flags_of(members: "Sequence[Reduced]") -> list[float]:
 
 def _gradient_of(member: "Reduced") -> Tensor:
     parameter = member.parameter
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if gradient.layout is not torch.strided:
         raise UsageError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and only "

@@ -16,24 +16,27 @@ from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
-from shardwright.torch.context import context
+from shardwright.torch.context import Context, context
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.engine import PipelineEngine
-from shardwright.torch.engine_run import Engine
+from shardwright.torch.engine_run import Engine, EngineRun
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.first_values import Initialise
 from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.gradient_scaling import GradientScaling
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
+from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.optimizer_parts import OptimizerParts
+from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
 from shardwright.torch.tracer import Tracer
+from shardwright.torch.updated_parts import UpdatedParts
 
 if TYPE_CHECKING:
     from shardwright.torch.sharding import Sharding
@@ -114,10 +117,15 @@ class DistributedModel(nn.Module):
         self._gives_back = keeps_memory and keep_freed_memory()
         self._gathers = False
         self.sharding: Sharding | None = None
-        self.optimizer_parts: OptimizerParts | None = None
-        replicas = current.replica_group if current.mesh.shard > 1 else current.data_group
-        if current.config.shard_optimizer_state and replicas is not None:
-            self.optimizer_parts = OptimizerParts(replicas)
+        self._low_precision = low_precision(current.config)
+        if self._low_precision is not None:
+            cast_model(module, self._low_precision)
+        self.updated_parts = _updated_parts(current)
+        self.scaling: GradientScaling | None = None
+        if current.config.fp16:
+            self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)
+        for optimizer in current.optimizers:
+            self._scale_as_wanted(optimizer)
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
@@ -143,9 +151,13 @@ class DistributedModel(nn.Module):
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._called_to_train |= torch.is_grad_enabled() and self.module.training
+        if self._low_precision is not None:
+            args, kwargs = cast_inputs((args, kwargs), self._low_precision)
         if active_handler() is None and self.sharding is not None:
-            return self._whole_for_a_call(*args, **kwargs)
-        return self.module(*args, **kwargs)
+            result = self._whole_for_a_call(*args, **kwargs)
+        else:
+            result = self.module(*args, **kwargs)
+        return result if self._low_precision is None else cast_outputs(result)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""
@@ -192,11 +204,7 @@ class DistributedModel(nn.Module):
             give_back_freed_memory()
         with first_cause_named(current), own_cores:
             try:
-                if self.sharding is not None:
-                    self.sharding.to_whole()
-                run = self._engine.run(function, arguments, splitter)
-                if self.sharding is not None:
-                    self.sharding.to_sharded()
+                run = self._run(function, arguments, splitter)
             except BaseException:
                 groups_in_doubt()
                 raise
@@ -206,6 +214,26 @@ class DistributedModel(nn.Module):
             elif self._called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return run.results
+
+    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
+        """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
+        if self.sharding is not None:
+            self.sharding.to_whole()
+        if self.scaling is not None:
+            self.scaling.begin(self._engine.reduced)
+        run = self._engine.run(function, arguments, splitter)
+        sharded = () if self.sharding is None else self.sharding.parameters.values()
+        if self.scaling is not None:
+            sums = [each.gradient for each in sharded if each.gradient is not None]
+            self.scaling.finish(self._engine.reduced, sums)
+        if self.sharding is not None:
+            self.sharding.to_sharded()
+        return run
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before the backward."""
+        return 1.0 if self.scaling is None else self.scaling.scaler.scale
 
     def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
         """Warns once of a step that looks like training and trains nothing."""
@@ -339,10 +367,16 @@ class DistributedModel(nn.Module):
 
     def takes(self, optimizer: DistributedOptimizer) -> None:
         """Checks an optimizer, and leaves it the parameters of this rank once they are known."""
+        self._scale_as_wanted(optimizer)
         if self._residency is None:
             optimizer.check(self.module.parameters())
         else:
             optimizer.keep(self.local_parameter_ids())
+
+    def _scale_as_wanted(self, optimizer: DistributedOptimizer) -> None:
+        """Scales losses as an optimizer asks for; the last one that does, decides."""
+        if self.scaling is not None and optimizer.scaler_wanted is not None:
+            self.scaling.scaler = optimizer.scaler_wanted
 
     def placed(self, residency: Residency) -> bool:
         """Takes note of where parameters live, and tells optimizers and hooks.
@@ -442,6 +476,14 @@ class DistributedModel(nn.Module):
 
     def _is_local(self, tensor: Tensor) -> bool:
         return not self.partitioned or not tensor.is_meta
+
+
+def _updated_parts(current: Context) -> UpdatedParts | None:
+    """What optimizers update in the place of parameters; None where they update these."""
+    config = current.config
+    replicas = current.replica_group if current.mesh.shard > 1 else current.data_group
+    group = replicas if config.shard_optimizer_state else None
+    return UpdatedParts(group) if group is not None or config.bf16 or config.fp16 else None
 
 
 def _copy(value: Any) -> Any:

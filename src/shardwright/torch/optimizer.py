@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.loss_scaler import LossScaler
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
 
@@ -32,8 +33,15 @@ class DistributedOptimizer(Optimizer):
     It may be given all parameters of the model: once the model is placed, it keeps those of this rank, so
     only they have state. Learning-rate schedulers take it as they take any optimizer.
 
+    With ``fp16``, losses are scaled, and gradients are those of the loss itself again when a step function
+    has returned. Where some overflow, on any rank, `step` changes nothing but the scale.
+
     Args:
         optimizer: any `torch.optim.Optimizer`.
+        static_loss_scale: with ``fp16``, a scale that does not change.
+        dynamic_loss_scale: with ``fp16``, whether the scale changes; by default it does, unless a static
+            one is given.
+        dynamic_loss_args: how: ``init_scale`` and the attributes of `LossScaler`.
 
     Example:
         >>> import torch, shardwright.torch as sw
@@ -43,7 +51,13 @@ class DistributedOptimizer(Optimizer):
         0.1
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        static_loss_scale: float | None = None,
+        dynamic_loss_scale: bool | None = None,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+    ):
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("this optimizer is wrapped already. Call DistributedOptimizer once.")
         if not isinstance(optimizer, Optimizer):
@@ -53,6 +67,7 @@ class DistributedOptimizer(Optimizer):
             )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
+        self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
             current = context()
             current.optimizers.append(self)
@@ -88,9 +103,32 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
+        scaler = self._scaler
+        if scaler is not None and not scaler.begin_update():
+            return None
         with self._lent_to_scaler(), self._own_rows(), self._own_parts():
             self.optimizer.step()
         return None
+
+    @property
+    def _scaler(self) -> LossScaler | None:
+        model = context().model if is_initialized() else None
+        return None if model is None or model.scaling is None else model.scaling.scaler
+
+    @property
+    def overflow(self) -> bool:
+        """Whether gradients of the last step have overflowed on any rank, so that the update is left out."""
+        return self._scaler is not None and self._scaler.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without ``fp16``."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self._scaler is not None and self._scaler.dynamic
 
     @contextmanager
     def _own_rows(self) -> Iterator[None]:
@@ -110,11 +148,11 @@ class DistributedOptimizer(Optimizer):
             UsageError: it must see whole parameters.
         """
         model = context().model if is_initialized() else None
-        parts = None if model is None else model.optimizer_parts
+        parts = None if model is None else model.updated_parts
         if parts is None:
             yield
             return
-        if type(self.optimizer) not in _ELEMENTWISE:
+        if parts.num_parts > 1 and type(self.optimizer) not in _ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
             raise UsageError(
                 "shard_optimizer_state cuts parameters, and "
@@ -249,6 +287,24 @@ class DistributedOptimizer(Optimizer):
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
         if waited is not None and _NAMES in waited:
             self.load_state_dict(waited)
+
+
+def _scaler_of(
+    static: float | None, dynamic: bool | None, arguments: Mapping[str, Any] | None
+) -> LossScaler | None:
+    """The scaler that is asked for; None for the default."""
+    if static is None and dynamic is None and not arguments:
+        return None
+    wanted = dict(arguments or {})
+    is_dynamic = static is None if dynamic is None else dynamic
+    first = wanted.pop("init_scale", LossScaler().scale if is_dynamic else static or 1.0)
+    allowed = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown:
+        raise UsageError(
+            f"dynamic_loss_args has {unknown[0]!r}, and may have init_scale, {', '.join(allowed)}."
+        )
+    return LossScaler(scale=float(first), dynamic=is_dynamic, **wanted)
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -124,6 +124,11 @@ class GradientReducer:
         self._order.begin()
         self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
 
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The parameters whose gradients it reduces."""
+        return {id(member.parameter) for member in self._trained}
+
     def abort(self) -> None:
         """Leaves a batch that failed: gradients are those of earlier batches, and what this one added."""
         self._remove_hooks()
@@ -193,14 +198,18 @@ class GradientReducer:
         register: Any = member.parameter.register_post_accumulate_grad_hook
         self._hooks.append(register(order.is_there))
 
-    def finish(self) -> bool:
-        """Reduces what is left, puts the sums into the gradients, and tells whether there were any."""
+    def finish(self, *, loss_scale: float = 1.0) -> bool:
+        """Reduces what is left, puts the sums into the gradients, and tells whether there were any.
+
+        Args:
+            loss_scale: gradients are divided by it, too.
+        """
         self._order.start_rest()
         spare = self._pack(self._used_spare())
         for turn in spare:
             turn.bucket.start()
         for turn in (*self._turns, *spare):
-            turn.bucket.finish(self._divisor)
+            turn.bucket.finish(self._divisor * loss_scale)
         found = any(member.has_gradient for member in self._trained)
         for member in self._trained:
             self._add_earlier(member.parameter)

@@ -9,7 +9,9 @@
 It stays the same Python object: optimizers, ties and variables of the script keep it.
 """
 
+from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import dtensor_of, put_in_place
+from shardwright.torch.precision import gradient_dtype
 from shardwright.torch.sharded_tensor import ShardedTensor
 
 __all__ = ["Form", "ShardedParameter"]
@@ -78,6 +81,9 @@ class ShardedParameter:
             Form.SHARDED: ShardedTensor(dtensor).requires_grad_(parameter.requires_grad),
             Form.LOCAL: nn.Parameter(rows, parameter.requires_grad),
         }
+        for other in self._others.values():
+            if parameter.is_floating_point():
+                other.grad_dtype = gradient_dtype(parameter)
         # What the other form has as attributes goes with the Python object, which is always this one.
         vars(parameter).update(dtensor=dtensor, _is_param=True)
         self._dtype = parameter.dtype
@@ -152,9 +158,16 @@ class ShardedParameter:
     def _add(self, gradient: Tensor) -> None:
         present = self.parameter.grad
         if present is None:
-            self.parameter.grad = ShardedTensor(dtensor_of(gradient, self._spec))
+            self.parameter.grad = ShardedTensor(dtensor_of(gradient, self._spec_of(gradient)))
         else:
             self._rows_of(present).add_(gradient)
+
+    def _spec_of(self, rows: Tensor) -> Any:
+        """How a tensor of the same shape is laid out, whatever its type."""
+        meta = self._spec.tensor_meta
+        if meta is None or meta.dtype is rows.dtype:
+            return self._spec
+        return replace(self._spec, tensor_meta=meta._replace(dtype=rows.dtype))
 
     def _rows_of(self, tensor: Tensor) -> Tensor:
         """The rows of this rank of a tensor with the shape of the whole."""

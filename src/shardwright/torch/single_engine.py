@@ -45,6 +45,7 @@ class SingleEngine:
         arguments = to_device(arguments, self._context.device)
         num_microbatches = self._context.config.microbatches or 1
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
+        scale *= self._model.loss_scale
         parts = splitter.split(arguments, num_microbatches)
         if not self._prepared and torch.is_grad_enabled():
             recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
@@ -79,7 +80,7 @@ class SingleEngine:
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
-            trains = self._reducer.finish() or trains
+            trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
         if self._buffers is not None:
             self._buffers.agree()
         return EngineRun(
@@ -90,6 +91,11 @@ class SingleEngine:
             row=row,
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
+
+    @property
+    def reduced(self) -> set[int]:
+        """Parameters whose gradients are reduced."""
+        return set() if self._reducer is None else self._reducer.parameter_ids
 
     def _prepare_replicas(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first, and reduces their gradients.

@@ -28,6 +28,7 @@ from shardwright.torch._private import (
     gradient_is_wanted,
 )
 from shardwright.torch.glue import active_handler
+from shardwright.torch.precision import gradient_dtype
 
 __all__ = ["allow_split", "count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
 
@@ -216,7 +217,7 @@ class _SplitConvolution(torch.autograd.Function):
 
 
 def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    if parameter.grad is None:
+    if parameter.grad is None or parameter.grad.dtype is not left.dtype:
         _accumulate(parameter, left @ right)
     else:
         # One pass over the gradient: autograd makes the product first and adds it in a second one.
@@ -225,9 +226,11 @@ def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
+        gradient = gradient.to(gradient_dtype(parameter))
         # It lies in memory as the parameter does: autograd sees to that, too, and optimizers are faster.
-        same = gradient.stride() == parameter.stride()
-        parameter.grad = gradient if same else torch.empty_like(parameter).copy_(gradient)
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
 

@@ -1,13 +1,14 @@
-"""Replicas share the work and the state of the optimizer (ZeRO-1), also where they do not share parameters.
+"""What an optimizer updates in the place of parameters: parts of them, and copies in float32.
 
-::
+Replicas may share the work and the state of the optimizer (ZeRO-1), also where they do not share parameters::
 
     gradients summed over the replicas    every replica has all of them
     optimizer.step()                      each updates a part of every parameter, and has state for that alone
     all-gather                            each gets the parts of the others
 
 Replicas are ranks that have the same rows of parameters: parameters may be shared inside of a host, and the
-optimizer's state over all hosts.
+optimizer's state over all hosts. Parameters in 16 bits are updated in float32, and rounded afterwards: small
+updates would be lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,30 +21,32 @@ from torch import Tensor, nn
 
 from shardwright.comm._private import all_gather_single
 from shardwright.torch._private import put_in_place
+from shardwright.torch.precision import is_low
 
-__all__ = ["OptimizerParts"]
+__all__ = ["UpdatedParts"]
 
 # Elements that are gathered in one message.
 _MESSAGE = 4 * 2**20
 
 
-class OptimizerParts:
-    """The parts of parameters that this rank updates.
+class UpdatedParts:
+    """What this rank updates.
 
     Args:
-        group: ranks with the same rows of the same parameters.
+        group: ranks with the same rows of the same parameters, which share the work; None where none do.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None):
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._num_parts = dist.get_world_size(group)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self.num_parts = 1 if group is None else dist.get_world_size(group)
+        self._masters: dict[int, Tensor] = {}
 
     @contextmanager
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
     ) -> Iterator[None]:
-        """Shows parameters as the part of this rank, in one dimension; then all get the parts of all.
+        """Shows parameters as what this rank updates of them; then all have what all have updated.
 
         Collective over the group.
 
@@ -51,28 +54,55 @@ class OptimizerParts:
             parameters: what an optimizer has, the same on all ranks of the group.
             state: of the optimizer; what it has of whole parameters is cut.
         """
-        cut = [p for p in parameters if p.is_contiguous() and p.numel() >= self._num_parts]
-        wholes = [self._show_part(parameter) for parameter in cut]
+        shown: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        cut = []
+        for parameter in parameters:
+            is_cut = self._is_cut(parameter)
+            if is_cut or is_low(parameter):
+                part = self._part_of(parameter.detach()) if is_cut else parameter.detach()
+                shown.append((parameter, self._show(parameter, part, is_cut=is_cut), part))
+            if is_cut and parameter.requires_grad:
+                cut.append(parameter)
         try:
-            for parameter, whole in zip(cut, wholes, strict=True):
-                self._cut_state(state.get(parameter, {}), whole)
+            for parameter, whole, part in shown:
+                self._cut_state(state.get(parameter, {}), whole, part)
             yield
+            for parameter, _, part in shown:
+                if part.dtype is not parameter.dtype:
+                    part.copy_(parameter.detach())
         finally:
-            for parameter, whole in zip(cut, wholes, strict=True):
+            for parameter, whole, _ in shown:
                 cleared = parameter.grad is None
                 put_in_place(parameter, whole)
                 if cleared:
                     parameter.grad = None
-        self._share([parameter for parameter in cut if parameter.requires_grad])
+        self._share(cut)
 
-    def _show_part(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Puts a part in the place of a parameter; returns an object with what was there."""
+    def _is_cut(self, parameter: Tensor) -> bool:
+        return self.num_parts > 1 and parameter.is_contiguous() and parameter.numel() >= self.num_parts
+
+    def _show(self, parameter: nn.Parameter, part: Tensor, *, is_cut: bool) -> nn.Parameter:
+        """Puts something in the place of a parameter; returns an object with what was there."""
         gradient = parameter.grad
-        part = nn.Parameter(self._part_of(parameter.detach()), parameter.requires_grad)
-        put_in_place(parameter, part)
+        updated = self._master_of(parameter, part) if is_low(part) else part
+        other = nn.Parameter(updated, parameter.requires_grad)
+        put_in_place(parameter, other)
         if gradient is not None:
-            parameter.grad = self._part_of(gradient.contiguous())
-        return part
+            own = self._part_of(gradient.contiguous()) if is_cut else gradient
+            parameter.grad = own.to(updated.dtype)
+        return other
+
+    def _master_of(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """The part in float32; where somebody has changed the parameter since, what it is now."""
+        known = self._masters.get(id(parameter))
+        if known is None or known.shape != part.shape:
+            known = part.float()
+        else:
+            changed = part != known.to(part.dtype)
+            if bool(changed.any()):
+                known = torch.where(changed, part.float(), known)
+        self._masters[id(parameter)] = known
+        return known
 
     def _part_of(self, tensor: Tensor) -> Tensor:
         flat = tensor.view(-1)
@@ -80,11 +110,11 @@ class OptimizerParts:
         return flat[self._rank * size : (self._rank + 1) * size]
 
     def _piece(self, numel: int) -> int:
-        return -(-numel // self._num_parts)
+        return -(-numel // self.num_parts)
 
-    def _cut_state(self, values: dict[str, Any], whole: Tensor) -> None:
+    def _cut_state(self, values: dict[str, Any], whole: Tensor, part: Tensor) -> None:
         for key, value in values.items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == whole.shape:
+            if isinstance(value, Tensor) and value.dim() and value.shape == whole.shape != part.shape:
                 values[key] = self._part_of(value.contiguous()).clone()
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -92,7 +122,7 @@ class OptimizerParts:
         for together in _messages(parameters):
             flats = [parameter.detach().view(-1) for parameter in together]
             sizes = [self._piece(flat.numel()) for flat in flats]
-            parts = flats[0].new_zeros(self._num_parts, sum(sizes))
+            parts = flats[0].new_zeros(self.num_parts, sum(sizes))
             start = 0
             for flat, size in zip(flats, sizes, strict=True):
                 own = flat[self._rank * size : (self._rank + 1) * size]
