@@ -151,7 +151,8 @@ class Config(BaseModel):
         None, description="TCP port at which rank 0 serves the rendezvous, without MASTER_PORT."
     )
     ddp_dist_backend: Literal["auto", "nccl", "gloo"] = Field(
-        "auto", description="torch.distributed backend; auto: nccl on GPUs, gloo on CPUs."
+        "auto",
+        description="torch.distributed backend; auto: nccl on GPUs, gloo on CPUs, with own collectives on top.",
     )
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         "auto", description="Recompute activations: only where memory requires it, never, or everywhere."
@@ -171,7 +172,7 @@ class Config(BaseModel):
     )
     shared_memory: bool = Field(
         True,
-        description="On CPUs, pass the messages of a pipeline on one host through memory that ranks share.",
+        description="On CPUs, pass messages and parameters on one host through memory that ranks share.",
     )
     keep_freed_memory: bool = Field(
         True, description="On CPUs, keep memory that was freed for the next step instead of giving it back."

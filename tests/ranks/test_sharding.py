@@ -310,6 +310,8 @@ def state_bytes(settings, ranks_per_host):
         if parameter.grad is not None:
             found[1] += getattr(parameter.grad, "local", parameter.grad).nbytes
         found[2] += sum(value.nbytes for value in updates.state[parameter].values() if value.dim())
+    if model.updated_parts is not None:
+        found[2] += model.updated_parts.num_bytes
     plan = context().plan
     memory = None if plan is None else plan.prediction.memory[sw.pp_rank()]
     return found, memory and (memory.parameters, memory.gradients, memory.optimizer)
@@ -333,17 +335,20 @@ def test_a_rank_keeps_its_part_of_the_state(degree):
         assert kept == expected
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("shares_updates", [False, True])
-def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, shares_updates):
+def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, shares_updates, bf16):
     settings = {
         **PIPELINE,
         "sharded_data_parallel_degree": degree,
         "shard_optimizer_state": shares_updates,
+        "bf16": bf16,
         "sdp_reduce_every_microbatch": True,
         "pipeline": "1f1b",
     }
-    spare = sum(parameter.nbytes for parameter in Net().double().unused.parameters())  # of no stage
+    # What no stage uses is not counted.
+    spare = sum(p.numel() * (2 if bf16 else 8) for p in Net().unused.parameters())
     for kept, predicted in run_ranks(state_bytes, 4, settings, 4):
         kept[0] -= spare
         assert predicted == pytest.approx(kept, rel=0.02)

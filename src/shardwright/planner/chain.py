@@ -96,6 +96,7 @@ class ParameterUse:
         is_buffer: it is a buffer.
         shared: what it takes on a rank where replicas share it; None where they do not.
         updates: ranks that share the optimizer's state for it, or for their rows of it.
+        wide: bytes of a gradient, or of what is updated, for each of its own.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ParameterUse:
     is_buffer: bool = False
     shared: StateBytes | None = None
     updates: int = 1
+    wide: int = 1
 
     def state(self, *, may_be_shared: bool = True) -> StateBytes:
         """What it takes on a rank.
@@ -117,7 +119,10 @@ class ParameterUse:
         state = StateBytes(self.num_bytes, trained, trained)
         if self.shared is not None and may_be_shared:
             state = self.shared
-        return state._replace(optimized=-(-state.optimized // self.updates))
+        return state._replace(
+            gradients=state.gradients * self.wide,
+            optimized=-(-state.optimized * self.wide // self.updates),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

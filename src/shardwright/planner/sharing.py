@@ -1,4 +1,4 @@
-"""What replicas that share parameters save in memory, and what it costs them in time.
+"""What replicas that share parameters, or train in 16 bits, need in memory.
 
 Of n ranks that share, each keeps 1 / n of a large parameter, of its gradient and of what the optimizer knows
 of it. Until gradients are reduced each also has whole ones: of all that it trains where it adds up several
@@ -26,6 +26,7 @@ class Sharing:
         on_host: of the ranks that share, those on one host: together they have room for all rows where
             others are elsewhere.
         updates: ranks with the same rows that share the optimizer's state; 1: none do.
+        low_precision: parameters have 16 bits, gradients and updates 32.
     """
 
     degree: int = 1
@@ -33,6 +34,7 @@ class Sharing:
     adds_up: bool = False
     on_host: int = 1
     updates: int = 1
+    low_precision: bool = False
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> "Sharing":
@@ -45,18 +47,19 @@ class Sharing:
             adds_up=num_microbatches > 1 and not config.sdp_reduce_every_microbatch,
             on_host=hosts.count(hosts[0]),
             updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,
+            low_precision=config.bf16 or config.fp16,
         )
 
     def applied(self, chain: Chain) -> Chain:
         """The chain, with the memory that its parameters take on each rank."""
-        if self.degree == self.updates == 1:
+        if self.degree == self.updates == 1 and not self.low_precision:
             return chain
         return replace(chain, parameters=tuple(map(self._applied, chain.parameters)))
 
     def _applied(self, use: ParameterUse) -> ParameterUse:
         shares = self.degree > 1 and not use.is_buffer and use.num_elements >= max(1, self.threshold)
         shared = self._shared(use) if shares else None
-        return replace(use, shared=shared, updates=self.updates)
+        return replace(use, shared=shared, updates=self.updates, wide=2 if self.low_precision else 1)
 
     def _shared(self, use: ParameterUse) -> StateBytes:
         part = -(-use.num_bytes // self.degree)

@@ -254,8 +254,9 @@ def make_context(config: Config, plan: Plan | None) -> Context:
 
 
 def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """Shardwright's collectives on CPUs, unless gloo is asked for by name; None for that of the run."""
-    return BACKEND if device.type == "cpu" and config.ddp_dist_backend == "auto" else None
+    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run."""
+    wanted = config.ddp_dist_backend == "auto" and config.shared_memory
+    return BACKEND if device.type == "cpu" and wanted else None
 
 
 def _following(plan: Plan, config: Config, *, warns: bool) -> Config:

@@ -28,6 +28,7 @@ from shardwright.torch.context import Context
 from shardwright.torch.machine import present_cluster
 from shardwright.torch.manual_partition import rank_of
 from shardwright.torch.materialise import Materialiser
+from shardwright.torch.precision import low_precision
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
 from shardwright.torch.tracing import trace_parts
@@ -159,9 +160,11 @@ class Planner:
 
 
 def _optimizer_factor(context: Context) -> float:
-    """Bytes of optimizer state for each byte of a trained parameter."""
+    """Bytes of optimizer state for each byte of what is updated; a copy in float32 is a part of it."""
+    copies = 1.0 if low_precision(context.config) is not None else 0.0
     for wrapped in context.optimizers:
         name = type(wrapped.optimizer).__name__
         if name == "SGD":
-            return 1.0 if any(group.get("momentum") for group in wrapped.param_groups) else 0.0
-    return 2.0
+            momentum = any(group.get("momentum") for group in wrapped.param_groups)
+            return copies + (1.0 if momentum else 0.0)
+    return copies + 2.0

@@ -42,6 +42,11 @@ class UpdatedParts:
         self.num_parts = 1 if group is None else dist.get_world_size(group)
         self._masters: dict[int, Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the copies in float32."""
+        return sum(master.nbytes for master in self._masters.values())
+
     @contextmanager
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
@@ -84,7 +89,9 @@ class UpdatedParts:
     def _show(self, parameter: nn.Parameter, part: Tensor, *, is_cut: bool) -> nn.Parameter:
         """Puts something in the place of a parameter; returns an object with what was there."""
         gradient = parameter.grad
-        updated = self._master_of(parameter, part) if is_low(part) else part
+        # What has no gradient, no optimizer changes.
+        has_master = is_low(part) and gradient is not None
+        updated = self._master_of(parameter, part) if has_master else part
         other = nn.Parameter(updated, parameter.requires_grad)
         put_in_place(parameter, other)
         if gradient is not None:
