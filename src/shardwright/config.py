@@ -152,7 +152,7 @@ class Config(BaseModel):
     )
     ddp_dist_backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto",
-        description="torch.distributed backend; auto: nccl on GPUs, gloo on CPUs, with own collectives on top.",
+        description="torch.distributed backend; auto: nccl on GPUs, own collectives and gloo on CPUs.",
     )
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         "auto", description="Recompute activations: only where memory requires it, never, or everywhere."

@@ -1,7 +1,8 @@
 """Loss scaling whose verdict is the same on all ranks.
 
 `torch.amp.GradScaler` looks for infinities in the gradients of its own rank. Over stages each rank has
-other gradients, so ranks would disagree on whether to step. Here they agree before anyone steps.
+other gradients, and so have ranks that share parameters: they would disagree on whether to step. Here they
+agree before anyone steps.
 """
 
 from collections.abc import Iterator
@@ -31,13 +32,17 @@ def scalers_agree() -> Iterator[None]:
 
     def unscale(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
         found = original(self, *args, **kwargs)
-        if not is_initialized() or context().pipeline_group is None:
+        if not is_initialized():
             return found
         current = context()
+        groups = [group for group in (current.shard_group, current.pipeline_group) if group is not None]
+        if not groups:
+            return found
         # A rank without parameters has nothing to look at, but takes part in the verdict.
         verdicts = found or {current.device: torch.zeros((), dtype=torch.float32, device=current.device)}
         for verdict in verdicts.values():
-            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=current.pipeline_group)
+            for group in groups:
+                dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
         return verdicts
 
     torch.amp.GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
