@@ -59,7 +59,10 @@ _NO_PINS = frozenset(
 
 # Features of later versions: the value that means "off", and what to use instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
-    "delayed_parameter_initialization": (False, "build the model under torch.device('meta')"),
+    "delayed_parameter_initialization": (
+        False,
+        "build the model under sw.delay_param_initialization()",
+    ),
     "fp16_params": (False, "cast the model with model.half()"),
     "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
     "offload_activations": (False, "use activation_checkpointing"),

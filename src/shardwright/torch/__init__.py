@@ -5,6 +5,7 @@ from shardwright.torch.activation_checkpointing import set_activation_checkpoint
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import is_initialized
 from shardwright.torch.data import distributed_sampler, seed_everything
+from shardwright.torch.delayed_initialization import delay_param_initialization
 from shardwright.torch.grad_scaler import GradScaler
 from shardwright.torch.inspection import trace_model
 from shardwright.torch.manual_partition import partition, set_partition
@@ -40,6 +41,7 @@ __all__ = [
     "StepOutput",
     "barrier",
     "clip_grad_norm_",
+    "delay_param_initialization",
     "distributed_sampler",
     "dp_rank",
     "dp_size",

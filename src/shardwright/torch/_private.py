@@ -75,15 +75,15 @@ def fake_failures_unlogged() -> Iterator[None]:
         log.disabled = before
 
 
-def make_wrapper(cls: type, like: torch.Tensor) -> Any:
-    """Makes a tensor subclass without storage, with the metadata of `like`."""
+def make_wrapper(cls: type, like: torch.Tensor, *, device: torch.device | None = None) -> Any:
+    """Makes a tensor subclass without storage, with the metadata of `like`; on that device, or another."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
         like.shape,
         strides=like.stride() if like.layout == torch.strided else None,
         dtype=like.dtype,
         layout=like.layout,
-        device=like.device,
+        device=like.device if device is None else device,
         requires_grad=like.requires_grad,
     )
 

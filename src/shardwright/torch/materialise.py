@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.first_values import Initialise, children_first, initialise, initialise_container
 from shardwright.torch.meta_rehearsal import Unknown, unknown_values
 from shardwright.torch.unit_map import UnitMap
@@ -105,8 +106,12 @@ class Materialiser:
                 fresh[id(tensor)] = tensor
         if not fresh:
             return
-        for tensor in fresh.values():
+        for key, tensor in list(fresh.items()):
+            values = recorded_values(tensor)
             _take_memory(tensor, self._device)
+            if values is not None:
+                tensor.detach().copy_(values)
+                del fresh[key]
         with torch.no_grad():
             for name, module, above in children_first(self._model):
                 if any(id(tensor) in fresh for tensor in _own(module).values()):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import storage_key
+from shardwright.torch.delayed_initialization import is_recorded
 from shardwright.torch.first_values import children_first, initialise
 
 __all__ = ["Unknown", "unknown_values"]
@@ -44,7 +45,7 @@ def unknown_values(model: nn.Module) -> list[Unknown]:
     found = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, module, above in children_first(model):
-            if not any(tensor.is_meta for tensor in _held(module).values()):
+            if not any(tensor.is_meta and not is_recorded(tensor) for tensor in _held(module).values()):
                 continue
             missing = _missing(module, above)
             if missing:
@@ -72,7 +73,10 @@ def _missing(module: nn.Module, above: tuple[nn.Module, ...]) -> tuple[str, ...]
     return tuple(
         key
         for key, tensor in before.items()
-        if tensor.is_meta and after.get(key) is tensor and storage_key(tensor) not in watch.written
+        if tensor.is_meta
+        and not is_recorded(tensor)
+        and after.get(key) is tensor
+        and storage_key(tensor) not in watch.written
     )
 
 
