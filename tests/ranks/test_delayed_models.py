@@ -60,3 +60,41 @@ def test_it_trains_as_otherwise(ranks, settings):
     for (own, state), (own_expected, expected_state) in zip(found, expected, strict=True):
         assert own == own_expected
         assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+def memory_of_a_rank(settings):
+    """The most elements of parameters that had memory at once, beside what they all are."""
+    import shardwright.torch as sw
+    import shardwright.torch.sharding as sharding
+
+    sw.init({**QUIET, **settings})
+    with sw.delay_param_initialization():
+        model = build()
+    made = []
+    original = sharding.recorded_values
+    sharding.recorded_values = lambda parameter: made.append(parameter.numel()) or original(parameter)
+    wrapped = sw.DistributedModel(model)
+    waiting = sum(p.numel() for p in model.parameters() if p.is_meta)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    train(wrapped, torch.ones(4, WIDTH))
+    return waiting, made
+
+
+def test_shared_parameters_are_made_one_by_one_and_cut():
+    for waiting, made in run_ranks(memory_of_a_rank, 2, {"sharded_data_parallel_degree": 2}):
+        assert waiting == 5 * WIDTH**2
+        assert made == [WIDTH**2] * 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"sharded_data_parallel_degree": 2}])
+def test_in_bfloat16(settings):
+    settings = {**settings, "bf16": True}
+    expected = run_ranks(losses, 2, settings, delayed=False)
+    found = run_ranks(losses, 2, settings, delayed=True)
+    assert [own for own, _ in found] == [own for own, _ in expected]

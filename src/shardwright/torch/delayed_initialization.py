@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
 from shardwright.torch.tree import leaves, map_tree
 
-__all__ = ["delay_param_initialization", "is_recorded", "recorded_values"]
+__all__ = ["cast_recorded", "delay_param_initialization", "is_recorded", "recorded_values"]
 
 # Smaller tensors are made at once: code looks at their values, and they take no memory to speak of.
 _SMALL = 2**14
@@ -75,6 +75,12 @@ def recorded_values(tensor: Tensor) -> Tensor | None:
     """The values that a tensor on the meta device was given; None where nobody has written them down."""
     recording = _recording_of(tensor)
     return None if recording is None else recording.values(tensor)
+
+
+def cast_recorded(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A tensor of another type with the same values to come; None where nothing is written down."""
+    recording = _recording_of(tensor)
+    return None if recording is None else recording.cast(tensor.detach(), dtype)
 
 
 def _recording_of(tensor: Tensor) -> "_Recording | None":
@@ -192,6 +198,12 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def knows(self, key: int) -> bool:
         """Whether this memory belongs to a recorded tensor."""
         return key in self._memories
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Writes down that a tensor is cast."""
+        given = {"dtype": dtype}
+        cast: Tensor = self._keep(torch.ops.aten._to_copy.default, (tensor,), given, given)
+        return cast
 
     def values(self, tensor: Tensor) -> Tensor:
         """Does again what gave a tensor its values."""

@@ -315,15 +315,19 @@ class PipelineEngine:
             world_ranks=context.pipeline_ranks,
             device=context.device,
         )
-        self._materialiser.named(held, self._unit_map)
+        alone = {name for name in held if residency.ranks[name] == (rank,)}
+        parameters = dict(module.named_parameters())
+        waiting = self._model.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
+        self._materialiser.named(held - waiting, self._unit_map)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))
         parameters = {
-            n: p for n, p in _first_named(module).items() if isinstance(p, nn.Parameter) and not p.is_meta
+            n: p
+            for n, p in _first_named(module).items()
+            if isinstance(p, nn.Parameter) and (not p.is_meta or n in waiting)
         }
         self._several_stages = {n: p for n, p in parameters.items() if len(residency.stages[n]) > 1}
-        own = {n: p for n, p in parameters.items() if residency.ranks[n] == (rank,)}
-        self._model.shard(own)
+        self._model.shard({n: p for n, p in parameters.items() if n in alone})
         aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank

@@ -24,6 +24,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.first_values import Initialise, children_first, initialise, initialise_container
 from shardwright.torch.meta_rehearsal import Unknown, unknown_values
+from shardwright.torch.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.unit_map import UnitMap
 
 __all__ = ["Materialiser"]
@@ -71,9 +72,15 @@ class Materialiser:
         if self._initialize is None:
             _refuse(unknown_values(self._model))
 
-    def everything(self) -> None:
-        """Gives memory and values to the whole model."""
-        self._materialise({id(tensor) for tensor in _tensors(self._model)}, whole_modules=True)
+    def everything(self, *, but: Collection[str] = ()) -> None:
+        """Gives memory and values to the whole model.
+
+        Args:
+            but: first names of parameters that wait.
+        """
+        waiting = {id(p) for name, p in self._model.named_parameters() if name in but}
+        wanted = {id(tensor) for tensor in _tensors(self._model)}
+        self._materialise(wanted - waiting, whole_modules=True)
 
     def named(self, names: Collection[str], unit_map: UnitMap) -> None:
         """Gives memory and values to parameters and buffers.
@@ -212,6 +219,7 @@ def _take_memory(tensor: Tensor, device: torch.device) -> None:
         real.fill_(mark)
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+        set_gradient_dtype(real, gradient_dtype(tensor))
     swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
     swap(tensor, real)
 

@@ -18,6 +18,7 @@ from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context, context
 from shardwright.torch.cores import OwnCores
+from shardwright.torch.delayed_initialization import is_recorded
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine, EngineRun
 from shardwright.torch.failure import first_cause_named
@@ -32,6 +33,7 @@ from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.residency import Residency, refuse_released
+from shardwright.torch.shardable import can_be_sharded
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
@@ -129,8 +131,10 @@ class DistributedModel(nn.Module):
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
-            self._materialiser.everything()
-            module.to(current.device)
+            self._materialiser.everything(but=self.filled_when_shared(dict(module.named_parameters())))
+            if current.device.type != "cpu":
+                move: Any = module._apply
+                move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
             self._engine = SingleEngine(current, self)
         else:
             from shardwright.torch.planning import Planner
@@ -410,14 +414,26 @@ class DistributedModel(nn.Module):
         current = context()
         if current.shard_group is None:
             return
-        from shardwright.torch.sharding import Sharding, can_be_sharded
+        from shardwright.torch.sharding import Sharding  # DTensor takes long to import
 
-        threshold = current.config.sdp_param_persistence_threshold
-        chosen = {n: p for n, p in parameters.items() if can_be_sharded(p, threshold=threshold)}
+        chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         self.sharding = Sharding(self.module, chosen, current)
         norm_over_stages()
         for optimizer in current.optimizers:
             self.sharding.cut_state(optimizer.state)
+
+    def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+        """Names of parameters that take no memory before they are shared.
+
+        Args:
+            parameters: some that one stage alone has, by name.
+        """
+        if context().shard_group is None:
+            return set()
+        return {n for n, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
+
+    def _is_shared(self, parameter: nn.Parameter) -> bool:
+        return can_be_sharded(parameter, threshold=context().config.sdp_param_persistence_threshold)
 
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """A reducer with the settings of this model."""

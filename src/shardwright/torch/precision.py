@@ -13,9 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import Config
+from shardwright.torch._private import put_in_place
+from shardwright.torch.delayed_initialization import cast_recorded
 from shardwright.torch.tree import map_tree
 
-__all__ = ["cast_inputs", "cast_model", "cast_outputs", "gradient_dtype", "is_low", "low_precision"]
+__all__ = [
+    "cast_inputs",
+    "cast_model",
+    "cast_outputs",
+    "gradient_dtype",
+    "is_low",
+    "low_precision",
+    "set_gradient_dtype",
+]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -29,15 +39,25 @@ def low_precision(config: Config) -> torch.dtype | None:
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts parameters and buffers, which stay the same objects, and has gradients come in float32."""
+    for parameter in model.parameters():
+        cast = cast_recorded(parameter, dtype) if parameter.is_floating_point() else None
+        if cast is not None:
+            put_in_place(parameter, nn.Parameter(cast, parameter.requires_grad))
     model.to(dtype)
     for parameter in model.parameters():
         if parameter.dtype is dtype:
-            parameter.grad_dtype = torch.float32
+            set_gradient_dtype(parameter, torch.float32)
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The type of a parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Has a parameter's gradient come in a type of its own."""
+    if gradient_dtype(parameter) is not dtype:
+        parameter.grad_dtype = dtype
 
 
 def is_low(tensor: Tensor) -> bool:

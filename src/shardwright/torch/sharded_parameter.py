@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import dtensor_of, put_in_place
-from shardwright.torch.precision import gradient_dtype
+from shardwright.torch.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.sharded_tensor import ShardedTensor
 
 __all__ = ["Form", "ShardedParameter"]
@@ -40,7 +40,7 @@ class ShardedParameter:
 
     Args:
         name: its first name.
-        parameter: the model's own.
+        parameter: the model's own, which may be on the meta device.
         whole: memory of the parameter's shape for all rows; has their values.
         own_rows: which rows this rank keeps.
         rows: memory for these; it may be a part of `whole`; has their values.
@@ -71,7 +71,11 @@ class ShardedParameter:
         self.own_rows = own_rows
         self.rows = rows
         self.gradient: Tensor | None = None
-        parameter.data = whole
+        if parameter.is_meta:
+            real = nn.Parameter(whole.new_empty(0), parameter.requires_grad)
+            set_gradient_dtype(real, gradient_dtype(parameter))
+            put_in_place(parameter, real)
+        parameter.data = whole  # what writes to its neighbours in memory does not count as a change of it
         dtensor = DTensor.from_local(
             rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
         )
@@ -82,8 +86,7 @@ class ShardedParameter:
             Form.LOCAL: nn.Parameter(rows, parameter.requires_grad),
         }
         for other in self._others.values():
-            if parameter.is_floating_point():
-                other.grad_dtype = gradient_dtype(parameter)
+            set_gradient_dtype(other, gradient_dtype(parameter))
         # What the other form has as attributes goes with the Python object, which is always this one.
         vars(parameter).update(dtensor=dtensor, _is_param=True)
         self._dtype = parameter.dtype

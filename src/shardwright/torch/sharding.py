@@ -22,31 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwright.torch.context import Context
+from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.parameter_watch import watch_parameters
 from shardwright.torch.shard_memory import ShardMemory, Wait, memory_for
 from shardwright.torch.sharded_parameter import ShardedParameter
 from shardwright.torch.tree import leaves
 
-__all__ = ["Sharding", "can_be_sharded"]
+__all__ = ["Sharding"]
 
 # Elements that are gathered together: what comes later can be on its way while these are used.
 _PARCEL = 2**20
-
-
-def can_be_sharded(parameter: Tensor, *, threshold: int) -> bool:
-    """Whether a parameter is cut, or left whole on every rank.
-
-    Args:
-        parameter: of the model.
-        threshold: elements below which it is left whole.
-    """
-    return (
-        parameter.dim() > 0
-        and parameter.numel() >= max(threshold, 1)
-        and parameter.layout is torch.strided
-        and parameter.is_contiguous()
-    )
 
 
 class _Parcel:
@@ -84,8 +70,8 @@ class Sharding:
 
     Args:
         model: whose they are.
-        parameters: those to cut, by their first names, in the order in which they are used; all ranks of the
-            shard group have the same values.
+        parameters: those to cut, by their first names, in the order in which they are used. All replicas have
+            the same values, or none yet: then what fills them is recorded.
         context: the run.
 
     Attributes:
@@ -94,7 +80,10 @@ class Sharding:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], context: Context):
         assert context.shard_group is not None
+        assert context.data_group is not None
         self._group = context.shard_group
+        self._data_group = context.data_group
+        self._first_replica = context.mesh.group("dp", context.rank)[0]
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
@@ -121,7 +110,7 @@ class Sharding:
         packed = []
         for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
             own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)
-            rows.copy_(parameter.detach()[own_rows.start : own_rows.stop])
+            rows.copy_(self._values_of(parameter)[own_rows.start : own_rows.stop])
             packed.append(
                 ShardedParameter(
                     name,
@@ -134,6 +123,16 @@ class Sharding:
                 )
             )
         return _Parcel(packed, memory)
+
+    def _values_of(self, parameter: nn.Parameter) -> Tensor:
+        """All rows, as the first replica has them; those that nobody has memory for are made now."""
+        if not parameter.is_meta:
+            return parameter.detach()
+        recorded = recorded_values(parameter)
+        assert recorded is not None
+        values = recorded.to(self._device)
+        dist.broadcast(values, self._first_replica, group=self._data_group)
+        return values
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self.parameters

@@ -117,7 +117,7 @@ class SingleEngine:
         """Gives all replicas the values of the first; returns its world rank."""
         first = self._context.mesh.group("dp", self._context.rank)[0]
         for tensor in (*self._model.module.parameters(), *self._model.module.buffers()):
-            if tensor.numel():
+            if tensor.numel() and not tensor.is_meta:
                 dist.broadcast(tensor.detach(), first, group=group)
         return first
 
