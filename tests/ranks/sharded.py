@@ -130,5 +130,9 @@ def sharded_training(
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         if index % accumulate == accumulate - 1:
             updates.step()
-    names = [] if model.sharding is None else [s.name for s in model.sharding.parameters.values()]
+    names = (
+        []
+        if model.replicas.sharding is None
+        else [s.name for s in model.replicas.sharding.parameters.values()]
+    )
     return losses, norms, model.state_dict(), names

@@ -310,8 +310,8 @@ def state_bytes(settings, ranks_per_host):
         if parameter.grad is not None:
             found[1] += getattr(parameter.grad, "local", parameter.grad).nbytes
         found[2] += sum(value.nbytes for value in updates.state[parameter].values() if value.dim())
-    if model.updated_parts is not None:
-        found[2] += model.updated_parts.num_bytes
+    if model.replicas.updated_parts is not None:
+        found[2] += model.replicas.updated_parts.num_bytes
     plan = context().plan
     memory = None if plan is None else plan.prediction.memory[sw.pp_rank()]
     return found, memory and (memory.parameters, memory.gradients, memory.optimizer)

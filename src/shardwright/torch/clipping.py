@@ -84,7 +84,7 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
     current = context()
     if current.model is None or not current.model.partitioned:
         return False
-    if current.pipeline_group is None and current.model.sharding is None:
+    if current.pipeline_group is None and current.model.replicas.sharding is None:
         return False
     own = {id(parameter.grad) for parameter in current.model.local_parameters()}
     return not gradients or any(id(gradient) in own for gradient in gradients)

@@ -317,7 +317,7 @@ class PipelineEngine:
         )
         alone = {name for name in held if residency.ranks[name] == (rank,)}
         parameters = dict(module.named_parameters())
-        waiting = self._model.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
+        waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
         self._materialiser.named(held - waiting, self._unit_map)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
         self._set_units(list(self._unit_map.modules))
@@ -327,12 +327,12 @@ class PipelineEngine:
             if isinstance(p, nn.Parameter) and (not p.is_meta or n in waiting)
         }
         self._several_stages = {n: p for n, p in parameters.items() if len(residency.stages[n]) > 1}
-        self._model.shard({n: p for n, p in parameters.items() if n in alone})
+        self._model.replicas.shard({n: p for n, p in parameters.items() if n in alone})
         aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
         )
-        self.reducer = self._model.make_reducer(members) if members else None
+        self.reducer = self._model.replicas.make_reducer(members) if members else None
         return was_whole and not changed
 
     # ---- every step ----
@@ -352,8 +352,8 @@ class PipelineEngine:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
-        if self._model.sharding is not None:
-            self._model.sharding.arrive()
+        if self._model.replicas.sharding is not None:
+            self._model.replicas.sharding.arrive()
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
         if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
             trace = known.trace

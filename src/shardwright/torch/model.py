@@ -3,10 +3,9 @@
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,9 +15,8 @@ from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
-from shardwright.torch.context import Context, context
+from shardwright.torch.context import context
 from shardwright.torch.cores import OwnCores
-from shardwright.torch.delayed_initialization import is_recorded
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine, EngineRun
 from shardwright.torch.failure import first_cause_named
@@ -31,17 +29,12 @@ from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
-from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
-from shardwright.torch.shardable import can_be_sharded
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
 from shardwright.torch.tracer import Tracer
-from shardwright.torch.updated_parts import UpdatedParts
-
-if TYPE_CHECKING:
-    from shardwright.torch.sharding import Sharding
 
 __all__ = ["DistributedModel"]
 
@@ -104,8 +97,9 @@ class DistributedModel(nn.Module):
             optimizer.check(module.parameters())
         self.module = module
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self._overlap = overlapping_allreduce
-        self._bucket_bytes = int(bucket_cap_mb * 2**20)
+        self.replicas = Replicas(
+            current, module, bucket_bytes=int(bucket_cap_mb * 2**20), overlap=overlapping_allreduce
+        )
         self._residency: Residency | None = None
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
@@ -118,11 +112,9 @@ class DistributedModel(nn.Module):
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
         self._gives_back = keeps_memory and keep_freed_memory()
         self._gathers = False
-        self.sharding: Sharding | None = None
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:
             cast_model(module, self._low_precision)
-        self.updated_parts = _updated_parts(current)
         self.scaling: GradientScaling | None = None
         if current.config.fp16:
             self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)
@@ -131,7 +123,9 @@ class DistributedModel(nn.Module):
         self._engine: Engine
         if current.mesh.pipeline == 1:
             self._materialiser.agree_on_seed()
-            self._materialiser.everything(but=self.filled_when_shared(dict(module.named_parameters())))
+            self._materialiser.everything(
+                but=self.replicas.filled_when_shared(dict(module.named_parameters()))
+            )
             if current.device.type != "cpu":
                 move: Any = module._apply
                 move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
@@ -157,7 +151,7 @@ class DistributedModel(nn.Module):
             self._called_to_train |= torch.is_grad_enabled() and self.module.training
         if self._low_precision is not None:
             args, kwargs = cast_inputs((args, kwargs), self._low_precision)
-        if active_handler() is None and self.sharding is not None:
+        if active_handler() is None and self.replicas.sharding is not None:
             result = self._whole_for_a_call(*args, **kwargs)
         else:
             result = self.module(*args, **kwargs)
@@ -171,12 +165,8 @@ class DistributedModel(nn.Module):
                 "gradients belongs inside a function decorated with @sw.step. For an evaluation outside, "
                 "call the model under torch.no_grad(), on all ranks."
             )
-        with self._all_rows():
+        with self.replicas.all_rows():
             return self.module(*args, **kwargs)
-
-    def _all_rows(self, *, written: bool = False) -> AbstractContextManager[None]:
-        """Has all rows of shared parameters at hand; collective over the ranks that share them."""
-        return nullcontext() if self.sharding is None else self.sharding.whole(written=written)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Runs the backward of a microbatch.
@@ -221,17 +211,17 @@ class DistributedModel(nn.Module):
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
-        if self.sharding is not None:
-            self.sharding.to_whole()
+        if self.replicas.sharding is not None:
+            self.replicas.sharding.to_whole()
         if self.scaling is not None:
             self.scaling.begin(self._engine.reduced)
         run = self._engine.run(function, arguments, splitter)
-        sharded = () if self.sharding is None else self.sharding.parameters.values()
+        sharded = () if self.replicas.sharding is None else self.replicas.sharding.parameters.values()
         if self.scaling is not None:
             sums = [each.gradient for each in sharded if each.gradient is not None]
             self.scaling.finish(self._engine.reduced, sums)
-        if self.sharding is not None:
-            self.sharding.to_sharded()
+        if self.replicas.sharding is not None:
+            self.replicas.sharding.to_sharded()
         return run
 
     @property
@@ -301,12 +291,12 @@ class DistributedModel(nn.Module):
         current = context()
         if self._residency is None or current.pipeline_group is None:
             given = {} if destination is None else {"destination": destination}
-            with self._all_rows():
+            with self.replicas.all_rows():
                 state = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
-                if self.sharding is not None:
+                if self.replicas.sharding is not None:
                     state.update({key: _copy(value) for key, value in state.items()})
             return state
-        with self._all_rows():
+        with self.replicas.all_rows():
             return self._gathered_state(destination, prefix, keep_vars=keep_vars)
 
     def _gathered_state(
@@ -342,9 +332,9 @@ class DistributedModel(nn.Module):
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*no-op.*")
                     return self.module.load_state_dict(state_dict, strict=strict)
-            with self._all_rows(written=True):
+            with self.replicas.all_rows(written=True):
                 return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-        with self._all_rows(written=True):
+        with self.replicas.all_rows(written=True):
             return self._load_own(state_dict, strict=strict)
 
     def _load_own(self, state_dict: Any, *, strict: bool) -> Any:
@@ -404,59 +394,6 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return unchanged
 
-    def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
-
-        Args:
-            parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
-                or of several stages are not among them.
-        """
-        current = context()
-        if current.shard_group is None:
-            return
-        from shardwright.torch.sharding import Sharding  # DTensor takes long to import
-
-        chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
-        self.sharding = Sharding(self.module, chosen, current)
-        norm_over_stages()
-        for optimizer in current.optimizers:
-            self.sharding.cut_state(optimizer.state)
-
-    def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-        """Names of parameters that take no memory before they are shared.
-
-        Args:
-            parameters: some that one stage alone has, by name.
-        """
-        if context().shard_group is None:
-            return set()
-        return {n for n, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
-
-    def _is_shared(self, parameter: nn.Parameter) -> bool:
-        return can_be_sharded(parameter, threshold=context().config.sdp_param_persistence_threshold)
-
-    def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
-        """A reducer with the settings of this model."""
-        current, sharding = context(), self.sharding
-        if sharding is not None:
-            shard_group = current.shard_group
-            assert shard_group is not None
-            members = [
-                replace(m, sharded=sharding.parameters[id(m.parameter)], group=shard_group)
-                if m.parameter in sharding
-                else m
-                for m in members
-            ]
-        return GradientReducer(
-            members,
-            divisor=current.mesh.data,
-            bucket_bytes=self._bucket_bytes,
-            sharded_bucket_bytes=4 * current.config.sdp_reduce_bucket_size,
-            replica_group=current.replica_group,
-            in_every_backward=current.config.sdp_reduce_every_microbatch,
-            overlap=self._overlap,
-        )
-
     def _call_hook(self, hook: Callable[..., Any]) -> None:
         optimizers = context().optimizers
         hook(self, optimizers[0] if optimizers else None)
@@ -492,14 +429,6 @@ class DistributedModel(nn.Module):
 
     def _is_local(self, tensor: Tensor) -> bool:
         return not self.partitioned or not tensor.is_meta
-
-
-def _updated_parts(current: Context) -> UpdatedParts | None:
-    """What optimizers update in the place of parameters; None where they update these."""
-    config = current.config
-    replicas = current.replica_group if current.mesh.shard > 1 else current.data_group
-    group = replicas if config.shard_optimizer_state else None
-    return UpdatedParts(group) if group is not None or config.bf16 or config.fp16 else None
 
 
 def _copy(value: Any) -> Any:

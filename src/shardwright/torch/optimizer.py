@@ -134,10 +134,10 @@ class DistributedOptimizer(Optimizer):
     def _own_rows(self) -> Iterator[None]:
         """Shows the wrapped optimizer what this rank keeps of shared parameters, if that is all it needs."""
         model = context().model if is_initialized() else None
-        if model is None or type(self.optimizer) not in _ELEMENTWISE or model.sharding is None:
+        if model is None or type(self.optimizer) not in _ELEMENTWISE or model.replicas.sharding is None:
             yield
             return
-        with model.sharding.for_optimizer(self._parameters()):
+        with model.replicas.sharding.for_optimizer(self._parameters()):
             yield
 
     @contextmanager
@@ -148,7 +148,7 @@ class DistributedOptimizer(Optimizer):
             UsageError: it must see whole parameters.
         """
         model = context().model if is_initialized() else None
-        parts = None if model is None else model.updated_parts
+        parts = None if model is None else model.replicas.updated_parts
         if parts is None:
             yield
             return

@@ -107,9 +107,9 @@ class SingleEngine:
         if present == self._reduced:
             return
         first = self._share(group)
-        self._model.shard(dict(module.named_parameters()))
+        self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
-        self._reducer, self._reduced = self._model.make_reducer(members), present
+        self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
         self._buffers = ReplicaBuffers(module, group, source=first)
         self._buffers.note()
 

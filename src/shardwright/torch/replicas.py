@@ -1,0 +1,110 @@
+"""What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwright.torch.clipping import norm_over_stages
+from shardwright.torch.context import Context
+from shardwright.torch.delayed_initialization import is_recorded
+from shardwright.torch.precision import low_precision
+from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.shardable import can_be_sharded
+from shardwright.torch.updated_parts import UpdatedParts
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharding import Sharding
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """This rank's part in data parallelism.
+
+    Args:
+        context: the run.
+        module: the user's model.
+        bucket_bytes: most bytes of gradients reduced in one message, of parameters that are not shared.
+        overlap: reduce during the last backward; else after it.
+
+    Attributes:
+        sharding: the shared parameters; None where none are, or as long as they are not.
+        updated_parts: what optimizers update in the place of parameters; None where they update these.
+    """
+
+    def __init__(self, context: Context, module: nn.Module, *, bucket_bytes: int, overlap: bool):
+        self._context = context
+        self._module = module
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self.sharding: Sharding | None = None
+        self.updated_parts = _updated_parts(context)
+
+    def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
+
+        Args:
+            parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
+                or of several stages are not among them.
+        """
+        if self._context.shard_group is None:
+            return
+        from shardwright.torch.sharding import Sharding  # DTensor takes long to import
+
+        chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
+        self.sharding = Sharding(self._module, chosen, self._context)
+        norm_over_stages()
+        for optimizer in self._context.optimizers:
+            self.sharding.cut_state(optimizer.state)
+
+    def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+        """Names of parameters that take no memory before they are shared.
+
+        Args:
+            parameters: some that one stage alone has, by name.
+        """
+        if self._context.shard_group is None:
+            return set()
+        return {name for name, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
+
+    def all_rows(self, *, written: bool = False) -> AbstractContextManager[None]:
+        """Has all rows of shared parameters at hand; collective over the ranks that share them.
+
+        Args:
+            written: all ranks give the parameters the same values meanwhile.
+        """
+        return nullcontext() if self.sharding is None else self.sharding.whole(written=written)
+
+    def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
+        """What sums the gradients of these parameters."""
+        context, sharding = self._context, self.sharding
+        if sharding is not None:
+            assert context.shard_group is not None
+            members = [
+                replace(m, sharded=sharding.parameters[id(m.parameter)], group=context.shard_group)
+                if m.parameter in sharding
+                else m
+                for m in members
+            ]
+        return GradientReducer(
+            members,
+            divisor=context.mesh.data,
+            bucket_bytes=self._bucket_bytes,
+            sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
+            replica_group=context.replica_group,
+            in_every_backward=context.config.sdp_reduce_every_microbatch,
+            overlap=self._overlap,
+        )
+
+    def _is_shared(self, parameter: nn.Parameter) -> bool:
+        return can_be_sharded(parameter, threshold=self._context.config.sdp_param_persistence_threshold)
+
+
+def _updated_parts(context: Context) -> UpdatedParts | None:
+    same_rows = context.replica_group if context.mesh.shard > 1 else context.data_group
+    group = same_rows if context.config.shard_optimizer_state else None
+    needed = group is not None or low_precision(context.config) is not None
+    return UpdatedParts(group) if needed else None
