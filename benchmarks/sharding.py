@@ -1,0 +1,254 @@
+"""Measures sharded data parallelism side by side with DDP, FSDP2 and DeepSpeed, on one host and on two.
+
+python benchmarks/sharding.py
+python benchmarks/sharding.py --only one-host
+python benchmarks/sharding.py --quick            # does it still run?
+
+A  seconds of a step of an 11.7 M parameter GPT, all contenders in turns in one set of processes
+B  bytes between hosts in a step, read from the interfaces
+C  losses of 20 steps against DDP, for every degree, with and without a pipeline, 1 and 4 microbatches
+
+Two hosts are network namespaces of this machine (root and iproute2 are needed), with two ranks each, and
+links of 100 Mbit/s, 1 Gbit/s and without a limit. DeepSpeed takes part where it is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONWARNINGS"] = "ignore"
+
+from check import Check, lines
+from machine import circumstances
+from shardwright.plan import align
+from shardwright.testing.cluster import Cluster, missing_for_networks
+from shardwright.units import format_bytes, format_seconds
+
+_RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "no limit": None}
+_SCRIPT = str(Path(__file__).with_name("sharding_ranks.py"))
+_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+Times = dict[str, list[float]]
+"""Seconds of a step, by contender and round."""
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    options = _options()
+    rounds = 1 if options.quick else options.rounds
+    where = circumstances()
+    print("\n".join(f"{key}: {value}" for key, value in where.items()))
+    found: dict[str, object] = {}
+    checks: list[Check] = []
+    if options.only in (None, "one-host"):
+        for ranks in options.ranks:
+            times = _on_one_host(ranks, rounds)
+            found[f"one host, {ranks} ranks"] = times
+            checks += _checks_on_one_host(ranks, times)
+    if options.only in (None, "parity"):
+        apart = _parity(2 if options.quick else 20)
+        found["parity"] = apart
+        worst = max(apart, key=lambda name: apart[name])
+        checks.append(
+            Check(
+                section="C",
+                what="loss apart from DDP's / 1e-5",
+                value=apart[worst] / 1e-5,
+                target=1,
+                where=worst,
+            )
+        )
+    missing = missing_for_networks()
+    if options.only in (None, "two-hosts") and missing is not None:
+        print(f"two hosts: not measured, {missing}")
+    elif options.only in (None, "two-hosts"):
+        for name, rate in _RATES.items():
+            times = _on_two_hosts(rate, rounds)
+            found[f"two hosts x 2 ranks, {name}"] = times
+            checks += _checks_on_two_hosts(name, times)
+        traffic = _traffic(4 if options.quick else 10)
+        found["bytes between hosts"] = traffic
+        for name, (measured, expected) in traffic.items():
+            checks.append(
+                Check(
+                    section="B",
+                    what=f"bytes between hosts / formula, {name}",
+                    value=max(measured / expected, expected / measured),
+                    target=1.05,
+                    where=f"{format_bytes(int(measured))} a host and step",
+                )
+            )
+    if not options.check:
+        for name, figures in found.items():
+            print(f"\n{name}\n{_table(figures)}")
+        print()
+    print("\n".join(lines(checks)))
+    if options.json is not None:
+        verdicts = [asdict(check) | {"passes": check.passes} for check in checks]
+        options.json.write_text(
+            json.dumps({"circumstances": where, "figures": found, "checks": verdicts}, indent=1)
+        )
+    return 1 if options.check and not all(check.passes for check in checks) else 0
+
+
+# ---- A: seconds ----
+
+
+def _on_one_host(ranks: int, rounds: int) -> Times:
+    names = ["ddp", "ours-1", *(f"{kind}-{d}" for d in _degrees(ranks) for kind in ("ours", "fsdp2"))]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "figures.json")
+        script = [_SCRIPT, *_arguments(names, rounds, out)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", *script], check=True, stderr=subprocess.DEVNULL
+        )
+        return _times(out)
+
+
+def _on_two_hosts(rate: float | None, rounds: int) -> Times:
+    names = ["ddp", "fsdp2-4", "fsdp2-2", "ours-1", "ours-2", "ours-4"]
+    if _DEEPSPEED:
+        names += ["zero1", "zero2", "zero3", "hpz-2"]
+    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=2, ranks_per_host=2) as machines:
+        machines.network.set_rate(rate)
+        out = Path(folder, "figures.json")
+        machines.torchrun([_SCRIPT, *_arguments(names, rounds, out)], timeout_s=3600)
+        return _times(out)
+
+
+def _times(out: Path) -> Times:
+    found: Times = json.loads(out.read_text())
+    del found["bytes of the model"]
+    return found
+
+
+def _degrees(ranks: int) -> list[int]:
+    return [degree for degree in range(2, ranks + 1) if ranks % degree == 0]
+
+
+def _arguments(names: Sequence[str], rounds: int, out: Path) -> list[str]:
+    return ["--names", *names, "--rounds", str(rounds), "--out", str(out)]
+
+
+def _checks_on_one_host(ranks: int, times: Times) -> list[Check]:
+    checks = []
+    for degree in _degrees(ranks):
+        ours = f"ours-{degree}"
+        for peer, target in ((f"fsdp2-{degree}", 0.9), ("ddp", 1.05)):
+            what = f"one host, {ranks} ranks: {ours} / {peer}"
+            checks.append(Check(section="A", what=what, value=_ratio(times, ours, peer), target=target))
+    return checks
+
+
+def _checks_on_two_hosts(name: str, times: Times) -> list[Check]:
+    ours = [contender for contender in times if contender.startswith("ours")]
+    peers = [contender for contender in times if not contender.startswith("ours")]
+    best = min(ours, key=lambda contender: statistics.median(times[contender]))
+    rival = min(peers, key=lambda contender: statistics.median(times[contender]))
+    checks = [
+        Check(
+            section="A",
+            what=f"two hosts, {name}: {best} / {rival}, the best of both",
+            value=_ratio(times, best, rival),
+            target=1.0,
+        )
+    ]
+    for peer in ("fsdp2-4", "zero3") if name != "no limit" else ():
+        if peer in times:
+            what = f"two hosts, {name}: {best} / {peer}"
+            checks.append(Check(section="A", what=what, value=_ratio(times, best, peer), target=0.6))
+    return checks
+
+
+def _ratio(times: Times, ours: str, peer: str) -> float:
+    """Median over rounds."""
+    return statistics.median(a / b for a, b in zip(times[ours], times[peer], strict=True))
+
+
+# ---- B: bytes ----
+
+
+def _traffic(steps: int) -> dict[str, tuple[float, float]]:
+    """For each degree, the bytes that a host sends in a step, and the formula: see docs/sharding.md."""
+    found = {}
+    for degree in (1, 2, 4):
+        with tempfile.TemporaryDirectory() as folder, Cluster(hosts=2, ranks_per_host=2) as machines:
+            sent = []
+            for rounds in (1, 1 + steps):
+                before = machines.traffic()[0].sent_bytes
+                script = [_SCRIPT, *_arguments([f"ours-{degree}"], rounds, Path(folder, "out.json"))]
+                machines.torchrun(script, timeout_s=600)
+                sent.append(machines.traffic()[0].sent_bytes - before)
+            size = json.loads(Path(folder, "out.json").read_text())["bytes of the model"][0]
+        # Over two hosts: an all-reduce of all gradients, or of what a rank keeps, by two ranks; or a
+        # reduce-scatter and an all-gather, which send half of it each.
+        found[f"ours-{degree}"] = (sent[1] - sent[0]) / (2 * steps), float(size)
+    return found
+
+
+# ---- C: parity ----
+
+
+def _parity(steps: int) -> dict[str, float]:
+    """For each setting, how far losses are from DDP's."""
+    from sharding_parity import losses_of_ddp, losses_of_ours
+    from shardwright.testing import run_ranks
+
+    expected = run_ranks(losses_of_ddp, 4, steps, timeout_s=600)[0]
+    found = {}
+    for pipeline in (1, 2):
+        for degree in (1, 2, 4) if pipeline == 1 else (1, 2):
+            for microbatches in (1, 4):
+                settings = {
+                    "pipeline_parallel_degree": pipeline,
+                    "data_parallel_degree": 4 // pipeline,
+                    "sharded_data_parallel_degree": degree,
+                    "microbatches": microbatches,
+                }
+                losses = run_ranks(losses_of_ours, 4, steps, settings, timeout_s=600)[0]
+                name = f"pipeline {pipeline}, degree {degree}, {microbatches} microbatches"
+                found[name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    return found
+
+
+# ---- what is printed ----
+
+
+def _table(figures: object) -> str:
+    assert isinstance(figures, dict)
+    rows = []
+    for name, values in figures.items():
+        if isinstance(values, list):
+            quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+            spread = (quartiles[2] - quartiles[0]) / 2
+            rows.append([name, format_seconds(statistics.median(values)), f"+- {format_seconds(spread)}"])
+        elif isinstance(values, tuple):
+            rows.append([name, *(format_bytes(int(value)) for value in values)])
+        else:
+            rows.append([name, f"{values:.1e}"])
+    return align(rows)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", choices=["one-host", "two-hosts", "parity"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on one host")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one round, few steps")
+    parser.add_argument("--check", action="store_true", help="only the targets; exit 1 where one is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
