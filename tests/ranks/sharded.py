@@ -87,10 +87,14 @@ def plain_training(optimizer: str = "AdamW", *, clip: float = 0.0, steps: int = 
 
 
 def on_hosts(ranks_per_host: int) -> None:
-    """Has ranks of this machine do as if they were on several hosts."""
+    """Has ranks of this machine do as if they were on several hosts, with rows that come one by one."""
     import shardwright.comm.connect as connect
 
     rank = int(os.environ["RANK"])
+    if ranks_per_host < 4:
+        import shardwright.torch.sharding as sharding
+
+        sharding._PARCEL = 1
     connect.this_host = lambda: f"host {rank // ranks_per_host}"
 
 

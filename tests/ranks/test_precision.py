@@ -227,7 +227,9 @@ def stock_scaler(settings):
         train(model, torch.ones(8, 16))
         if index == 1:  # in the rows of one rank alone
             weight = next(model.local_parameters())
-            getattr(weight.grad, "local", weight.grad)[sw.rank() :] = float("inf")
+            assert weight.grad.local.shape == (8, 16)
+            if sw.rank() == 1:
+                weight.grad.local[3] = float("inf")
         scaler.step(updates)
         scaler.update()
         after = model.state_dict()

@@ -220,7 +220,8 @@ class Neighbours:
         """
         fd = self._pass_on_memory(num_bytes, at_once=True)
         try:
-            return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+            with torch.inference_mode(False):  # others shall be able to train with it
+                return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         finally:
             os.close(fd)
 

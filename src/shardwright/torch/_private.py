@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -50,6 +51,7 @@ __all__ = [
     "put_saved_tensor_hooks",
     "replace_total_norm",
     "run_backward",
+    "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
 ]
@@ -120,6 +122,14 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> Any:
 
     make: Any = DTensor
     return make(local, spec, requires_grad=False)
+
+
+def spec_like(spec: Any, local: torch.Tensor) -> Any:
+    """How a `DTensor` is laid out that has this local part, and else is as another one."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype is local.dtype:
+        return spec
+    return replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
 
 
 def generator_key(generator: torch.Generator) -> int:

@@ -209,6 +209,7 @@ class PipelineEngine:
         if train:
             gradients.hand_back(context.pipeline_group)
         if reduces:
+            self._model.replicas.arrive()
             found = self.reducer is not None and self.reducer.finish(loss_scale=self._model.loss_scale)
             train = train or self._agreement.on_any(found)
         if self._replica_buffers is not None:
@@ -219,6 +220,12 @@ class PipelineEngine:
     def reduced(self) -> set[int]:
         """Parameters whose gradients are reduced."""
         return set() if self.reducer is None else self.reducer.parameter_ids
+
+    def _on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
+        """See `GradientReducer.on_backward`."""
+        assert self.reducer is not None
+        self._model.replicas.arrive()
+        self.reducer.on_backward(stage, begins=begins, last=last, whole=whole)
 
     def _refuse_after_failure(self) -> None:
         if self._failure:
@@ -270,7 +277,7 @@ class PipelineEngine:
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
             device=context.device,
-            on_backward=self.reducer.on_backward if self.reducer else None,
+            on_backward=self._on_backward if self.reducer else None,
         )
         self._recompute = frozenset(
             node.label
@@ -352,8 +359,7 @@ class PipelineEngine:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
-        if self._model.replicas.sharding is not None:
-            self._model.replicas.sharding.arrive()
+        self._model.replicas.arrive()
         self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
         if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
             trace = known.trace

@@ -40,15 +40,19 @@ class GradientScaling:
                 self._earlier[id(parameter)] = parameter.grad
                 parameter.grad = None
 
-    def finish(self, reduced: Collection[int], sums: Iterable[Tensor]) -> None:
+    def finish(self, reduced: Collection[int], sums: Iterable[Tensor], *, trained: bool) -> None:
         """Divides by the scale, and tells the scaler whether any gradient of the job has overflowed.
 
-        Collective over all ranks.
+        Collective over all ranks, if the batch trained.
 
         Args:
             reduced: ids of parameters for whose gradients the reducer has done so.
             sums: gradients that are elsewhere yet: those of rows.
+            trained: the batch was no evaluation.
         """
+        if not trained:
+            self.leave()
+            return
         gradients = list(sums)
         for parameter in self._parameters():
             gradient = parameter.grad
@@ -58,6 +62,10 @@ class GradientScaling:
                 gradient.div_(self.scaler.scale)
             gradients.append(gradient)
         self.scaler.gradients_came(overflow=self._any_overflow(gradients))
+        self.leave()
+
+    def leave(self) -> None:
+        """Adds the gradients of earlier batches."""
         for parameter in self._parameters():
             earlier = self._earlier.pop(id(parameter), None)
             if earlier is not None:

@@ -92,6 +92,7 @@ class DistributedModel(nn.Module):
                 "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
             )
         refuse_wrappers(module)
+        _refuse_lazy(module)
         refuse_released(module)
         for optimizer in current.optimizers:
             optimizer.check(module.parameters())
@@ -211,17 +212,23 @@ class DistributedModel(nn.Module):
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
-        if self.replicas.sharding is not None:
-            self.replicas.sharding.to_whole()
-        if self.scaling is not None:
-            self.scaling.begin(self._engine.reduced)
-        run = self._engine.run(function, arguments, splitter)
-        sharded = () if self.replicas.sharding is None else self.replicas.sharding.parameters.values()
-        if self.scaling is not None:
-            sums = [each.gradient for each in sharded if each.gradient is not None]
-            self.scaling.finish(self._engine.reduced, sums)
-        if self.replicas.sharding is not None:
-            self.replicas.sharding.to_sharded()
+        replicas, scaling = self.replicas, self.scaling
+        try:
+            if replicas.sharding is not None:
+                replicas.sharding.to_whole()
+            if scaling is not None:
+                scaling.begin(self._engine.reduced)
+            run = self._engine.run(function, arguments, splitter)
+            if scaling is not None:
+                scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
+        except BaseException:
+            if scaling is not None:
+                scaling.leave()
+            if replicas.sharding is not None:
+                replicas.sharding.leave()
+            raise
+        if replicas.sharding is not None:
+            replicas.sharding.to_sharded()
         return run
 
     @property
@@ -429,6 +436,16 @@ class DistributedModel(nn.Module):
 
     def _is_local(self, tensor: Tensor) -> bool:
         return not self.partitioned or not tensor.is_meta
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """Refuses parameters that get their shapes in a first forward."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"{name} has no shape yet: it gets one in the first forward. Call the model once on a "
+                "sample, under torch.no_grad(), before DistributedModel."
+            )
 
 
 def _copy(value: Any) -> Any:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +25,7 @@ _ELEMENTWISE = frozenset(
 
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"
+_PART = "part"
 
 
 class DistributedOptimizer(Optimizer):
@@ -106,7 +107,7 @@ class DistributedOptimizer(Optimizer):
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
-        with self._lent_to_scaler(), self._own_rows(), self._own_parts():
+        with self._lent_to_scaler(), self._own_rows(), self._own_parts(), _stepping():
             self.optimizer.step()
         return None
 
@@ -137,7 +138,7 @@ class DistributedOptimizer(Optimizer):
         if model is None or type(self.optimizer) not in _ELEMENTWISE or model.replicas.sharding is None:
             yield
             return
-        with model.replicas.sharding.for_optimizer(self._parameters()):
+        with model.replicas.sharding.for_optimizer(self._parameters(), self.optimizer.state):
             yield
 
     @contextmanager
@@ -196,8 +197,12 @@ class DistributedOptimizer(Optimizer):
         if self._to_load is not None:
             groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
             return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
-        names = self._parameter_names()
-        return {**self.optimizer.state_dict(), **({_NAMES: names} if names else {})}
+        names, part = self._parameter_names(), _part_of_state()
+        return {
+            **self.optimizer.state_dict(),
+            **({_NAMES: names} if names else {}),
+            **({_PART: part} if part else {}),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict` gave on a rank with the same parameters.
@@ -209,6 +214,7 @@ class DistributedOptimizer(Optimizer):
             UsageError: it is of other parameters, as that of another rank is.
         """
         state = dict(state_dict)
+        _refuse_other_part(state.pop(_PART, None))
         theirs, mine = state.pop(_NAMES, None), self._parameter_names()
         self._to_load = None
         if self._waits_for_placement(named=theirs is not None):
@@ -223,6 +229,16 @@ class DistributedOptimizer(Optimizer):
                 "on each rank its own."
             )
         self.optimizer.load_state_dict(state)
+        self._keep_types(state)
+
+    def _keep_types(self, saved: Mapping[str, Any]) -> None:
+        """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, self._parameters(), strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                now = self.optimizer.state[parameter].get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
+                    self.optimizer.state[parameter][key] = value.to(now.device).clone()
 
     def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Sets what groups have beside their parameters."""
@@ -307,6 +323,28 @@ def _scaler_of(
     return LossScaler(scale=float(first), dynamic=is_dynamic, **wanted)
 
 
+def _part_of_state() -> dict[str, int]:
+    """Which part of a shared state this rank has; empty where none is shared."""
+    if not is_initialized():
+        return {}
+    current = context()
+    data, shard = current.data_rank, current.mesh.shard
+    part = {"shard": data % shard, "shards": shard}
+    if current.config.shard_optimizer_state:
+        part |= {"replica": data // shard, "replicas": current.mesh.data // shard}
+    return part if shard > 1 or part.get("replicas", 1) > 1 else {}
+
+
+def _refuse_other_part(theirs: dict[str, int] | None) -> None:
+    mine = _part_of_state()
+    if theirs and mine and theirs != mine:
+        raise UsageError(
+            f"rank {context().rank} loads a state of the optimizer that is another part of it ({theirs}) "
+            f"than it has here ({mine}): ranks share it. Save it on every rank, for example in a file with "
+            "sw.rank() in its name, and load on each rank its own."
+        )
+
+
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -315,11 +353,39 @@ def _brief(names: list[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
 
 
+class _Stepping:
+    wrapped = False
+
+
+@contextmanager
+def _stepping() -> Iterator[None]:
+    """Says that a wrapped optimizer steps."""
+    before, _Stepping.wrapped = _Stepping.wrapped, True
+    try:
+        yield
+    finally:
+        _Stepping.wrapped = before
+
+
+def _refuse_unwrapped(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of the model that would update other things than the settings ask for."""
+    model = context().model if is_initialized() else None
+    if model is None or model.replicas.updated_parts is None or _Stepping.wrapped:
+        return
+    own = {id(parameter) for parameter in model.module.parameters()}
+    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
+            "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."
+        )
+
+
 def refuse_optimizers_inside_steps() -> RemovableHandle:
     """Has every optimizer refuse to step inside a step function, also one that is not wrapped."""
 
-    def refuse(*_: Any) -> None:
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
         refuse_inside_step("optimizer.step() is called", _REMEDY)
+        _refuse_unwrapped(optimizer)
 
     handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
     return handle

@@ -116,13 +116,18 @@ class GradientReducer:
         if signatures != self._signatures:
             self._signatures = signatures
             self._fill_buckets([member for member in self._members if member.parameter.requires_grad])
-        for member in self._trained:
+        for member in self._apart:
             gradient = member.parameter.grad
             if gradient is not None:
                 self._earlier[id(member.parameter)] = gradient
                 member.parameter.grad = None
         self._order.begin()
         self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
+
+    @property
+    def _apart(self) -> list[Reduced]:
+        """Those that are not shared: of the others, gradients of earlier batches are put away already."""
+        return [member for member in self._trained if member.sharded is None]
 
     @property
     def parameter_ids(self) -> set[int]:
@@ -132,7 +137,7 @@ class GradientReducer:
     def abort(self) -> None:
         """Leaves a batch that failed: gradients are those of earlier batches, and what this one added."""
         self._remove_hooks()
-        for member in self._trained:
+        for member in self._apart:
             self._add_earlier(member.parameter)
         self._earlier.clear()
 
@@ -211,7 +216,7 @@ class GradientReducer:
         for turn in (*self._turns, *spare):
             turn.bucket.finish(self._divisor * loss_scale)
         found = any(member.has_gradient for member in self._trained)
-        for member in self._trained:
+        for member in self._apart:
             self._add_earlier(member.parameter)
         return found
 

@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
@@ -55,10 +56,9 @@ class Replicas:
         from shardwright.torch.sharding import Sharding  # DTensor takes long to import
 
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
-        self.sharding = Sharding(self._module, chosen, self._context)
+        with torch.inference_mode(False):  # the first step may be an evaluation
+            self.sharding = Sharding(self._module, chosen, self._context)
         norm_over_stages()
-        for optimizer in self._context.optimizers:
-            self.sharding.cut_state(optimizer.state)
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
         """Names of parameters that take no memory before they are shared.
@@ -77,6 +77,19 @@ class Replicas:
             written: all ranks give the parameters the same values meanwhile.
         """
         return nullcontext() if self.sharding is None else self.sharding.whole(written=written)
+
+    @property
+    def sums_of_rows(self) -> list[Tensor]:
+        """Gradients that the batch has given to the rows of this rank."""
+        if self.sharding is None:
+            return []
+        found = (each.gradient for each in self.sharding.parameters.values())
+        return [gradient for gradient in found if gradient is not None]
+
+    def arrive(self) -> None:
+        """Waits until all rows of shared parameters are there: no gradient may come before."""
+        if self.sharding is not None:
+            self.sharding.arrive()
 
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """What sums the gradients of these parameters."""
@@ -106,5 +119,5 @@ class Replicas:
 def _updated_parts(context: Context) -> UpdatedParts | None:
     same_rows = context.replica_group if context.mesh.shard > 1 else context.data_group
     group = same_rows if context.config.shard_optimizer_state else None
-    needed = group is not None or low_precision(context.config) is not None
-    return UpdatedParts(group) if needed else None
+    in_float32 = low_precision(context.config) is not None
+    return UpdatedParts(group, in_float32=in_float32) if group is not None or in_float32 else None

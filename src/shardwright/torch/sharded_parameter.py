@@ -9,16 +9,14 @@
 It stays the same Python object: optimizers, ties and variables of the script keep it.
 """
 
-from dataclasses import replace
 from enum import Enum
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import dtensor_of, put_in_place
+from shardwright.torch._private import dtensor_of, put_in_place, spec_like
 from shardwright.torch.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.sharded_tensor import ShardedTensor
 
@@ -106,6 +104,9 @@ class ShardedParameter:
                 f"{self.parameter.dtype} now. Cast the model before the first step."
             )
         self._show(Form.WHOLE)
+        if self.parameter._backward_hooks is not None:
+            # Hooks that were registered between steps belong to the form that it had then.
+            self.parameter._backward_hooks = self.parameter._backward_hooks
         self._version = self.parameter._version
 
     def to_sharded(self, *, written: bool = False) -> None:
@@ -131,6 +132,13 @@ class ShardedParameter:
                 "would change it once more. Change it between two steps, or set "
                 "sharded_data_parallel_degree 1."
             )
+
+    def leave(self) -> None:
+        """Where a step failed in its middle: as it was before, with the gradients of earlier steps."""
+        if self._form is Form.WHOLE:
+            self.parameter.grad = None
+        self.gradient = None
+        self._show(Form.SHARDED)
 
     def to_local(self) -> None:
         """Before the optimizer: the rows of this rank, with their gradient."""
@@ -161,16 +169,9 @@ class ShardedParameter:
     def _add(self, gradient: Tensor) -> None:
         present = self.parameter.grad
         if present is None:
-            self.parameter.grad = ShardedTensor(dtensor_of(gradient, self._spec_of(gradient)))
+            self.parameter.grad = ShardedTensor(dtensor_of(gradient, spec_like(self._spec, gradient)))
         else:
             self._rows_of(present).add_(gradient)
-
-    def _spec_of(self, rows: Tensor) -> Any:
-        """How a tensor of the same shape is laid out, whatever its type."""
-        meta = self._spec.tensor_meta
-        if meta is None or meta.dtype is rows.dtype:
-            return self._spec
-        return replace(self._spec, tensor_meta=meta._replace(dtype=rows.dtype))
 
     def _rows_of(self, tensor: Tensor) -> Tensor:
         """The rows of this rank of a tensor with the shape of the whole."""

@@ -11,7 +11,7 @@ Rows of other hosts come parcel by parcel while the first modules compute alread
 another still computes with them: ranks meet when a step begins and when it ends.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwright.errors import UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.parameter_watch import watch_parameters
 from shardwright.torch.shard_memory import ShardMemory, Wait, memory_for
 from shardwright.torch.sharded_parameter import ShardedParameter
+from shardwright.torch.sharded_tensor import ShardedTensor
+from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
 
 __all__ = ["Sharding"]
@@ -76,6 +79,7 @@ class Sharding:
 
     Attributes:
         parameters: by id of the model's parameter.
+        is_whole: all rows of all parameters are there, or on their way.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], context: Context):
@@ -98,7 +102,9 @@ class Sharding:
         for parcel in self._parcels:
             if parcel.gather():
                 parcel.arrive()
-        self._is_whole = True
+        self.is_whole = True
+        if context.mesh.pipeline == 1:  # a model over stages is called in steps only
+            model.register_forward_pre_hook(_RefusesGradients(self))
         if any(parcel.memory.gathers for parcel in self._parcels):
             for module in all_modules(model):
                 watch_parameters(module, self._to_come, self._arrive)
@@ -155,7 +161,7 @@ class Sharding:
 
     def to_whole(self) -> None:
         """Starts to bring all rows together; collective over the shard group."""
-        if self._is_whole:
+        if self.is_whole:
             return
         self._meet()  # all have updated their rows
         for parcel in self._parcels:
@@ -163,7 +169,7 @@ class Sharding:
                 self._to_come.update((id(each.parameter), parcel) for each in parcel.parameters)
         for parcel in self._needed_at_once:
             self._arrive(parcel)
-        self._is_whole = True
+        self.is_whole = True
 
     def arrive(self) -> None:
         """Waits until all rows are there."""
@@ -177,10 +183,10 @@ class Sharding:
 
     def to_sharded(self, *, written: bool = False) -> None:
         """Leaves every rank its rows; collective over the shard group."""
-        if not self._is_whole:
+        if not self.is_whole:
             return
         self.arrive()
-        self._is_whole = False
+        self.is_whole = False
         problem: Exception | None = None
         for each in self.parameters.values():
             try:
@@ -191,9 +197,24 @@ class Sharding:
         if problem is not None:
             raise problem
 
+    def leave(self) -> None:
+        """Where a step failed in its middle on this rank: others need not be there."""
+        self._to_come.clear()
+        for each in self.parameters.values():
+            each.leave()
+        self.is_whole = False
+
     @contextmanager
-    def for_optimizer(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Shows parameters as the rows of this rank."""
+    def for_optimizer(
+        self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
+    ) -> Iterator[None]:
+        """Shows parameters as the rows of this rank.
+
+        Args:
+            parameters: what an optimizer has.
+            state: of the optimizer; what it has of whole parameters is cut.
+        """
+        self._cut_state(state)
         chosen = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         for each in chosen:
             each.to_local()
@@ -203,18 +224,49 @@ class Sharding:
             for each in chosen:
                 each.from_local()
 
-    def cut_state(self, state: Mapping[Any, dict[str, Any]]) -> None:
+    def _cut_state(self, state: Mapping[Any, dict[str, Any]]) -> None:
         """Leaves of an optimizer's state what belongs to the rows of this rank."""
         for parameter, values in state.items():
             each = self.parameters.get(id(parameter))
             if each is None:
                 continue
             for key, value in values.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if isinstance(value, ShardedTensor):
+                    values[key] = value.local
+                elif isinstance(value, Tensor) and value.shape == parameter.shape != each.rows.shape:
                     values[key] = value[each.own_rows.start : each.own_rows.stop].clone()
 
     def _meet(self) -> None:
         dist.all_reduce(self._token, group=self._group)
+
+
+class _RefusesGradients:
+    """A hook of the user's model that refuses calls with gradients between steps; copies lose it.
+
+    Args:
+        sharding: of the model.
+    """
+
+    def __init__(self, sharding: Sharding):
+        self._sharding = sharding
+
+    def __call__(self, *_: Any) -> None:
+        if not self._sharding.is_whole and torch.is_grad_enabled():
+            raise UsageError(
+                f"{user_line()}: the ranks share the parameters of the model, so that what is computed with "
+                "gradients belongs inside a function decorated with @sw.step. For an evaluation outside, "
+                "call the DistributedModel under torch.no_grad(), on all ranks."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> str:
+        return "_nothing"
+
+
+def _nothing(*_: Any) -> None:
+    """What a copy of a model has in the place of a hook."""
 
 
 def _parcels_of(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

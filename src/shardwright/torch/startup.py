@@ -54,6 +54,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     if made.mesh.pipeline > 1:
         made.cleanup.enter_context(samplers_checked())
+    if made.mesh.pipeline > 1 or made.mesh.shard > 1:
         made.cleanup.enter_context(scalers_agree())
     set_context(made)
     if settings.seed is not None:

@@ -34,9 +34,11 @@ class UpdatedParts:
 
     Args:
         group: ranks with the same rows of the same parameters, which share the work; None where none do.
+        in_float32: parameters in 16 bits are updated in float32.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | None, *, in_float32: bool):
+        self._in_float32 = in_float32
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self.num_parts = 1 if group is None else dist.get_world_size(group)
@@ -63,7 +65,7 @@ class UpdatedParts:
         cut = []
         for parameter in parameters:
             is_cut = self._is_cut(parameter)
-            if is_cut or is_low(parameter):
+            if is_cut or self._has_master(parameter):
                 part = self._part_of(parameter.detach()) if is_cut else parameter.detach()
                 shown.append((parameter, self._show(parameter, part, is_cut=is_cut), part))
             if is_cut and parameter.requires_grad:
@@ -83,15 +85,17 @@ class UpdatedParts:
                     parameter.grad = None
         self._share(cut)
 
+    def _has_master(self, parameter: Tensor) -> bool:
+        """Whether a copy is updated; what has no gradient, no optimizer changes."""
+        return self._in_float32 and is_low(parameter) and parameter.grad is not None
+
     def _is_cut(self, parameter: Tensor) -> bool:
         return self.num_parts > 1 and parameter.is_contiguous() and parameter.numel() >= self.num_parts
 
     def _show(self, parameter: nn.Parameter, part: Tensor, *, is_cut: bool) -> nn.Parameter:
         """Puts something in the place of a parameter; returns an object with what was there."""
         gradient = parameter.grad
-        # What has no gradient, no optimizer changes.
-        has_master = is_low(part) and gradient is not None
-        updated = self._master_of(parameter, part) if has_master else part
+        updated = self._master_of(parameter, part) if self._has_master(parameter) else part
         other = nn.Parameter(updated, parameter.requires_grad)
         put_in_place(parameter, other)
         if gradient is not None:
