@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
+from shardwright.torch.operator_schema import written_arguments
 from shardwright.torch.tree import leaves, map_tree
 
 __all__ = ["cast_recorded", "delay_param_initialization", "is_recorded", "recorded_values"]
@@ -235,7 +236,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _on_recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        written = [item for item in leaves(_written(func, args, kwargs)) if isinstance(item, Tensor)]
+        written = [item for item in leaves(written_arguments(func, args, kwargs)) if isinstance(item, Tensor)]
         looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         to_real = func._schema.name == "aten::_to_copy" and kwargs.get("device") not in (
             None,
@@ -263,7 +264,9 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(item, Tensor) and item.is_meta
         ]
         fresh = [(p, item) for p, item in outputs if storage_key(item) not in given]
-        written = {storage_key(t) for t in leaves(_written(func, args, kwargs)) if isinstance(t, Tensor)}
+        written = {
+            storage_key(t) for t in leaves(written_arguments(func, args, kwargs)) if isinstance(t, Tensor)
+        }
         for _, item in fresh:
             self._memories[storage_key(item)] = item.untyped_storage()
             written.add(storage_key(item))
@@ -286,7 +289,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
         """Takes the random numbers of an operation from the generator, and throws them away."""
-        written = {id(item) for item in leaves(_written(func, args, kwargs))}
+        written = {id(item) for item in leaves(written_arguments(func, args, kwargs))}
 
         def real(item: Any) -> Any:
             if id(item) in written:
@@ -378,17 +381,6 @@ def _makes_a_large_one(func: Any, args: Any, kwargs: Any) -> bool:
     except (NotImplementedError, RuntimeError):
         return False
     return bool(shape.numel() * shape.element_size() >= _SMALL)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that a function changes in place."""
-    named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
-    return [
-        given.get(argument.name)
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
 
 
 def _on_meta(item: Any) -> Any:

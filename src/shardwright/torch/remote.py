@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place
 from shardwright.torch.functions import RELEASED
+from shardwright.torch.operator_schema import is_written, one_by_one, written_arguments
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
@@ -55,7 +56,7 @@ class RemoteTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if _takes_several(func) and len(args[0]) > 1:
-            return _one_by_one(func, args, kwargs)
+            return one_by_one(func, args, kwargs)
         tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
         first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
         changed = _changed(func, args, kwargs)
@@ -137,27 +138,11 @@ def _like(remote: RemoteTensor, item: Any) -> Any:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a function changes in place, if it does nothing else."""
-    schema = func._schema
-    if not all(_is_changed(result) for result in schema.returns):
+    if not all(is_written(result) for result in func._schema.returns):
         return []
-    named = zip((argument.name for argument in schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
-    changed = [given.get(argument.name) for argument in schema.arguments if _is_changed(argument)]
+    changed = written_arguments(func, args, kwargs)
     return [item for item in leaves(changed) if isinstance(item, Tensor)]
-
-
-def _is_changed(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _takes_several(func: Any) -> bool:
     return str(func._schema.name).startswith("aten::_foreach_")
-
-
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Runs a function of lists on one tensor of each after the other: some are here, and some are not."""
-    results: list[Any] = []
-    for index in range(len(args[0])):
-        own = [item[index : index + 1] if isinstance(item, list | tuple) else item for item in args]
-        results += func(*own, **kwargs) or ()
-    return results or None

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, dtensor_of, make_wrapper, spec_like
 from shardwright.torch.glue import batch_is_running
+from shardwright.torch.operator_schema import is_written, one_by_one, written_arguments
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
@@ -78,7 +79,7 @@ class ShardedTensor(torch.Tensor):
             func(*map_tree(_local, args), **map_tree(_local, kwargs))
             return None
         if func._schema.name.startswith("aten::_foreach_") and len(args[0]) > 1:
-            return _one_by_one(func, args, kwargs)
+            return one_by_one(func, args, kwargs)
         if _is_of_own_rows(func, args, kwargs):
             return _on_own_rows(func, args, kwargs)
         if func._schema.name in _SUMS and _sums_up(args, kwargs):
@@ -190,7 +191,7 @@ def _is_of_own_rows(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor) and item.ndim]
     first = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))
-    written = [item for item in leaves(_written(func, args, kwargs)) if isinstance(item, Tensor)]
+    written = [item for item in leaves(written_arguments(func, args, kwargs)) if isinstance(item, Tensor)]
     if any(not isinstance(tensor, ShardedTensor) for tensor in written):
         return False
     return all(isinstance(tensor, ShardedTensor) and tensor.shape == first.shape for tensor in tensors)
@@ -199,7 +200,7 @@ def _is_of_own_rows(func: Any, args: Any, kwargs: Any) -> bool:
 def _on_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
     first = next(item for item in leaves((args, kwargs)) if isinstance(item, ShardedTensor))
     result = func(*map_tree(_local, args), **map_tree(_local, kwargs))
-    written = [item for item in leaves(_written(func, args, kwargs)) if isinstance(item, Tensor)]
+    written = [item for item in leaves(written_arguments(func, args, kwargs)) if isinstance(item, Tensor)]
     if written:
         return written[0] if func._schema.returns else None
 
@@ -222,7 +223,7 @@ def _sums_up(args: Any, kwargs: Any) -> bool:
 def _is_elementwise_of_lists(func: Any) -> bool:
     """Whether it changes lists of tensors element by element, as the updates of optimizers do."""
     name = func._schema.name
-    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and _is_written(
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")) and is_written(
         func._schema.arguments[0]
     )
 
@@ -241,26 +242,6 @@ def _has_tensors(items: Any) -> bool:
     return bool(items) and all(isinstance(item, Tensor) for item in items)
 
 
-def _one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Runs a function of lists on one tensor of each after the other."""
-    results: list[Any] = []
-    for index in range(len(args[0])):
-        own = [item[index : index + 1] if isinstance(item, list | tuple) else item for item in args]
-        results += func(*own, **kwargs) or ()
-    return results or None
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that a function changes in place."""
-    named = zip((argument.name for argument in func._schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
-    return [given.get(argument.name) for argument in func._schema.arguments if _is_written(argument)]
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
-
-
 def _gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a function on all rows; what it changes in place is cut again."""
     wholes: dict[int, tuple[ShardedTensor, Tensor]] = {}
@@ -276,7 +257,7 @@ def _gathered(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return ordinary[id(item)][1]
 
     result = func(*map_tree(gathered, args), **map_tree(gathered, kwargs))
-    for item in leaves(_written(func, args, kwargs)):
+    for item in leaves(written_arguments(func, args, kwargs)):
         if isinstance(item, ShardedTensor | GatheredView):
             owner, whole = wholes[id(item)]
             if whole.shape != owner.shape:
