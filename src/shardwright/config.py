@@ -42,7 +42,6 @@ _WITHOUT_EFFECT = frozenset(
         "overlapping_allreduce",
         "sdp_gradient_clipping",
         "sdp_hierarchical_allgather",
-        "sdp_max_live_parameters",
         "skip_tracing",
         "static_mode",
         "xla",
@@ -116,9 +115,14 @@ class Config(BaseModel):
         5_000_000,
         description="Most elements of shared parameters whose gradients are reduced together.",
     )
-    sdp_reduce_every_microbatch: bool = Field(
-        False,
-        description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones.",
+    sdp_max_live_parameters: Count = Field(
+        1_000_000_000,
+        description="Most elements of shared parameters that a rank gathers from other hosts at once.",
+    )
+    sdp_reduce_every_microbatch: bool | None = Field(
+        None,
+        description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones; "
+        "unset: where memory requires it.",
     )
     bf16: bool = Field(
         False, description="Parameters and activations in bfloat16; gradients and updates in float32."

@@ -104,11 +104,14 @@ class SchedulePlan(_Record):
         kind: name of the schedule family.
         microbatches: parts into which a batch is split.
         active_microbatches: bound on microbatches in flight; None where the schedule itself bounds them.
+        reduce_every_microbatch: gradients of parameters that replicas share are reduced between these in
+            every backward, else once a batch.
     """
 
     kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
     microbatches: PositiveInt
     active_microbatches: PositiveInt | None = None
+    reduce_every_microbatch: bool = False
 
 
 class StagePlan(_Record):

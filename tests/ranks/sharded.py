@@ -92,9 +92,9 @@ def on_hosts(ranks_per_host: int) -> None:
 
     rank = int(os.environ["RANK"])
     if ranks_per_host < 4:
-        import shardwright.torch.sharding as sharding
+        import shardwright.torch.parcel as parcel
 
-        sharding._PARCEL = 1
+        parcel._SIZE = 1
     connect.this_host = lambda: f"host {rank // ranks_per_host}"
 
 

@@ -72,6 +72,21 @@ def test_gradients_reduced_in_every_microbatch(settings, ranks_per_host):
     check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
 
 
+def reduces_in_every_backward(limit, wish):
+    _, _, model, train = start(
+        {**DEGREE_2, "microbatches": 2, "memory_limit": limit, "sdp_reduce_every_microbatch": wish}
+    )
+    train(model, *tokens_of(1)[0])
+    return model._engine._reducer._in_every_backward
+
+
+@pytest.mark.parametrize(
+    ("limit", "wish", "expected"), [(10**5, None, True), (10**9, None, False), (10**5, False, False)]
+)
+def test_whole_gradients_are_kept_where_memory_allows(limit, wish, expected):
+    assert run_ranks(reduces_in_every_backward, 2, limit, wish) == [expected, expected]
+
+
 @pytest.mark.parametrize("settings", [DEGREE_4, DEGREE_2, {**DEGREE_2, **EVERY, "microbatches": 2}, PIPELINE])
 def test_gloo_by_name(settings):
     check(4, {**settings, "ddp_dist_backend": "gloo"}, clip=0.5)
@@ -389,26 +404,6 @@ def changes_a_parameter():
 def test_a_step_that_changes_a_parameter():
     with pytest.raises(RanksFailedError, match=r"changes the parameter mix.weight in place"):
         run_ranks(changes_a_parameter, 2)
-
-
-def keeps_a_parameter():
-    sw, _, model, _ = start(ranks_per_host=1)
-    kept = model.module.mix.weight
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        penalty = kept.square().sum()
-        loss = loss_of(model, x, y) + penalty
-        model.backward(loss)
-        return loss
-
-    for x, y in tokens_of(2):
-        train(model, x, y)
-
-
-def test_a_parameter_that_is_read_from_a_variable_while_it_is_under_way():
-    with pytest.raises(RanksFailedError, match=r"read it from its module, as in model.module.weight"):
-        run_ranks(keeps_a_parameter, 2)
 
 
 def calls_outside():

@@ -194,7 +194,8 @@ class Communicator:
         """
         neighbours = self.neighbours
         if neighbours is None:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # the caller's thread may be another
+                return torch.empty(num_bytes, dtype=torch.uint8)
         memory: Tensor = self.thread.run(lambda: neighbours.share(num_bytes))
         return memory
 

@@ -10,6 +10,7 @@ cut between atoms only::
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -76,11 +77,13 @@ class StateBytes(NamedTuple):
         parameters: their values.
         gradients: those of the trained ones.
         optimized: the values that an optimizer keeps state for.
+        gathered: rows of other ranks while they are at hand.
     """
 
     parameters: int = 0
     gradients: int = 0
     optimized: int = 0
+    gathered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ class Chain:
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.
         bonds: which calls must share a stage, and why.
+        most_gathered: bytes of rows of other ranks that a rank has at hand at once, at most.
+        reductions: how often in a batch the gradients of shared parameters are reduced between their ranks.
     """
 
     labels: tuple[str, ...]
@@ -170,6 +175,8 @@ class Chain:
     saved_values: tuple[SavedValue, ...] = ()
     batch_bytes: int = 0
     bonds: tuple[Bond, ...] = ()
+    most_gathered: float = inf
+    reductions: int = 1
 
     @property
     def num_calls(self) -> int:

@@ -79,10 +79,16 @@ def _sharing(best: Option) -> list[str]:
     if degree == 1:
         return []
     shared = max(shared for _, shared in best.layout.trained_bytes())
-    return [
+    found = [
         f"Each {degree} replicas share parameters, gradients and optimizer state: of {format_bytes(shared)} "
         f"of parameters a rank keeps {format_bytes(shared // degree)}."
     ]
+    if best.layout.chain.reductions > 1:
+        found.append(
+            "Gradients of shared parameters are reduced in every microbatch: whole ones, added up over "
+            f"{best.num_microbatches} of them, would take {format_bytes(shared)} more."
+        )
+    return found
 
 
 def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:

@@ -115,14 +115,14 @@ class Fabric:
             first = self.mesh.rank_of(pipeline=rank)
             own = self.all_reduce_seconds(apart, self.mesh.group("rdp", first))
             if shared:
-                own += self._two_hop_seconds(shared, first)
+                own += self._two_hop_seconds(shared, first, reductions=layout.chain.reductions)
             found = max(found, own)
         return found
 
-    def _two_hop_seconds(self, num_bytes: float, rank: int) -> float:
-        """Seconds of a reduce-scatter, which is half an all-reduce, of summing parts, and of gathering."""
+    def _two_hop_seconds(self, num_bytes: float, rank: int, *, reductions: int) -> float:
+        """Seconds of reduce-scatters, each half an all-reduce, of summing parts, and of gathering."""
         group = self.mesh.group("shard", rank)
         half = self.all_reduce_seconds(num_bytes, group) / 2
         parts = self.all_reduce_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
         hosts = {member // self.cluster.ranks_per_node for member in group}
-        return half + parts + (half if len(hosts) > 1 else 0.0)
+        return reductions * half + parts + (half if len(hosts) > 1 else 0.0)

@@ -151,13 +151,14 @@ class Layout:
         return found
 
     def state_bytes(self) -> list[StateBytes]:
-        """For each rank, what its parameters and buffers take, each once."""
+        """For each rank, what its parameters and buffers take, each once, with what it gathers of others."""
         sizes = [StateBytes() for _ in range(self.num_ranks)]
         for use, ranks in self._holders():
             state = use.state(may_be_shared=len(ranks) == 1)
             for rank in ranks:
                 sizes[rank] = StateBytes(*map(sum, zip(sizes[rank], state, strict=True)))
-        return sizes
+        most = self.chain.most_gathered
+        return [s._replace(parameters=s.parameters + int(min(s.gathered, most)), gathered=0) for s in sizes]
 
     def trained_bytes(self) -> list[tuple[int, int]]:
         """For each rank, the bytes of trained parameters that replicas do not share, and of the others."""

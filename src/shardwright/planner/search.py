@@ -117,12 +117,8 @@ def make_plan(
     )
     drafts: list[Draft] = []
     for m in chosen:
-        sharing = Sharing.of(config, mesh, cluster, num_microbatches=m)
-        chain = sharing.applied(build_chain(*candidates[m]))
-        if config.auto_partition:
-            drafts += _automatic(chain, m, config=config, fabric=fabric, demands=demands)
-        else:
-            drafts += _manual(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
+        chain = build_chain(*candidates[m])
+        drafts += _drafts(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
     options = [draft.work_out() for draft in _promising(drafts)]
     if not any(option.fits for option in options):
         raise infeasible(options, config=config)
@@ -187,6 +183,22 @@ def _families(config: Config, *, pipeline: int) -> Iterator[tuple[str, int]]:
             yield from ((kind, 2) for _ in range(pinned in (None, 2)))
         elif pinned in (None, 1):
             yield kind, 1
+
+
+def _drafts(
+    chain: Chain, m: int, placement: Mapping[str, int], *, config: Config, fabric: Fabric, demands: Demands
+) -> list[Draft]:
+    """Drafts with m microbatches, sharing parameters in a way that has room, the fastest first."""
+    drafts: list[Draft] = []
+    for sharing in Sharing.ways(config, fabric.mesh, fabric.cluster, num_microbatches=m):
+        shared = sharing.applied(chain)
+        if config.auto_partition:
+            drafts += _automatic(shared, m, config=config, fabric=fabric, demands=demands)
+        else:
+            drafts += _manual(shared, m, placement, config=config, fabric=fabric, demands=demands)
+        if any(draft.overflow_bytes <= 0 and not draft.layout.recompute.any() for draft in drafts):
+            break  # taking less memory would spare nothing
+    return drafts
 
 
 def _automatic(chain: Chain, m: int, *, config: Config, fabric: Fabric, demands: Demands) -> Iterator[Draft]:
@@ -317,6 +329,7 @@ def _plan(best: Option, *, graph: ModelGraph, config: Config, mesh: Mesh, option
             kind=best.kind,  # type: ignore[arg-type]
             microbatches=best.num_microbatches,
             active_microbatches=config.active_microbatches,
+            reduce_every_microbatch=layout.chain.reductions > 1,
         ),
         stages=stages,
         replicated=layout.replicated(),

@@ -2,9 +2,11 @@
 
 Of n ranks that share, each keeps 1 / n of a large parameter, of its gradient and of what the optimizer knows
 of it. Until gradients are reduced each also has whole ones: of all that it trains where it adds up several
-microbatches, else of those that are just being reduced.
+microbatches, else of those that are just being reduced. Over several hosts each also gathers what others
+have, as much as it may have at hand at once.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from shardwright.cluster import Cluster
@@ -23,8 +25,10 @@ class Sharing:
         degree: ranks that share; 1: none do.
         threshold: elements below which a parameter is not shared.
         adds_up: gradients are added up over microbatches before they are reduced.
+        reductions: how often in a batch they are reduced between the ranks that share.
         on_host: of the ranks that share, those on one host: together they have room for all rows where
             others are elsewhere.
+        most_live: elements that may be gathered at once.
         updates: ranks with the same rows that share the optimizer's state; 1: none do.
         low_precision: parameters have 16 bits, gradients and updates 32.
     """
@@ -33,19 +37,38 @@ class Sharing:
     threshold: int = 0
     adds_up: bool = False
     on_host: int = 1
+    most_live: int = 10**9
+    reductions: int = 1
     updates: int = 1
     low_precision: bool = False
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> "Sharing":
-        """That of a run."""
+    def ways(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> list["Sharing"]:
+        """Those that the settings leave open; the first is the fastest, the last takes the least memory."""
+        if num_microbatches == 1 or mesh.shard == 1:
+            choices = [False]
+        elif config.sdp_reduce_every_microbatch is None:
+            choices = [False, True]
+        else:
+            choices = [config.sdp_reduce_every_microbatch]
+        return [
+            cls._way(config, mesh, cluster, num_microbatches=num_microbatches, every=every)
+            for every in choices
+        ]
+
+    @classmethod
+    def _way(
+        cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int, every: bool
+    ) -> "Sharing":
         group = mesh.group("shard", 0)
         hosts = [rank // cluster.ranks_per_node for rank in group]
         return cls(
             degree=mesh.shard,
             threshold=config.sdp_param_persistence_threshold,
-            adds_up=num_microbatches > 1 and not config.sdp_reduce_every_microbatch,
+            adds_up=num_microbatches > 1 and not every,
+            reductions=num_microbatches if every else 1,
             on_host=hosts.count(hosts[0]),
+            most_live=config.sdp_max_live_parameters,
             updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,
             low_precision=config.bf16 or config.fp16,
         )
@@ -54,7 +77,14 @@ class Sharing:
         """The chain, with the memory that its parameters take on each rank."""
         if self.degree == self.updates == 1 and not self.low_precision:
             return chain
-        return replace(chain, parameters=tuple(map(self._applied, chain.parameters)))
+        parameters = tuple(map(self._applied, chain.parameters))
+        widest = max((u.num_bytes / u.num_elements for u in parameters if u.shared is not None), default=0)
+        return replace(
+            chain,
+            parameters=parameters,
+            most_gathered=math.ceil(self.most_live * widest / self.on_host),
+            reductions=self.reductions,
+        )
 
     def _applied(self, use: ParameterUse) -> ParameterUse:
         shares = self.degree > 1 and not use.is_buffer and use.num_elements >= max(1, self.threshold)
@@ -66,4 +96,4 @@ class Sharing:
         gathered = -(-use.num_bytes // self.on_host) if self.on_host < self.degree else 0
         trained = part if use.trained else 0
         whole = use.num_bytes if use.trained and self.adds_up else 0
-        return StateBytes(parameters=part + gathered, gradients=trained + whole, optimized=trained)
+        return StateBytes(parameters=part, gradients=trained + whole, optimized=trained, gathered=gathered)

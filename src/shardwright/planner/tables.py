@@ -99,7 +99,10 @@ def build_tables(chain: Chain) -> Tables:
         recomputable_bytes=sums(recomputable),
         work_bytes=_maxima(chain.work_bytes, starts),
         recomputed_bytes=_maxima(recomputable + chain.work_bytes, starts),
-        parameter_bytes=_entering(n, [(at, float(state.parameters)) for at, state in parameters]),
+        parameter_bytes=_entering(n, [(at, float(state.parameters)) for at, state in parameters])
+        + np.minimum(
+            _entering(n, [(at, float(state.gathered)) for at, state in parameters]), chain.most_gathered
+        ),
         gradient_bytes=_entering(n, [(at, float(state.gradients)) for at, state in parameters]),
         optimized_bytes=_entering(n, [(at, float(state.optimized)) for at, state in parameters]),
         receive_bytes=_entering(n, forward),

@@ -54,6 +54,8 @@ __all__ = [
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
+    "without_subclass_functions",
+    "without_torch_functions",
 ]
 
 # Raised when an operation's result cannot be known without data.
@@ -213,6 +215,16 @@ def put_saved_tensor_hooks(hooks: Sequence[Any]) -> None:
     """Installs what `take_saved_tensor_hooks` removed."""
     for pack, unpack in hooks:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def without_subclass_functions() -> Any:
+    """A context in which `__torch_function__` of tensor subclasses is not called."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def without_torch_functions() -> Any:
+    """A context in which no `__torch_function__` is called, of subclasses nor of modes."""
+    return torch._C.DisableTorchFunction()
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:

@@ -209,7 +209,6 @@ class PipelineEngine:
         if train:
             gradients.hand_back(context.pipeline_group)
         if reduces:
-            self._model.replicas.arrive()
             found = self.reducer is not None and self.reducer.finish(loss_scale=self._model.loss_scale)
             train = train or self._agreement.on_any(found)
         if self._replica_buffers is not None:
@@ -224,7 +223,6 @@ class PipelineEngine:
     def _on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
         """See `GradientReducer.on_backward`."""
         assert self.reducer is not None
-        self._model.replicas.arrive()
         self.reducer.on_backward(stage, begins=begins, last=last, whole=whole)
 
     def _refuse_after_failure(self) -> None:
@@ -359,12 +357,12 @@ class PipelineEngine:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
-        self._model.replicas.arrive()
-        self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-        if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
-            trace = known.trace
-        else:
-            trace = trace_step(self._unit_map, function, part, device=self._context.device)
+        with self._model.replicas.shapes_at_hand():
+            self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
+            if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
+                trace = known.trace
+            else:
+                trace = trace_step(self._unit_map, function, part, device=self._context.device)
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,

@@ -124,7 +124,7 @@ class ShardedBucket:
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(_gradient_of(member), data[:, start:stop])
-            member.parameter.grad = None
+            member.holder.grad = None
         shard_group, replica_group = self._groups
         self._work = TwoHopSum(
             data.view(-1),
@@ -155,17 +155,17 @@ class ShardedBucket:
 
 
 def _flags_of(members: "Sequence[Reduced]") -> list[float]:
-    return [0.0 if member.parameter.grad is None else 1.0 for member in members]
+    return [0.0 if member.holder.grad is None else 1.0 for member in members]
 
 
 def _gradient_of(member: "Reduced") -> Tensor:
-    parameter = member.parameter
-    gradient = parameter.grad
+    holder = member.holder
+    gradient = holder.grad
     if gradient is None:
-        gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+        gradient = torch.zeros_like(holder, dtype=gradient_dtype(holder))
     if gradient.layout is not torch.strided:
         raise UsageError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, and only "
+            f"the gradient of a parameter of shape {tuple(holder.shape)} is sparse, and only "
             "dense ones can be summed over replicas and stages. Build its embedding with sparse=False."
         )
     return gradient.detach()

@@ -166,7 +166,7 @@ class DistributedModel(nn.Module):
                 "gradients belongs inside a function decorated with @sw.step. For an evaluation outside, "
                 "call the model under torch.no_grad(), on all ranks."
             )
-        with self.replicas.all_rows():
+        with self.replicas.rows_as_used():
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
@@ -218,7 +218,8 @@ class DistributedModel(nn.Module):
                 replicas.sharding.to_whole()
             if scaling is not None:
                 scaling.begin(self._engine.reduced)
-            run = self._engine.run(function, arguments, splitter)
+            with replicas.saving():
+                run = self._engine.run(function, arguments, splitter)
             if scaling is not None:
                 scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
         except BaseException:

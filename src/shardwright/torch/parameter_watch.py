@@ -1,7 +1,7 @@
 """Notices when code reads a parameter of a module, before it does.
 
-Parameters whose rows are still under way look like sharded ones. Code that computes reads them as attributes
-of modules (``self.weight``), which PyTorch looks up in ``module._parameters``; there it waits for them.
+Code that computes reads parameters as attributes of modules (``self.weight``), which PyTorch looks up in
+``module._parameters``; there it waits for their rows. So it finds an ordinary parameter.
 """
 
 import copy
@@ -9,8 +9,6 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import nn
-
-from shardwright.torch.glue import batch_is_running
 
 __all__ = ["watch_parameters"]
 
@@ -42,20 +40,6 @@ class _WatchedParameters(dict[str, Any]):
             return self[key]
         except KeyError:
             return default
-
-    def items(self) -> Any:
-        self._wait_for_all()
-        return super().items()
-
-    def values(self) -> Any:
-        self._wait_for_all()
-        return super().values()
-
-    def _wait_for_all(self) -> None:
-        # The library goes through all parameters between batches, and does not compute with them.
-        if self._to_come and batch_is_running():
-            for found in super().values():
-                self._wait_for(found)
 
     def _wait_for(self, parameter: Any) -> None:
         what = self._to_come.get(id(parameter))

@@ -51,6 +51,11 @@ class Reduced:
     sharded: "ShardedParameter | None" = None
 
     @property
+    def holder(self) -> Tensor:
+        """The tensor that gets the gradient of a batch."""
+        return self.parameter if self.sharded is None else self.sharded.holder
+
+    @property
     def signature(self) -> tuple[bool, torch.dtype]:
         """What decides whether it is reduced, and with which others."""
         return self.parameter.requires_grad, self.parameter.dtype
@@ -58,7 +63,7 @@ class Reduced:
     @property
     def has_gradient(self) -> bool:
         """Whether the batch has given it one."""
-        return self.parameter.grad is not None or (
+        return self.holder.grad is not None or (
             self.sharded is not None and self.sharded.gradient is not None
         )
 
@@ -200,8 +205,8 @@ class GradientReducer:
                 self._order.is_there(member.parameter)
 
     def _watch(self, member: Reduced, order: BucketOrder) -> None:
-        register: Any = member.parameter.register_post_accumulate_grad_hook
-        self._hooks.append(register(order.is_there))
+        register: Any = member.holder.register_post_accumulate_grad_hook
+        self._hooks.append(register(lambda _: order.is_there(member.parameter)))
 
     def finish(self, *, loss_scale: float = 1.0) -> bool:
         """Reduces what is left, puts the sums into the gradients, and tells whether there were any.

@@ -1,9 +1,10 @@
 """What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +12,18 @@ from torch import Tensor, nn
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
-from shardwright.torch.precision import low_precision
+from shardwright.torch.precision import gradient_dtype, low_precision
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.shardable import can_be_sharded
 from shardwright.torch.updated_parts import UpdatedParts
+from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.torch.sharding import Sharding
 
 __all__ = ["Replicas"]
+
+log = logging.getLogger(__name__)
 
 
 class Replicas:
@@ -86,10 +90,17 @@ class Replicas:
         found = (each.gradient for each in self.sharding.parameters.values())
         return [gradient for gradient in found if gradient is not None]
 
-    def arrive(self) -> None:
-        """Waits until all rows of shared parameters are there: no gradient may come before."""
-        if self.sharding is not None:
-            self.sharding.arrive()
+    def rows_as_used(self) -> AbstractContextManager[None]:
+        """Has rows of shared parameters come as they are used; collective over the ranks that share them."""
+        return nullcontext() if self.sharding is None else self.sharding.as_used()
+
+    def shapes_at_hand(self) -> AbstractContextManager[None]:
+        """Has shared parameters show their shapes, inside of a step, where nothing is computed."""
+        return nullcontext() if self.sharding is None else self.sharding.shapes_at_hand()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """A context for what computes in a step."""
+        return nullcontext() if self.sharding is None else self.sharding.saving()
 
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """What sums the gradients of these parameters."""
@@ -108,9 +119,32 @@ class Replicas:
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
             replica_group=context.replica_group,
-            in_every_backward=context.config.sdp_reduce_every_microbatch,
+            in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
         )
+
+    def _reduces_in_every_backward(self, members: Sequence[Reduced]) -> bool:
+        """Whether no rank keeps whole gradients of shared parameters from one microbatch to the next."""
+        context = self._context
+        wanted, plan = context.config.sdp_reduce_every_microbatch, context.plan
+        if wanted is not None:
+            return wanted
+        if plan is not None:
+            return plan.schedule.reduce_every_microbatch
+        limit = context.config.memory_limit or (context.cluster and context.cluster.device.memory_bytes) or 0
+        if not limit or (context.config.microbatches or 1) == 1:
+            return False
+        shared = [m.parameter for m in members if m.sharded is not None and m.parameter.requires_grad]
+        whole = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in shared)
+        # Values, gradient and two moments of a part, and the whole gradient.
+        needed = whole + 4 * whole // context.mesh.shard
+        if needed > limit:
+            log.info(
+                "gradients are reduced in every microbatch: whole ones would take %s of a memory of %s",
+                format_bytes(whole),
+                format_bytes(limit),
+            )
+        return needed > limit
 
     def _is_shared(self, parameter: nn.Parameter) -> bool:
         return can_be_sharded(parameter, threshold=self._context.config.sdp_param_persistence_threshold)

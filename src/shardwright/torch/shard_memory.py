@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -17,12 +18,16 @@ from torch import Tensor
 from shardwright.comm._private import all_gather_single
 from shardwright.comm.communicator import Communicator
 from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
 
 __all__ = ["DeviceMemory", "HostMemory", "HostsMemory", "ShardMemory", "memory_for"]
 
 Wait = Callable[[], None]
 """Waits until all rows are there."""
+
+# Behind the rows of a rank goes the number of its parcel, where ranks gather when they need to.
+_NUMBER_BYTES = 8
 
 
 class ShardMemory(Protocol):
@@ -44,8 +49,16 @@ class ShardMemory(Protocol):
         """The rows of this rank."""
         ...
 
-    def gather(self) -> Wait | None:
-        """Starts to bring all rows together; None where they are, as soon as all ranks have met."""
+    def gather(self) -> Wait:
+        """Starts to bring all rows together."""
+        ...
+
+    def gathered(self) -> Tensor:
+        """The memory with all rows."""
+        ...
+
+    def release(self) -> None:
+        """Lets go of memory for all rows; whatever looks at it keeps it."""
         ...
 
 
@@ -74,9 +87,16 @@ class HostMemory:
         rows = self.layout.rows(index, self._rank)
         return self.whole(index)[rows.start : rows.stop]
 
-    def gather(self) -> Wait | None:
-        """They are there."""
-        return None
+    def gather(self) -> Wait:
+        """They are there, as soon as all ranks have met."""
+        return lambda: None
+
+    def gathered(self) -> Tensor:
+        """The memory with all rows."""
+        return self._memory
+
+    def release(self) -> None:
+        """They stay: this memory has the rows of this rank."""
 
 
 class HostsMemory:
@@ -86,31 +106,56 @@ class HostsMemory:
         layout: of the parameters.
         dtype: of the parameters.
         communicator: of the shard group.
+        number: of the parameters among others: ranks compare it.
     """
 
     gathers = True
 
-    def __init__(self, layout: ShardLayout, dtype: torch.dtype, communicator: Communicator):
+    def __init__(self, layout: ShardLayout, dtype: torch.dtype, communicator: Communicator, number: int):
         self.layout = layout
         self._communicator = communicator
-        self._memory = communicator.share_memory(layout.whole_size * dtype.itemsize).view(dtype)
-        self._rows = torch.zeros(layout.shard_size, dtype=dtype)
+        self._rows = _numbered_rows(layout, dtype, number)
+        self._pieces = (*layout.piece_sizes, self._rows.numel() - layout.shard_size)
+        self._memory: Tensor | None = None
 
     def whole(self, index: int) -> Tensor:
         """All rows of a parameter; they hold values while they are gathered."""
-        return _whole(self._memory, self.layout, index)
+        return _whole(self.gathered(), self.layout, index)
 
     def rows(self, index: int) -> Tensor:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._communicator.rank)
 
-    def gather(self) -> Wait | None:
+    def gather(self) -> Wait:
         """Starts to bring all rows together, in the thread of the shard group."""
-        communicator = self._communicator
-        done = communicator.thread.submit(
-            lambda: communicator.gather_to_nodes(self._memory, self._rows, self.layout.piece_sizes)
-        )
-        return done.wait
+        communicator, present = self._communicator, self._memory
+        num_bytes = self._rows.nbytes * self.layout.num_shards
+
+        def task() -> Tensor:
+            memory = present
+            if memory is None:
+                with torch.inference_mode(False):  # others shall be able to train with it
+                    memory = communicator.share_memory(num_bytes).view(self._rows.dtype)
+            communicator.gather_to_nodes(memory, self._rows, self._pieces)
+            return memory
+
+        done = communicator.thread.submit(task)
+
+        def wait() -> None:
+            memory: Tensor = done.wait()
+            self._memory = memory
+            _compare_numbers(memory[self.layout.whole_size :], self._rows[self.layout.shard_size :])
+
+        return wait
+
+    def gathered(self) -> Tensor:
+        """The memory with all rows, and numbers behind them."""
+        assert self._memory is not None
+        return self._memory
+
+    def release(self) -> None:
+        """Lets go of memory for all rows; the next time, others take part in new memory."""
+        self._memory = None
 
 
 class DeviceMemory:
@@ -121,46 +166,70 @@ class DeviceMemory:
         dtype: of the parameters.
         group: the shard group.
         device: where this rank computes.
+        number: of the parameters among others: ranks compare it where that takes no time.
     """
 
     gathers = True
 
     def __init__(
-        self, layout: ShardLayout, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+        self,
+        layout: ShardLayout,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        number: int,
     ):
         self.layout = layout
         self._group = group
         self._rank = dist.get_rank(group)
-        self._memory = torch.empty(layout.whole_size, dtype=dtype, device=device)
-        self._rows = torch.zeros(layout.shard_size, dtype=dtype, device=device)
+        self._rows = _numbered_rows(layout, dtype, number).to(device)
+        self._memory: Tensor | None = None
 
     def whole(self, index: int) -> Tensor:
         """All rows of a parameter; they hold values while they are gathered."""
-        return _whole(self._memory, self.layout, index)
+        return _whole(self.gathered(), self.layout, index)
 
     def rows(self, index: int) -> Tensor:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._rank)
 
-    def gather(self) -> Wait | None:
+    def gather(self) -> Wait:
         """Starts to bring all rows together."""
-        layout = self.layout
+        layout, own = self.layout, self._rows
+        if self._memory is None:
+            with torch.inference_mode(False):  # others shall be able to train with it
+                self._memory = own.new_empty(own.numel() * layout.num_shards)
+        memory = self._memory
         works = []
-        for start, size in zip(layout.starts, layout.piece_sizes, strict=True):
-            first = start * layout.num_shards
-            whole = self._memory[first : first + size * layout.num_shards]
-            own = self._rows[start : start + size]
-            works.append(all_gather_single(whole, own, group=self._group, async_op=True))
+        for start, stop in pairwise((*layout.starts, layout.shard_size, own.numel())):
+            whole = memory[start * layout.num_shards : stop * layout.num_shards]
+            works.append(all_gather_single(whole, own[start:stop], group=self._group, async_op=True))
 
         def wait() -> None:
             for work in works:
                 work.wait()
+            if memory.device.type == "cpu":
+                _compare_numbers(memory[layout.whole_size :], own[layout.shard_size :])
 
         return wait
 
+    def gathered(self) -> Tensor:
+        """The memory with all rows, and numbers behind them."""
+        assert self._memory is not None
+        return self._memory
+
+    def release(self) -> None:
+        """Lets go of memory for all rows."""
+        self._memory = None
+
 
 def memory_for(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    number: int,
 ) -> ShardMemory:
     """Takes memory for parameters; collective over their shard group.
 
@@ -169,13 +238,40 @@ def memory_for(
         dtype: of all of them.
         group: the shard group.
         device: where this rank computes.
+        number: counts the calls: ranks compare it when they gather.
     """
     layout = ShardLayout(tuple(shapes), dist.get_world_size(group))
     if not isinstance(group, ShardwrightProcessGroup):
-        return DeviceMemory(layout, dtype, group, device)
+        return DeviceMemory(layout, dtype, group, device, number)
     communicator = group.communicator
-    kind = HostMemory if len(communicator.topology.nodes) == 1 else HostsMemory
-    return kind(layout, dtype, communicator)
+    if len(communicator.topology.nodes) == 1:
+        return HostMemory(layout, dtype, communicator)
+    return HostsMemory(layout, dtype, communicator, number)
+
+
+def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tensor:
+    """Room for the rows of a rank, and behind them the number of what they belong to."""
+    rows = torch.zeros(layout.shard_size + -(-_NUMBER_BYTES // dtype.itemsize), dtype=dtype)
+    packed = torch.frombuffer(bytearray(number.to_bytes(_NUMBER_BYTES, "little")), dtype=torch.uint8)
+    rows[layout.shard_size :].view(torch.uint8)[:_NUMBER_BYTES] = packed
+    return rows
+
+
+def _compare_numbers(found: Tensor, own: Tensor) -> None:
+    """Refuses rows of other parameters, which other ranks may have sent.
+
+    Args:
+        found: (ranks * n,), the numbers of all ranks.
+        own: (n,), that of this rank.
+    """
+    theirs, ours = found.view(torch.uint8).view(-1, own.nbytes), own.view(torch.uint8)
+    if not torch.equal(theirs, ours.expand_as(theirs)):
+        ranks = (theirs != ours).any(1).nonzero().flatten().tolist()
+        raise TraceMismatchError(
+            f"the ranks {ranks} of the group that shares parameters use them in another order than this one. "
+            "Where sdp_max_live_parameters has them gather parameters as they are used, all replicas must "
+            "use the same ones in the same order: raise it, so that all are gathered at once."
+        )
 
 
 def _whole(memory: Tensor, layout: ShardLayout, index: int) -> Tensor:

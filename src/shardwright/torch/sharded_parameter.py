@@ -3,7 +3,9 @@
 ::
 
     between steps          ShardedTensor           rows of this rank, shape of the whole
-    inside of a step       ordinary tensor         all rows
+    inside of a step       AbsentParameter         none, as long as nothing is computed with it
+                           ordinary tensor         all rows
+    while a step is traced ordinary tensor         none, on the meta device
     in optimizer.step()    ordinary tensor         rows of this rank, shape of these
 
 It stays the same Python object: optimizers, ties and variables of the script keep it.
@@ -11,12 +13,14 @@ It stays the same Python object: optimizers, ties and variables of the script ke
 
 from enum import Enum
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import dtensor_of, put_in_place, spec_like
+from shardwright.torch.absent_parameter import Bring, becomes_absent, becomes_present
 from shardwright.torch.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.sharded_tensor import ShardedTensor
 
@@ -28,6 +32,7 @@ class Form(Enum):
 
     SHARDED = "sharded"
     WHOLE = "whole"
+    SHAPE = "shape"
     LOCAL = "local"
 
 
@@ -39,7 +44,8 @@ class ShardedParameter:
     Args:
         name: its first name.
         parameter: the model's own, which may be on the meta device.
-        whole: memory of the parameter's shape for all rows; has their values.
+        whole: memory of the parameter's shape for all rows; has their values. None where rows are not
+            at hand.
         own_rows: which rows this rank keeps.
         rows: memory for these; it may be a part of `whole`; has their values.
         mesh: of the ranks that share it.
@@ -58,7 +64,7 @@ class ShardedParameter:
         name: str,
         parameter: nn.Parameter,
         *,
-        whole: Tensor,
+        whole: Tensor | None,
         own_rows: range,
         rows: Tensor,
         mesh: DeviceMesh,
@@ -70,12 +76,14 @@ class ShardedParameter:
         self.rows = rows
         self.gradient: Tensor | None = None
         if parameter.is_meta:
-            real = nn.Parameter(whole.new_empty(0), parameter.requires_grad)
+            real = nn.Parameter(rows.new_empty(0), parameter.requires_grad)
             set_gradient_dtype(real, gradient_dtype(parameter))
             put_in_place(parameter, real)
-        parameter.data = whole  # what writes to its neighbours in memory does not count as a change of it
+        self._without_rows = _without_memory(parameter.shape, rows)
+        # What writes to its neighbours in memory does not count as a change of it.
+        parameter.data = self._without_rows if whole is None else whole
         dtensor = DTensor.from_local(
-            rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )
         self._spec = dtensor._spec
         self._form = Form.WHOLE
@@ -90,24 +98,51 @@ class ShardedParameter:
         self._dtype = parameter.dtype
         self._version = parameter._version
 
-    def to_whole(self) -> None:
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that computes, and gets the gradient: another Python object where rows are absent."""
+        return self.parameter if self._form is Form.WHOLE else self._others[Form.WHOLE]
+
+    def begin(self, bring: Bring | None) -> None:
         """At the beginning of a step.
+
+        Args:
+            bring: has all rows come, when they are needed, and calls `come`; None where they are at hand.
 
         Raises:
             UsageError: it has another type since the last one.
         """
-        if self._form is Form.WHOLE:
-            return
         if self.parameter.dtype != self._dtype:
             raise UsageError(
                 f"{self.name} was {self._dtype} when it was spread over the ranks that share it, and is "
                 f"{self.parameter.dtype} now. Cast the model before the first step."
             )
+        self._version = self.holder._version
+        if bring is None:
+            self.come()
+        else:
+            self._show(Form.SHARDED)
+            becomes_absent(self.parameter, self, bring)
+
+    def come(self, whole: Tensor | None = None) -> None:
+        """All rows are at hand.
+
+        Args:
+            whole: where; None for where they were the last time.
+        """
+        if whole is not None:
+            self.holder.data = whole
+        becomes_present(self.parameter)
         self._show(Form.WHOLE)
         if self.parameter._backward_hooks is not None:
             # Hooks that were registered between steps belong to the form that it had then.
             self.parameter._backward_hooks = self.parameter._backward_hooks
-        self._version = self.parameter._version
+
+    def go(self, bring: Bring) -> None:
+        """All rows are not at hand any more: what is computed with them brings them again."""
+        self._show(Form.SHARDED)
+        self.holder.data = self._without_rows
+        becomes_absent(self.parameter, self, bring)
 
     def to_sharded(self, *, written: bool = False) -> None:
         """At the end of a step; the gradient is that of the rows of this rank.
@@ -118,10 +153,12 @@ class ShardedParameter:
         Raises:
             UsageError: the step has changed the parameter itself.
         """
-        changed = self.parameter._version != self._version and not written
+        holder = self.holder
+        changed = holder._version != self._version and not written
         if written and self.rows.data_ptr() != self._rows_of(self.parameter).data_ptr():
             self.rows.copy_(self._rows_of(self.parameter.detach()))
-        self.parameter.grad = None
+        holder.grad = None
+        becomes_present(self.parameter)
         self._show(Form.SHARDED)
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
@@ -135,10 +172,22 @@ class ShardedParameter:
 
     def leave(self) -> None:
         """Where a step failed in its middle: as it was before, with the gradients of earlier steps."""
-        if self._form is Form.WHOLE:
-            self.parameter.grad = None
+        self.holder.grad = None
         self.gradient = None
+        becomes_present(self.parameter)
         self._show(Form.SHARDED)
+
+    def forget_rows(self) -> None:
+        """Between steps: the rows of other ranks take no memory for it any more."""
+        self.holder.data = self._without_rows
+
+    def show_shape(self) -> None:
+        """Where rows are not at hand and nobody computes with them; `go` ends it."""
+        becomes_present(self.parameter)
+        if Form.SHAPE not in self._others:
+            shape = torch.empty(self.parameter.shape, dtype=self._dtype, device="meta")
+            self._others[Form.SHAPE] = nn.Parameter(shape, self.parameter.requires_grad)
+        self._show(Form.SHAPE)
 
     def to_local(self) -> None:
         """Before the optimizer: the rows of this rank, with their gradient."""
@@ -178,3 +227,10 @@ class ShardedParameter:
         if isinstance(tensor, ShardedTensor):
             return tensor.local
         return tensor[self.own_rows.start : self.own_rows.stop]
+
+
+def _without_memory(shape: torch.Size, like: Tensor) -> Tensor:
+    """A tensor that has a shape, and no data to read."""
+    made = like.new_empty(shape)
+    made.untyped_storage().resize_(0)
+    return made

@@ -12,7 +12,7 @@ another still computes with them: ranks meet when a step begins and when it ends
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,50 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwright.errors import UsageError
+from shardwright.torch._private import without_torch_functions
+from shardwright.torch.arrivals import AllAtOnce, Arrivals, InTurns
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.parameter_watch import watch_parameters
-from shardwright.torch.shard_memory import ShardMemory, Wait, memory_for
+from shardwright.torch.parcel import Parcel, parcels_of
+from shardwright.torch.shard_memory import memory_for
 from shardwright.torch.sharded_parameter import ShardedParameter
 from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright.torch.source_line import user_line
-from shardwright.torch.tree import leaves
 
 __all__ = ["Sharding"]
-
-# Elements that are gathered together: what comes later can be on its way while these are used.
-_PARCEL = 2**20
-
-
-class _Parcel:
-    """Parameters whose rows come together.
-
-    Args:
-        parameters: the parameters.
-        memory: theirs.
-    """
-
-    def __init__(self, parameters: Sequence[ShardedParameter], memory: ShardMemory):
-        self.parameters = parameters
-        self.memory = memory
-        self._wait: Wait | None = None
-
-    def gather(self) -> bool:
-        """Starts to bring all rows together; tells whether they are to be waited for."""
-        self._wait = self.memory.gather()
-        if self._wait is None:
-            self.arrive()
-            return False
-        return True
-
-    def arrive(self) -> None:
-        """Waits until all rows are there."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-        for each in self.parameters:
-            each.to_whole()
 
 
 class Sharding:
@@ -91,28 +60,32 @@ class Sharding:
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
-        self._parcels = [self._pack(names, parameters) for names in _parcels_of(parameters)]
+        most = context.config.sdp_max_live_parameters
+        size = sum(parameter.numel() for parameter in parameters.values())
+        names = parcels_of(parameters, most=max(1, most // 4) if size > most else size)
+        self._parcels = [self._pack(number, each, parameters) for number, each in enumerate(names)]
         self.parameters = {id(s.parameter): s for parcel in self._parcels for s in parcel.parameters}
-        self._to_come: dict[int, _Parcel] = {}
-        lists = _in_lists(model)
-        self._needed_at_once = [
-            parcel for parcel in self._parcels if any(id(s.parameter) in lists for s in parcel.parameters)
-        ]
-        self._meet()
-        for parcel in self._parcels:
-            if parcel.gather():
-                parcel.arrive()
-        self.is_whole = True
+        self._number_of = {
+            id(s.parameter): number for number, parcel in enumerate(self._parcels) for s in parcel.parameters
+        }
+        to_come: dict[int, int] = {}
+        self._at_once = AllAtOnce(self._parcels, to_come)
+        self._as_used: Arrivals = self._at_once
+        if any(parcel.memory.gathers for parcel in self._parcels):
+            if size > most:
+                self._as_used = InTurns(self._parcels, to_come, most=most, bring=self._bring)
+            for module in all_modules(model):
+                watch_parameters(module, to_come, self._use)
+        self._arrivals: Arrivals = self._at_once
         if context.mesh.pipeline == 1:  # a model over stages is called in steps only
             model.register_forward_pre_hook(_RefusesGradients(self))
-        if any(parcel.memory.gathers for parcel in self._parcels):
-            for module in all_modules(model):
-                watch_parameters(module, self._to_come, self._arrive)
+        self.is_whole = False
+        self.to_whole()
 
-    def _pack(self, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> _Parcel:
+    def _pack(self, number: int, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Parcel:
         chosen = [parameters[name] for name in names]
         shapes = [tuple(parameter.shape) for parameter in chosen]
-        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device)
+        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device, number=number)
         packed = []
         for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
             own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)
@@ -121,14 +94,14 @@ class Sharding:
                 ShardedParameter(
                     name,
                     parameter,
-                    whole=memory.whole(index),
+                    whole=None if memory.gathers else memory.whole(index),
                     own_rows=own_rows,
                     rows=rows,
                     mesh=self._mesh,
                     placements=self._placements,
                 )
             )
-        return _Parcel(packed, memory)
+        return Parcel(packed, memory)
 
     def _values_of(self, parameter: nn.Parameter) -> Tensor:
         """All rows, as the first replica has them; those that nobody has memory for are made now."""
@@ -152,57 +125,95 @@ class Sharding:
         Args:
             written: all ranks give the parameters the same values meanwhile.
         """
-        self.to_whole()
-        self.arrive()
+        self._begin(self._at_once)
+        self._at_once.use_all()
         try:
             yield
         finally:
             self.to_sharded(written=written)
 
+    @contextmanager
+    def as_used(self) -> Iterator[None]:
+        """All rows are there when they are used; collective over the shard group."""
+        self.to_whole()
+        try:
+            yield
+        finally:
+            self.to_sharded()
+
     def to_whole(self) -> None:
-        """Starts to bring all rows together; collective over the shard group."""
+        """Has all rows come until they are used; collective over the shard group."""
+        self._begin(self._as_used)
+
+    def _begin(self, arrivals: Arrivals) -> None:
         if self.is_whole:
             return
         self._meet()  # all have updated their rows
+        self._arrivals = arrivals
         for parcel in self._parcels:
-            if parcel.gather():
-                self._to_come.update((id(each.parameter), parcel) for each in parcel.parameters)
-        for parcel in self._needed_at_once:
-            self._arrive(parcel)
+            parcel.begin(self._bring)
         self.is_whole = True
+        arrivals.begin()
 
-    def arrive(self) -> None:
-        """Waits until all rows are there."""
-        for parcel in self._parcels:
-            self._arrive(parcel)
+    def saving(self) -> AbstractContextManager[Any]:
+        """A context for what computes in a step."""
+        return self._arrivals.saving()
 
-    def _arrive(self, parcel: _Parcel) -> None:
-        for each in parcel.parameters:
-            self._to_come.pop(id(each.parameter), None)
-        parcel.arrive()
+    @contextmanager
+    def shapes_at_hand(self) -> Iterator[None]:
+        """Has all parameters show their shapes, without bringing rows for that."""
+        to_come = self._arrivals.to_come
+        coming = dict(to_come)
+        to_come.clear()
+        away = [each for parcel in self._parcels if not parcel.is_here for each in parcel.parameters]
+        for each in away:
+            each.show_shape()
+        try:
+            yield
+        finally:
+            for each in away:
+                each.go(self._bring)
+            to_come.update(coming)
+
+    def _bring(self, tensors: Sequence[Tensor]) -> None:
+        """Has all rows at hand of the shared parameters among some tensors."""
+        numbers = {self._number_of[id(tensor)] for tensor in tensors if id(tensor) in self._number_of}
+        self._use(*sorted(numbers))
+
+    def _use(self, *numbers: int) -> None:
+        with without_torch_functions():  # code between units is watched
+            self._arrivals.use(*numbers)
 
     def to_sharded(self, *, written: bool = False) -> None:
         """Leaves every rank its rows; collective over the shard group."""
         if not self.is_whole:
             return
-        self.arrive()
         self.is_whole = False
+        for parcel in self._parcels:
+            parcel.settle()
         problem: Exception | None = None
         for each in self.parameters.values():
             try:
                 each.to_sharded(written=written)
             except Exception as error:
                 problem = problem or error
+        self._end()
         self._meet()  # nobody computes any more
         if problem is not None:
             raise problem
 
     def leave(self) -> None:
         """Where a step failed in its middle on this rank: others need not be there."""
-        self._to_come.clear()
+        for parcel in self._parcels:
+            parcel.leave()
         for each in self.parameters.values():
             each.leave()
+        self._end()
         self.is_whole = False
+
+    def _end(self) -> None:
+        for arrivals in (self._arrivals, self._as_used):
+            arrivals.end()
 
     @contextmanager
     def for_optimizer(
@@ -267,31 +278,6 @@ class _RefusesGradients:
 
 def _nothing(*_: Any) -> None:
     """What a copy of a model has in the place of a hook."""
-
-
-def _parcels_of(parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Names of parameters of one type that follow one another."""
-    found: list[list[str]] = []
-    size, dtype = 0, None
-    for name, parameter in parameters.items():
-        if not found or parameter.dtype != dtype or size + parameter.numel() > _PARCEL:
-            found.append([])
-            size, dtype = 0, parameter.dtype
-        found[-1].append(name)
-        size += parameter.numel()
-    return found
-
-
-def _in_lists(model: nn.Module) -> set[int]:
-    """Parameters that modules read from lists of their own (`nn.LSTM`), by id."""
-    return {
-        id(item)
-        for module in all_modules(model)
-        for name, value in vars(module).items()
-        if name != "_parameters"
-        for item in leaves(value)
-        if isinstance(item, nn.Parameter)
-    }
 
 
 def _mesh_of(context: Context) -> tuple[DeviceMesh, tuple[Any, ...]]:

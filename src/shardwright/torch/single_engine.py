@@ -64,7 +64,6 @@ class SingleEngine:
                 self._reducer,
                 first=not losses,
                 last=index == num_microbatches - 1,
-                before_backward=self._model.replicas.arrive,
             )
             start_s = time.perf_counter()
             before = set_active_handler(handler)
@@ -84,7 +83,6 @@ class SingleEngine:
                 row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
         trains = bool(losses)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
-            self._model.replicas.arrive()
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
@@ -150,9 +148,7 @@ class _Plain:
         *,
         first: bool,
         last: bool,
-        before_backward: Callable[[], None],
     ):
-        self._before_backward = before_backward
         self._scale = scale
         self._opens = reducer if first else None
         self._reducer = reducer
@@ -187,7 +183,6 @@ class _Plain:
         self.loss = loss.detach()
         begin_s = time.perf_counter()
         start = torch.ones_like(loss) if gradient is None else gradient
-        self._before_backward()
         if self._opens is not None:
             self._opens.begin()
         if self._reducer is not None:

@@ -102,7 +102,7 @@ def test_edges_agree_with_the_tables(graph: ModelGraph, data: st.DataObject) -> 
 
 def test_parameters_count_once_a_rank() -> None:
     layout = lay_out(chain_graph(2, tied=True), (0, 1, 3, 4), (0, 1, 0))
-    assert layout.state_bytes() == [(400, 400, 400), (800, 800, 800)]
+    assert layout.state_bytes() == [(400, 400, 400, 0), (800, 800, 800, 0)]
     assert layout.trained_bytes() == [(400, 0), (800, 0)]
     assert layout.stage_parameter_bytes() == [400, 800, 400]
     assert layout.replicated() == {}

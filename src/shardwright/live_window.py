@@ -1,0 +1,157 @@
+"""Which of several things are at hand where there is no room for all, in pure logic.
+
+Batches use things mostly in the order of the batch before. So what is used next can be on its way early, and
+what is used latest makes room::
+
+    the last batch    a b c d | d c b a
+    this one          a b         is used: c, on its way: d; the next use of a is the farthest, so a goes
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+__all__ = ["LiveWindow", "Move"]
+
+# A batch that skips at most so many uses of the one before is still thought to go on as that did.
+_MOST_SKIPPED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What is to be done next.
+
+    Attributes:
+        item: with which thing.
+        comes: start to bring it; else let it go.
+    """
+
+    item: int
+    comes: bool
+
+
+class LiveWindow:
+    """Decides what comes and what goes; the same uses give the same decisions.
+
+    Args:
+        sizes: of the things.
+        capacity: what those at hand, or on their way, are together at most; what is needed at once comes
+            whatever its size.
+
+    Attributes:
+        most: the largest sum of sizes so far.
+
+    >>> window = LiveWindow([1, 1], capacity=1)
+    >>> window.use([0]), window.use([1])
+    ([Move(item=0, comes=True)], [Move(item=0, comes=False), Move(item=1, comes=True)])
+    """
+
+    def __init__(self, sizes: Sequence[int], capacity: int):
+        self._sizes = sizes
+        self._capacity = capacity
+        self._at_hand: dict[int, int] = {}  # item -> when it was used or brought; in that order
+        self._clock = 0
+        self._used: list[int] = []
+        self._forecast = _Forecast(())
+        self._place = 0
+        self.most = 0
+
+    def begin(self) -> list[Move]:
+        """A batch begins, and nothing is at hand."""
+        self._at_hand.clear()
+        self._forecast, self._used, self._place = _Forecast(self._used), [], 0
+        return list(self._ahead(()))
+
+    def use(self, items: Collection[int]) -> list[Move]:
+        """Things are used, together.
+
+        Returns:
+            What is to be done before, in order; all of them are at hand then, or on their way.
+        """
+        for item in items:
+            if self._used[-1:] == [item]:
+                continue
+            self._used.append(item)
+            place = self._forecast.next_use(item, self._place)
+            if place - self._place <= _MOST_SKIPPED:
+                self._place = int(place) + 1
+        moves: list[Move] = []
+        for item in items:
+            if item not in self._at_hand:
+                moves += self._make_room(self._sizes[item], items, inf)
+                moves.append(self._bring(item))
+            self._touch(item)
+        moves += self._ahead(items)
+        return moves
+
+    @property
+    def size(self) -> int:
+        """Of what is at hand, or on its way."""
+        return sum(self._sizes[item] for item in self._at_hand)
+
+    def _ahead(self, kept: Collection[int]) -> Iterator[Move]:
+        """Brings what is used next, up to half of what there is room for."""
+        size = 0
+        for item, place in self._forecast.coming(self._place):
+            size += self._sizes[item]
+            if size > self._capacity // 2:
+                return
+            if item in self._at_hand:
+                continue
+            victims = list(self._make_room(self._sizes[item], kept, place))
+            yield from victims
+            if self.size + self._sizes[item] > self._capacity:
+                return
+            yield self._bring(item)
+
+    def _make_room(self, size: int, kept: Collection[int], before: float) -> Iterator[Move]:
+        """Lets go of what is used latest, and not before a place of the forecast."""
+        while self._at_hand and self.size + size > self._capacity:
+            candidates = [item for item in self._at_hand if item not in kept]
+            if not candidates:
+                return
+            uses = {item: self._forecast.next_use(item, self._place) for item in candidates}
+            victim = max(candidates, key=lambda item: (uses[item], -self._at_hand[item]))
+            if before != inf and uses[victim] <= before:
+                return
+            del self._at_hand[victim]
+            yield Move(victim, comes=False)
+
+    def _bring(self, item: int) -> Move:
+        self._touch(item)
+        self.most = max(self.most, self.size)
+        return Move(item, comes=True)
+
+    def _touch(self, item: int) -> None:
+        self._clock += 1
+        self._at_hand[item] = self._clock
+
+
+class _Forecast:
+    """The uses of the batch before.
+
+    Args:
+        uses: in order.
+    """
+
+    def __init__(self, uses: Sequence[int]):
+        self._uses = uses
+        self._places: dict[int, list[int]] = {}
+        for place, item in enumerate(uses):
+            self._places.setdefault(item, []).append(place)
+
+    def next_use(self, item: int, start: int) -> float:
+        """The place of the next use; infinite where there is none."""
+        places = self._places.get(item, [])
+        found = bisect_left(places, start)
+        return places[found] if found < len(places) else inf
+
+    def coming(self, start: int) -> Iterator[tuple[int, int]]:
+        """What is used from a place on, each once, with the place."""
+        seen = set()
+        for place in range(start, len(self._uses)):
+            item = self._uses[place]
+            if item not in seen:
+                seen.add(item)
+                yield item, place

@@ -1,0 +1,81 @@
+"""A shared parameter whose rows are not at hand, inside of a step.
+
+Whatever computes with it brings them first: the Python object is an ordinary parameter then. What only asks
+for its shape, or for its gradient, does not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardwright.torch._private import without_subclass_functions
+from shardwright.torch.functions import is_metadata
+from shardwright.torch.sharded_tensor import ShardedTensor
+from shardwright.torch.tree import leaves
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharded_parameter import ShardedParameter
+
+__all__ = ["AbsentParameter", "Bring"]
+
+Bring = Callable[[Sequence[Tensor]], None]
+"""Has all rows of the parameters among some tensors at hand."""
+
+_PLACE = "_shardwright_absent"
+
+
+def _accessors(*names: str) -> set[Any]:
+    found = (getattr(Tensor, name, None) for name in names)
+    return {
+        accessor
+        for each in found
+        for kind in ("__get__", "__set__")
+        if (accessor := getattr(each, kind, None))
+    }
+
+
+# The gradient belongs to the form of the parameter that computes.
+_OF_GRADIENT = frozenset(_accessors("grad", "grad_dtype"))
+_OF_HOOKS = frozenset(_accessors("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+class AbsentParameter(ShardedTensor):
+    """A parameter whose rows come when they are needed.
+
+    `becomes_absent` makes a parameter that is a `ShardedTensor` one of these.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_GRADIENT:
+            sharded, _ = vars(args[0])[_PLACE]
+            return func(sharded.holder, *args[1:])
+        if is_metadata(func) or func in _OF_HOOKS:
+            with without_subclass_functions():
+                return func(*args, **kwargs)
+        tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
+        absent = next(item for item in tensors if isinstance(item, AbsentParameter))
+        _, bring = vars(absent)[_PLACE]
+        bring(tensors)
+        return func(*args, **kwargs)
+
+
+def becomes_absent(parameter: Tensor, sharded: "ShardedParameter", bring: Bring) -> None:
+    """Has a parameter bring its rows when they are needed.
+
+    Args:
+        parameter: a `ShardedTensor`.
+        sharded: what shows it in its forms.
+        bring: is given all tensors of the function that is called.
+    """
+    vars(parameter)[_PLACE] = sharded, bring
+    parameter.__class__ = AbsentParameter
+
+
+def becomes_present(parameter: Tensor) -> None:
+    """Takes back `becomes_absent`."""
+    if type(parameter) is AbsentParameter:
+        parameter.__class__ = ShardedTensor  # type: ignore[assignment]
+        del vars(parameter)[_PLACE]
