@@ -3,7 +3,8 @@
 from itertools import pairwise
 
 from shardwright.collectives.choose import COLLECTIVES, Choice, choose
-from shardwright.collectives.prices import Prices
+from shardwright.collectives.choose_on_devices import choose_on_devices
+from shardwright.collectives.prices import DevicePrices, Prices
 from shardwright.collectives.topology import Topology
 from shardwright.units import format_bytes, format_seconds
 
@@ -16,15 +17,24 @@ Choices = dict[str, list[tuple[int, Choice]]]
 """For each collective, the choices by size, in bytes of the whole."""
 
 
-def choices_by_size(topology: Topology, prices: Prices) -> Choices:
-    """The choices for float32, from 1 KiB to 64 MiB."""
+def choices_by_size(topology: Topology, prices: Prices | DevicePrices) -> Choices:
+    """The choices for float32, from 1 KiB to 64 MiB.
+
+    Args:
+        topology: which ranks share a node.
+        prices: of steps on CPUs, or of collectives on accelerators.
+    """
+
+    def chosen(collective: str, count: int) -> Choice:
+        if isinstance(prices, DevicePrices):
+            return choose_on_devices(collective, topology, count=count, itemsize=_ITEMSIZE, prices=prices)
+        return choose(collective, topology, count=count, itemsize=_ITEMSIZE, prices=prices)
+
     found: Choices = {}
     for collective in COLLECTIVES:
         pieces = topology.num_ranks if collective in ("all_gather", "reduce_scatter") else 1
         found[collective] = [
-            (num_bytes, choose(collective, topology, count=count, itemsize=_ITEMSIZE, prices=prices))
-            for num_bytes in _SIZES
-            for count in [max(1, num_bytes // _ITEMSIZE // pieces)]
+            (num_bytes, chosen(collective, max(1, num_bytes // _ITEMSIZE // pieces))) for num_bytes in _SIZES
         ]
     return found
 

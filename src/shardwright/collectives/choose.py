@@ -17,14 +17,14 @@ from shardwright.collectives.steps import Step
 from shardwright.collectives.topology import Topology
 from shardwright.units import format_bytes, format_seconds
 
-__all__ = ["COLLECTIVES", "GLOO", "OWN", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
+__all__ = ["BY_RANK", "COLLECTIVES", "GLOO", "OWN", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GLOO = "gloo"
 OWN = frozenset({"hierarchical", "flat", "at once"})
 
-# Those whose whole is made of a piece for each rank.
-_BY_RANK = ("all_gather", "reduce_scatter")
+BY_RANK = ("all_gather", "reduce_scatter")
+"""Those whose whole is made of a piece for each rank."""
 
 ROOM_BYTES = 32 * 2**20
 """Shared memory of a node for one collective, at most."""
@@ -44,7 +44,7 @@ class Candidate:
 
     Attributes:
         name: ``hierarchical`` where ranks of a node share memory, ``flat`` where none does, ``at once`` where
-            all ranks of a node sum up everything, or `GLOO`.
+            all ranks of a node sum up everything, or `GLOO`; on accelerators ``hierarchical``, or ``nccl``.
         chunk: elements of a piece that go at once; 0 for all.
     """
 
@@ -61,12 +61,14 @@ class Choice:
         seconds: what it should take.
         others: what the best of each other name should take.
         source: where the prices are from.
+        remark: why other ways cannot be taken, if so.
     """
 
     candidate: Candidate
     seconds: float
     others: dict[str, float]
     source: str
+    remark: str = ""
 
     def reason(self, itemsize: int) -> str:
         """One line that says why.
@@ -77,6 +79,8 @@ class Choice:
         chunk = self.candidate.chunk * itemsize
         how = f" in chunks of {format_bytes(chunk)}" if chunk else ""
         others = [f"{name} would take {format_seconds(s)}" for name, s in self.others.items()]
+        if self.remark:
+            others.append(self.remark)
         return (
             "; ".join([f"{self.candidate.name}{how}, {format_seconds(self.seconds)}", *others])
             + f" (prices: {self.source})"
@@ -178,7 +182,7 @@ def _seconds(
     prices: Prices,
     source: int,
 ) -> float:
-    num_bytes = count * itemsize * (topology.num_ranks if collective in _BY_RANK else 1)
+    num_bytes = count * itemsize * (topology.num_ranks if collective in BY_RANK else 1)
     if candidate.name == GLOO:
         return prices.gloo[collective].seconds(num_bytes)
     on_top = prices.own[collective].seconds(num_bytes) if collective in prices.own else 0.0

@@ -8,7 +8,7 @@ from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
 from shardwright.collectives.topology import Topology
 
-__all__ = ["Chooser"]
+__all__ = ["Chooser", "size_class"]
 
 # Objects are gathered in another size each time.
 _MOST_ROUTINES = 512
@@ -42,12 +42,12 @@ class Chooser:
             itemsize: bytes of an element.
             ways: the names of those that are allowed; None for all.
         """
-        key = (collective, _size_class(count), itemsize, None if ways is None else frozenset(ways))
+        key = (collective, size_class(count), itemsize, None if ways is None else frozenset(ways))
         if key not in self._choices:
             self._choices[key] = choose(
                 collective,
                 self._topology,
-                count=_size_class(count),
+                count=size_class(count),
                 itemsize=itemsize,
                 prices=self.prices,
                 ways=ways,
@@ -85,10 +85,10 @@ class Chooser:
         return routine
 
 
-def _size_class(count: int) -> int:
+def size_class(count: int) -> int:
     """Sizes are chosen for in classes, two for each doubling; this is the largest of a class.
 
-    >>> [_size_class(count) for count in (0, 3, 100, 1000)]
+    >>> [size_class(count) for count in (0, 3, 100, 1000)]
     [1, 3, 128, 1024]
     """
     step = 1 << max(0, count.bit_length() - 2)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_PRICES", "Line", "Prices"]
+__all__ = ["DEFAULT_PRICES", "DevicePrices", "Line", "Prices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,27 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrices:
+    """What collectives of NCCL take on accelerators: a line each, over the bytes of the whole.
+
+    The whole of a collective is its largest tensor: an all-gather's output, a reduce-scatter's input.
+
+    Attributes:
+        everyone: over all ranks of the group.
+        across: over one rank of each node, while the other ranks do the same; empty where no group is such.
+        inside: over the ranks of a node, while other nodes do the same; empty where no group is such.
+        reorder: a copy that puts the pieces of ranks into another order.
+        source: where the prices are from, for explanations.
+    """
+
+    everyone: dict[str, Line]
+    across: dict[str, Line]
+    inside: dict[str, Line]
+    reorder: Line
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """What a group's ranks pay.
 
@@ -39,6 +60,7 @@ class Prices:
         local_message: between two ranks of one node that do not use their shared memory.
         gloo: what gloo's own collectives take, by the bytes of the whole; empty where that was not measured.
         source: where the prices are from, for explanations.
+        devices: of tensors on accelerators; None where that was not measured.
     """
 
     own: dict[str, Line]
@@ -49,6 +71,7 @@ class Prices:
     local_message: Line
     gloo: dict[str, Line]
     source: str
+    devices: DevicePrices | None = None
 
 
 DEFAULT_PRICES = Prices(

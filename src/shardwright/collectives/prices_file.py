@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwright.collectives.prices import Line, Prices
+from shardwright.collectives.prices import DevicePrices, Line, Prices
 from shardwright.collectives.topology import Topology
 from shardwright.errors import ConfigError
 from shardwright.problems import describe, join
@@ -33,6 +33,27 @@ class _Line(_Record):
         return Line(self.alpha_s, self.Bps)
 
 
+class _DevicePrices(_Record):
+    everyone: dict[str, _Line]
+    across: dict[str, _Line]
+    inside: dict[str, _Line]
+    reorder: _Line
+    source: str
+
+    def prices(self) -> DevicePrices:
+        return DevicePrices(
+            everyone=_lines(self.everyone),
+            across=_lines(self.across),
+            inside=_lines(self.inside),
+            reorder=self.reorder.line(),
+            source=self.source,
+        )
+
+
+def _lines(records: dict[str, _Line]) -> dict[str, Line]:
+    return {name: record.line() for name, record in records.items()}
+
+
 class _Document(_Record):
     format: Literal["shardwright-prices"]
     version: Literal[1]
@@ -45,6 +66,7 @@ class _Document(_Record):
     local_message: _Line
     gloo: dict[str, _Line]
     source: str
+    devices: _DevicePrices | None = None
 
 
 def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topology) -> None:
@@ -73,13 +95,14 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
             join(f"prices {path} cannot be used; shardwright probe measures them anew:", problems)
         ) from error
     prices = Prices(
-        own={name: line.line() for name, line in found.own.items()},
+        own=_lines(found.own),
         copy=found.copy_.line(),
         combine=found.combine.line(),
         note_s=found.note_s,
         message=found.message.line(),
         local_message=found.local_message.line(),
-        gloo={name: line.line() for name, line in found.gloo.items()},
+        gloo=_lines(found.gloo),
         source=found.source,
+        devices=None if found.devices is None else found.devices.prices(),
     )
     return prices, Topology(tuple(map(tuple, found.nodes)))

@@ -119,11 +119,15 @@ def _agreed(
 
 
 def _read(path: str, topology: Topology) -> Prices:
-    """Prices from a file; what gloo takes is known for the ranks that it was measured on alone."""
+    """Prices from a file; what gloo and NCCL take is known for the ranks that it was measured on alone."""
     prices, measured = read_prices(path)
-    if measured == topology or not prices.gloo:
+    if measured == topology or not (prices.gloo or prices.devices):
         return prices
     log.warning(
-        "the prices %s are of %s: on %s gloo's own collectives are not considered", path, measured, topology
+        "the prices %s are of %s: on %s gloo's own collectives are not considered, and accelerators have "
+        "default prices",
+        path,
+        measured,
+        topology,
     )
-    return replace(prices, gloo={})
+    return replace(prices, gloo={}, devices=None)
