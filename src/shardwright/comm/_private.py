@@ -1,10 +1,14 @@
 """Parts of torch.distributed without a public name: what for, and the torch versions they were tried on.
 
-==================================  ======================================================  ========
-name                                what for                                                tried on
-==================================  ======================================================  ========
-``ProcessGroup._register_backend``  gloo for a group that torch.distributed does not know   2.13
-==================================  ======================================================  ========
+========================================  =========================================================  ========
+name                                      what for                                                   tried on
+========================================  =========================================================  ========
+``ProcessGroup._register_backend``        gloo or NCCL for a group that torch.distributed does not   2.13
+                                          know
+``ProcessGroupNCCL.Options._timeout``,    as ``torch.distributed`` makes a group of NCCL             read in
+``ProcessGroup._set_default_backend``,                                                               2.13
+``_set_sequence_number_for_group``
+========================================  =========================================================  ========
 """
 
 from datetime import timedelta
@@ -14,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["all_gather_single", "gloo_group", "reduce_scatter_single"]
+from shardwright.errors import UsageError
+
+__all__ = ["all_gather_single", "gloo_group", "has_nccl", "nccl_group", "reduce_scatter_single"]
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
@@ -29,6 +35,40 @@ def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> 
     group = dist.ProcessGroup(store, rank, num_ranks)
     backend = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout_s))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def has_nccl() -> bool:
+    """Whether this build of PyTorch has NCCL, and this host a device for it."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def nccl_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
+    """A process group of NCCL that torch.distributed does not know; its ranks meet at its first collective.
+
+    Args:
+        store: of these ranks, and for this group alone.
+        rank: of this process in the group.
+        num_ranks: of the group.
+        timeout_s: how long to wait for a rank at most.
+
+    Raises:
+        UsageError: there is no NCCL here.
+    """
+    if not has_nccl():
+        true = "sees no GPU" if dist.is_nccl_available() else "was built without NCCL"
+        raise UsageError(
+            f"collectives on CUDA tensors need NCCL, but PyTorch {torch.__version__} {true}. Install "
+            "PyTorch for the CUDA of this host (https://pytorch.org/get-started), or pass tensors on the CPU."
+        )
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = nccl(store, rank, num_ranks, options)
+    backend._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, rank, num_ranks)
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
     return group
 
 

@@ -5,7 +5,7 @@
     import shardwright.torch                            # makes the name known
     torch.distributed.init_process_group("shardwright")
 
-Stock scripts, DDP and FSDP2 then use them.
+Stock scripts, DDP and FSDP2 then use them, for tensors on the CPU and on CUDA devices.
 """
 
 from datetime import timedelta
@@ -21,7 +21,7 @@ BACKEND = "shardwright"
 def register_backend() -> None:
     """Makes the name known to torch.distributed; nothing happens where it is known already."""
     if dist.is_available() and not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, _make, devices=["cpu", "cuda"])
 
 
 def _make(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroup:

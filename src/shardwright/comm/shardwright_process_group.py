@@ -1,9 +1,10 @@
 """A process group of torch.distributed with Shardwright's collectives.
 
-What they do not cover (send, receive, gather, scatter, all-to-all, barrier, sparse tensors) gloo does.
+What they do not cover (send, receive, gather, scatter, all-to-all, barrier, sparse tensors) gloo does for
+tensors on the CPU, and NCCL for tensors on CUDA devices.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +15,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from shardwright.collectives.device_prices import typical_device_prices
 from shardwright.comm._private import gloo_group
+from shardwright.comm.accelerator import CUDA, Accelerator
 from shardwright.comm.backend import BACKEND
 from shardwright.comm.collective_work import CollectiveWork
 from shardwright.comm.connect import connect
+from shardwright.comm.device_collectives import DeviceCollectives
 from shardwright.comm.reduction import Reduction
+from shardwright.comm.tensor_bytes import flat
 from shardwright.errors import UsageError
 
 __all__ = ["ShardwrightProcessGroup"]
@@ -36,16 +41,37 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank: of this process in the group.
         num_ranks: of the group.
         timeout: how long to wait for a rank at most.
+        accelerator: whose tensors it takes besides those on the CPU. Its groups are made at its first tensor.
 
     Attributes:
-        communicator: the collectives.
+        communicator: the collectives on the CPU.
+        devices: the collectives on the accelerator.
     """
 
-    def __init__(self, store: Store, rank: int, num_ranks: int, timeout: timedelta):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        timeout: timedelta,
+        *,
+        accelerator: Accelerator = CUDA,
+    ):
         super().__init__(rank, num_ranks)
         timeout_s = timeout.total_seconds()
         self._gloo = gloo_group(PrefixStore("gloo", store), rank, num_ranks, timeout_s=timeout_s)
         self.communicator = connect(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+        topology = self.communicator.topology
+        self._accelerator = accelerator
+        self.devices = DeviceCollectives(
+            PrefixStore("devices", store),
+            rank=rank,
+            topology=topology,
+            prices=self.communicator.prices.devices or typical_device_prices(topology),
+            accelerator=accelerator,
+            thread=self.communicator.thread,
+            timeout_s=timeout_s,
+        )
         self._name = self._description = ""
 
     # ---- what torch.distributed asks a group ----
@@ -73,23 +99,40 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def group_desc(self) -> str:
         return self._description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # The CPU first: torch.distributed sends objects there.
+        present = [self._accelerator.device_type] if self._accelerator.is_present() else []
+        return [torch.device(kind) for kind in dict.fromkeys(["cpu", *present])]
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        # The group stays unbound from any device: torch.distributed would have NCCL split the communicator of
+        # a bound one, for which its ranks would wait in vain where new groups are of this backend.
+        device = torch.device(device)
+        on_device = device.type == self._accelerator.device_type
+        return (self.devices.everyone if on_device else self._gloo)._get_backend(device)
+
     def shutdown(self) -> None:
         self.communicator.close()
+        self.devices.shutdown()
 
     def abort(self) -> None:
         self.communicator.close()
+        self.devices.abort()
 
     # ---- collectives of Shardwright ----
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or dist.AllreduceOptions()
+        if self._on_device(tensors):
+            return self.devices.all_reduce(list(tensors), opts)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             return self._gloo.allreduce(list(tensors), opts)
         reduction = Reduction.of(opts.reduceOp)
-        flat = [_flat(tensor, "all_reduce") for tensor in tensors]
+        elements = [flat(tensor, "all_reduce") for tensor in tensors]
 
         def task() -> list[Tensor]:
-            for tensor in flat:
+            for tensor in elements:
                 self.communicator.all_reduce(tensor, reduction)
             return list(tensors)
 
@@ -99,10 +142,12 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        flat = [_flat(tensor, "broadcast") for tensor in tensors]
+        if self._on_device(tensors):
+            return self.devices.broadcast(list(tensors), opts)
+        elements = [flat(tensor, "broadcast") for tensor in tensors]
 
         def task() -> list[Tensor]:
-            for tensor in flat:
+            for tensor in elements:
                 self.communicator.broadcast(tensor, opts.rootRank)
             return list(tensors)
 
@@ -111,6 +156,9 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
+        if self._on_device(inputs):
+            received = [list(parts) for parts in outputs]
+            return self.devices.everyone.allgather(received, list(inputs), opts or AllgatherOptions())
         data = [_contiguous(tensor) for tensor in inputs]
 
         def task() -> list[Tensor]:
@@ -130,6 +178,8 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         data = [_contiguous(tensor) for tensor in inputs]
+        if self._on_device(inputs):
+            return self.devices.all_gather(list(outputs), data, opts or AllgatherOptions())
 
         def task() -> list[Tensor]:
             for output, tensor in zip(outputs, data, strict=True):
@@ -141,6 +191,10 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
+        if self._on_device(outputs):
+            sent = [list(parts) for parts in inputs]
+            opts = opts or dist.ReduceScatterOptions()
+            return self.devices.everyone.reduce_scatter(list(outputs), sent, opts)
         data = [torch.cat([part.reshape(-1) for part in parts]) for parts in inputs]
         return self.reduce_scatter_single_coalesced(outputs, data, opts)
 
@@ -151,8 +205,12 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.ReduceScatterOptions()
-        reduction = Reduction.of(opts.reduceOp)
         data = [_contiguous(tensor) for tensor in inputs]
+        if self._on_device(inputs):
+            return self.devices.reduce_scatter(list(outputs), data, opts)
+        reduction = Reduction.of(opts.reduceOp)
+        if self._on_device(inputs):
+            return self.devices.all_gather(list(outputs), data, opts or AllgatherOptions())
 
         def task() -> list[Tensor]:
             for output, tensor in zip(outputs, data, strict=True):
@@ -175,61 +233,62 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return CollectiveWork(done)
         return CollectiveWork(thread.submit(task))
 
-    # ---- what gloo does ----
+    def _on_device(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors are on the accelerator, and not on the CPU."""
+        found = {tensor.device.type for tensor in tensors}
+        if found == {self._accelerator.device_type}:
+            return True
+        if found <= {"cpu"}:
+            return False
+        raise UsageError(
+            f"a {BACKEND} group takes tensors on the CPU or on {self._accelerator.device_type}, those of one "
+            f"call on one of them, but these are on {' and '.join(sorted(found))}. Move some of them."
+        )
+
+    # ---- what gloo and NCCL do ----
+
+    def _stock(self, tensors: Iterable[Tensor]) -> dist.ProcessGroup:
+        return self.devices.everyone if self._on_device(tensors) else self._gloo
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._gloo.allgather_coalesced(outputs, inputs, opts or AllgatherOptions())
+        return self._stock(inputs).allgather_coalesced(outputs, inputs, opts or AllgatherOptions())
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._gloo.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        return self._stock(outputs).alltoall(outputs, inputs, opts or dist.AllToAllOptions())
 
     def all_to_all_single(
         self, output: Tensor, data: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> dist.Work:
         opts = opts or dist.AllToAllOptions()
-        return self._gloo.alltoall_base(output, data, output_sizes, input_sizes, opts)
+        return self._stock([output]).alltoall_base(output, data, output_sizes, input_sizes, opts)
 
     alltoall_base = all_to_all_single
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        return self._gloo.reduce(tensors, opts or dist.ReduceOptions())
+        return self._stock(tensors).reduce(tensors, opts or dist.ReduceOptions())
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._gloo.gather(outputs, inputs, opts or dist.GatherOptions())
+        return self._stock(inputs).gather(outputs, inputs, opts or dist.GatherOptions())
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        return self._gloo.scatter(outputs, inputs, opts or dist.ScatterOptions())
+        return self._stock(outputs).scatter(outputs, inputs, opts or dist.ScatterOptions())
 
     def barrier(self, opts: Any = None) -> dist.Work:
         # Behind all collectives that were asked for before.
         self.communicator.thread.run(lambda: None)
-        return self._gloo.barrier(opts or dist.BarrierOptions())
+        opts = opts or dist.BarrierOptions()
+        on_device = opts.device is not None and opts.device.type == self._accelerator.device_type
+        return (self.devices.everyone if on_device else self._gloo).barrier(opts)
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
-        return self._gloo.send(tensors, target, tag)
+        return self._stock(tensors).send(tensors, target, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
-        return self._gloo.recv(tensors, source, tag)
+        return self._stock(tensors).recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        return self._gloo.recv_anysource(tensors, tag)
+        return self._stock(tensors).recv_anysource(tensors, tag)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous()
-
-
-def _flat(tensor: Tensor, kind: str) -> Tensor:
-    """The elements of a tensor as they lie in memory, which must be the same way on all ranks."""
-    if not tensor.numel():
-        return tensor.detach().view(-1)
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    expected = 1
-    for stride, size in sorted(zip(plain.stride(), plain.shape, strict=True)):
-        if size != 1 and stride != expected:
-            raise UsageError(
-                f"{kind} takes tensors without holes, but this one of shape {tuple(tensor.shape)} has the "
-                f"strides {tensor.stride()}. Pass a contiguous copy."
-            )
-        expected *= size
-    return plain.detach().as_strided((plain.numel(),), (1,))

@@ -1,9 +1,11 @@
-"""Tensors as bytes: what a message is made of, whatever the type."""
+"""Tensors as they lie in memory: what messages and collectives are made of."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of"]
+from shardwright.errors import UsageError
+
+__all__ = ["bytes_of", "flat"]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -19,3 +21,30 @@ def bytes_of(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A single entry counts as contiguous whatever its strides are.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def flat(tensor: Tensor, kind: str) -> Tensor:
+    """The elements of a tensor as they lie in memory, which must be the same way on all ranks.
+
+    Args:
+        tensor: without holes.
+        kind: of the collective, for the error.
+
+    Returns:
+        (n,), or (2 n,) of n complex elements; it shares the memory.
+
+    Raises:
+        UsageError: the tensor has holes.
+    """
+    if not tensor.numel():
+        return tensor.detach().view(-1)
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    expected = 1
+    for stride, size in sorted(zip(plain.stride(), plain.shape, strict=True)):
+        if size != 1 and stride != expected:
+            raise UsageError(
+                f"{kind} takes tensors without holes, but this one of shape {tuple(tensor.shape)} has the "
+                f"strides {tensor.stride()}. Pass a contiguous copy."
+            )
+        expected *= size
+    return plain.detach().as_strided((plain.numel(),), (1,))

@@ -45,7 +45,7 @@ class TwoHopSum:
         self._replica_group = replica_group
         self._first: Any = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
         self._both: Future[Any] | None = None
-        if isinstance(replica_group, ShardwrightProcessGroup):
+        if isinstance(replica_group, ShardwrightProcessGroup) and data.device.type == "cpu":
             # Its thread keeps the order in which the first hops end, which is the same on all ranks.
             replicas = replica_group.communicator
 

@@ -1,0 +1,65 @@
+"""Collectives of a process group of torch.distributed that are not asynchronous.
+
+Of gloo, the caller waits for them; of NCCL, its current stream does them itself.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
+
+
+def all_gather(group: dist.ProcessGroup, output: Tensor, data: Tensor) -> None:
+    """Gives every rank the inputs of all.
+
+    Args:
+        group: that does it.
+        output: (n * ranks,), filled rank by rank.
+        data: (n,).
+    """
+    opts = AllgatherOptions()
+    opts.asyncOp = False
+    group._allgather_base(output, data, opts).wait()
+
+
+def reduce_scatter(group: dist.ProcessGroup, output: Tensor, data: Tensor, op: Any) -> None:
+    """Gives every rank its part of the sum of all inputs.
+
+    Args:
+        group: that does it.
+        output: (n,).
+        data: (n * ranks,), rank by rank.
+        op: of torch.distributed.
+    """
+    opts: Any = dist.ReduceScatterOptions()
+    opts.reduceOp, opts.asyncOp = op, False
+    group._reduce_scatter_base(output, data, opts).wait()
+
+
+def all_reduce(group: dist.ProcessGroup, data: Tensor, op: Any) -> None:
+    """Gives every rank the sum of all inputs, in place.
+
+    Args:
+        group: that does it.
+        data: (n,).
+        op: of torch.distributed.
+    """
+    opts: Any = dist.AllreduceOptions()
+    opts.reduceOp, opts.asyncOp = op, False
+    group.allreduce([data], opts).wait()
+
+
+def broadcast(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
+    """Gives every rank what one of them has, in place.
+
+    Args:
+        group: that does it.
+        data: (n,).
+        source: its rank in the group.
+    """
+    opts: Any = dist.BroadcastOptions()
+    opts.rootRank, opts.asyncOp = source, False
+    group.broadcast([data], opts).wait()

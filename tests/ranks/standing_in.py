@@ -1,0 +1,53 @@
+"""Gloo and a thread stand in for NCCL and streams: the classes for accelerators run on the CPU."""
+
+import torch.distributed as dist
+
+from shardwright.collectives import Topology
+from shardwright.collectives.choose import COLLECTIVES
+from shardwright.collectives.prices import DevicePrices, Line
+from shardwright.comm import connect
+from shardwright.comm._private import gloo_group
+from shardwright.comm.accelerator import Accelerator
+from shardwright.comm.device_collectives import DeviceCollectives
+from shardwright.comm.device_lanes import ThreadLanes
+from shardwright.comm.ordered_thread import OrderedThread
+from shardwright.comm.process_group import default_store
+from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+
+STAND_IN = Accelerator("cpu", lambda: True, gloo_group, ThreadLanes)
+
+
+def device_prices(*, everyone_s=1.0, start_s=0.0):
+    """Prices by which hops are taken, in chunks as small as there are, wherever they are possible."""
+    everyone, hop = Line(everyone_s, 1e6), Line(start_s, 1e9)
+    lines = dict.fromkeys(COLLECTIVES, hop)
+    return DevicePrices(
+        everyone=dict.fromkeys(COLLECTIVES, everyone), across=lines, inside=lines, reorder=hop, source="test"
+    )
+
+
+def device_collectives(hosts, name="devices", prices=None):
+    """The collectives of one rank; hosts has a letter for each."""
+    return DeviceCollectives(
+        dist.PrefixStore(f"test of {name} {hosts}", default_store()),
+        rank=dist.get_rank(),
+        topology=Topology.from_hosts(hosts),
+        prices=prices or device_prices(),
+        accelerator=STAND_IN,
+        thread=OrderedThread(name),
+        timeout_s=30.0,
+    )
+
+
+def group_standing_in(hosts, prices=None):
+    """A process group of the backend whose tensors on the CPU go where those of CUDA devices would."""
+    if not hasattr(dist.Backend, "STANDING_IN"):
+        dist.Backend.register_backend("standing_in", _make, devices=["cpu"])
+    connect.this_host = lambda: hosts[dist.get_rank()]
+    group = dist.new_group(backend="standing_in")
+    group.devices.prices = prices or device_prices()
+    return group
+
+
+def _make(store, rank, num_ranks, timeout):
+    return ShardwrightProcessGroup(store, rank, num_ranks, timeout, accelerator=STAND_IN)
