@@ -2,13 +2,19 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from standing_in import device_collectives
 
-from shardwright.collectives.prices_file import read_prices
+from shardwright.collectives import Topology
+from shardwright.collectives.device_prices import typical_device_prices
+from shardwright.collectives.prices import DEFAULT_PRICES
+from shardwright.collectives.prices_file import read_prices, write_prices
 from shardwright.comm.connect import connect
+from shardwright.comm.device_probe import measure_device_prices
 from shardwright.comm.probe import measure_prices
 from shardwright.comm.process_group import default_store
 from shardwright.errors import ConfigError
@@ -43,6 +49,23 @@ def test_all_ranks_measure_the_same_prices_and_choose_alike(hosts):
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.parametrize(("hosts", "lanes"), [("aabb", 4), ("aab", 0)])
+def test_collectives_of_devices_are_measured(hosts, lanes):
+    def measure():
+        group = device_collectives(hosts)
+        prices = measure_device_prices(group, torch.device("cpu"), largest=2**18)
+        assert prices.source.startswith(f"measured on cpu devices of {group.topology}, ")
+        assert (len(prices.everyone), len(prices.across), len(prices.inside)) == (4, lanes, lanes)
+        for line in (*prices.everyone.values(), *prices.across.values(), prices.reorder):
+            assert 0 < line.alpha_s < 1
+            assert 1e5 < line.Bps < 1e13
+        group.prices = prices
+        return prices, group.choice("all_gather", 3000, 4)
+
+    found = run_ranks(measure, len(hosts), timeout_s=60)
+    assert all(each == found[0] for each in found)
+
+
 def test_runs_take_the_prices_of_the_file_that_the_variable_names(tmp_path, monkeypatch):
     path = tmp_path / "prices.json"
 
@@ -55,8 +78,6 @@ def test_runs_take_the_prices_of_the_file_that_the_variable_names(tmp_path, monk
     assert caught.value.outcomes[1].error_type == ConfigError.__name__
 
     def write():
-        from shardwright.collectives.prices_file import write_prices
-
         group = group_of("aa", prices=None)
         if dist.get_rank() == 0:
             write_prices(path, measure_prices(group), group.topology)
@@ -68,3 +89,12 @@ def test_runs_take_the_prices_of_the_file_that_the_variable_names(tmp_path, monk
     monkeypatch.setenv("SHARDWRIGHT_PRICES", str(path))
     assert json.loads(path.read_text())["source"] in run_ranks(source, 2)
     assert str(read_prices(path)[1]) == "1 node x 2 ranks"
+
+
+def test_prices_of_devices_hold_for_the_nodes_that_they_were_measured_on(tmp_path, monkeypatch):
+    path = tmp_path / "prices.json"
+    topology = Topology.from_hosts("ab")
+    write_prices(path, replace(DEFAULT_PRICES, devices=typical_device_prices(topology)), topology)
+    monkeypatch.setenv("SHARDWRIGHT_PRICES", str(path))
+    assert run_ranks(lambda: group_of("ab").prices.devices, 2) == [typical_device_prices(topology)] * 2
+    assert run_ranks(lambda: group_of("aa").prices.devices, 2) == [None] * 2

@@ -31,6 +31,8 @@ def probe(
 ) -> None:
     """Measure what copies, sums and messages between ranks cost, and show which algorithms that makes best.
 
+    Where each rank has a GPU for itself, NCCL's collectives, too.
+
     Runs that find the file in SHARDWRIGHT_PRICES choose their collectives by it. For example:
 
     shardwright probe -n 4 prices.json
@@ -57,9 +59,12 @@ def probe(
         if node_rank not in (None, 0):
             return  # the host of rank 0 has the file
     prices, topology = read_prices(out)
-    print(f"{topology}; prices {prices.source}")
-    choices = choices_by_size(topology, prices)
-    print(align(choice_rows(choices)))
-    print("\n".join(crossovers(choices)))
+    for each in (prices, prices.devices):
+        if each is None:
+            continue
+        print(f"{topology}; prices {each.source}")
+        choices = choices_by_size(topology, each)
+        print(align(choice_rows(choices)))
+        print("\n".join(crossovers(choices)))
     if not show:
         print(f"\nexport {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")

@@ -22,7 +22,7 @@ from shardwright.comm.communicator import Communicator
 from shardwright.comm.gloo_collectives import run_gloo
 from shardwright.comm.reduction import Reduction
 
-__all__ = ["measure_prices"]
+__all__ = ["line_through", "measure_prices"]
 
 _ROUNDS = 5
 _SMALL, _LARGE = 16, 256 * 1024  # elements of 4 bytes
@@ -104,7 +104,7 @@ class _Stopwatch:
                 do(source[start : start + size], target[start : start + size])
 
         times = [self._seconds(partial(walk, size)) / len(starts) for size in (_SMALL, _PIECE)]
-        return _line(times, [4 * reads * size for size in (_SMALL, _PIECE)])
+        return line_through(times, [4 * reads * size for size in (_SMALL, _PIECE)])
 
     def notes(self) -> float:
         """Seconds until all ranks of a node have heard one another."""
@@ -185,7 +185,7 @@ class _Stopwatch:
         """
         large = self._bearable(call_of)
         times = [self._seconds(call_of(count)) for count in (_SMALL, large)]
-        return _line(times, [4 * pieces * count for count in (_SMALL, large)])
+        return line_through(times, [4 * pieces * count for count in (_SMALL, large)])
 
     def _bearable(self, call_of: Callable[[int], Callable[[], object]]) -> int:
         """Elements a piece for a large call that does not take too long."""
@@ -210,8 +210,13 @@ class _Stopwatch:
         return seconds.item()
 
 
-def _line(times: list[float], sizes: list[int]) -> Line:
-    """Through two points: the small one has next to no bytes."""
+def line_through(times: list[float], sizes: list[int]) -> Line:
+    """A line through two points: the small one has next to no bytes.
+
+    Args:
+        times: seconds of the small and of the large one.
+        sizes: their bytes.
+    """
     (small_s, large_s), (small, large) = times, sizes
     # Where the machine was busy with something else, the large one may seem to be no slower.
     return Line(small_s, (large - small) / max(large_s - small_s, _LEAST_SHARE * large_s))

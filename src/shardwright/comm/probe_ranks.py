@@ -3,15 +3,29 @@
 torchrun may start it, too: ``torchrun ... -m shardwright.comm.probe_ranks prices.json``.
 """
 
+import logging
+import os
 import sys
+from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from shardwright.collectives.device_prices import typical_device_prices
+from shardwright.collectives.prices import DevicePrices
 from shardwright.collectives.prices_file import write_prices
+from shardwright.comm._private import has_nccl
+from shardwright.comm.accelerator import CUDA
+from shardwright.comm.communicator import Communicator
 from shardwright.comm.connect import connect
+from shardwright.comm.device_collectives import DeviceCollectives
+from shardwright.comm.device_probe import measure_device_prices
+from shardwright.comm.environment import detect
 from shardwright.comm.probe import measure_prices
-from shardwright.comm.process_group import default_store
+from shardwright.comm.process_group import default_store, tell_all
+
+log = logging.getLogger(__name__)
 
 __all__ = ["main"]
 
@@ -27,12 +41,43 @@ def main() -> None:
         num_ranks=dist.get_world_size(),
         timeout_s=_TIMEOUT_S,
     )
-    prices = measure_prices(group)
+    prices = replace(measure_prices(group), devices=_device_prices(group))
     if dist.get_rank() == 0:
         write_prices(sys.argv[1], prices, group.topology)
     dist.barrier()
     group.close()
     dist.destroy_process_group()
+
+
+def _device_prices(group: Communicator) -> DevicePrices | None:
+    """Prices of GPUs; None where not every rank has one for itself."""
+    place = detect(os.environ)
+    number = torch.cuda.device_count() if has_nccl() else 0
+    if not all(tell_all(place.local_world_size <= number)):
+        if number and place.local_rank == 0:
+            log.warning(
+                "collectives on GPUs are not measured: ranks of some host share GPUs (here %d ranks, %d GPUs). "
+                "Start one rank for each GPU: shardwright probe -n %d",
+                place.local_world_size,
+                number,
+                number,
+            )
+        return None
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    devices = DeviceCollectives(
+        PrefixStore("probe of devices", default_store()),
+        rank=group.rank,
+        topology=group.topology,
+        prices=typical_device_prices(group.topology),
+        accelerator=CUDA,
+        thread=group.thread,
+        timeout_s=_TIMEOUT_S,
+    )
+    try:
+        return measure_device_prices(devices, device)
+    finally:
+        devices.shutdown()
 
 
 if __name__ == "__main__":
