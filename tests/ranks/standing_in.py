@@ -43,8 +43,13 @@ def group_standing_in(hosts, prices=None):
     """A process group of the backend whose tensors on the CPU go where those of CUDA devices would."""
     if not hasattr(dist.Backend, "STANDING_IN"):
         dist.Backend.register_backend("standing_in", _make, devices=["cpu"])
+    return group_on_hosts(hosts, "standing_in", prices)
+
+
+def group_on_hosts(hosts, backend="shardwright", prices=None):
+    """A process group of Shardwright's; hosts has a letter for each rank."""
     connect.this_host = lambda: hosts[dist.get_rank()]
-    group = dist.new_group(backend="standing_in")
+    group = dist.new_group(backend=backend)
     group.devices.prices = prices or device_prices()
     return group
 

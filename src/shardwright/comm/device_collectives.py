@@ -213,6 +213,18 @@ class DeviceCollectives:
         hops = self._hops.broadcast(flat(tensors[0], "broadcast"), node, place, chunk)
         return self._lanes.run(hops, tensors, reads=[], waits=not opts.asyncOp)
 
+    def barrier(self, opts: Any) -> dist.Work:
+        """Waits for all ranks, behind all collectives that were asked for before.
+
+        Args:
+            opts: of torch.distributed.
+
+        Raises:
+            UsageError: there is no NCCL.
+        """
+        self._lanes.join()
+        return self.everyone.barrier(opts)
+
     @cached_property
     def _hops(self) -> HopsOverNodes:
         return HopsOverNodes(self.across, self.inside, self._lanes.shared)

@@ -33,6 +33,9 @@ class DeviceLanes(Protocol):
             waits: the caller will wait at once.
         """
 
+    def join(self) -> None:
+        """Puts what the caller does next behind all collectives before."""
+
     def shared(self, tensor: Tensor) -> Tensor:
         """Says of a tensor that was made in a hop that both lanes use it."""
 
@@ -60,6 +63,10 @@ class ThreadLanes:
             done.set_result(self._thread.run(task))
             return CollectiveWork(done)
         return CollectiveWork(self._thread.submit(task))
+
+    def join(self) -> None:
+        """As `DeviceLanes`."""
+        self._thread.run(lambda: None)
 
     def shared(self, tensor: Tensor) -> Tensor:
         """As `DeviceLanes`."""
@@ -105,8 +112,15 @@ class StreamLanes:
                 with self._cuda.stream(stream):
                     hop.do(chunk)
                 done[chunk] = stream.record_event()
-        # The last hop of the last chunk is behind those of all others.
-        return StreamWork(done[hops.num_chunks - 1], results, futures=streams["futures"], cuda=self._cuda)
+        # Of both lanes: who waits for the last of several collectives has them all, as with NCCL.
+        ends = [streams[lane].record_event() for lane in LANES]
+        return StreamWork(ends, results, futures=streams["futures"], cuda=self._cuda)
+
+    def join(self) -> None:
+        """As `DeviceLanes`."""
+        for device, streams in self._streams.items():
+            for lane in LANES:
+                self._cuda.current_stream(device).wait_stream(streams[lane])
 
     def shared(self, tensor: Tensor) -> Tensor:
         """As `DeviceLanes`."""
@@ -127,22 +141,24 @@ class StreamWork(_Work):  # type: ignore[misc]
     """A collective on streams; whoever waits has its own stream wait, and not the host.
 
     Args:
-        end: an event behind all of it.
+        ends: events behind all of it.
         tensors: its result.
         futures: a stream on which nothing else is done.
         cuda: `torch.cuda`, or what stands in for it.
     """
 
-    def __init__(self, end: Any, tensors: list[Tensor], *, futures: Any, cuda: Any):
+    def __init__(self, ends: list[Any], tensors: list[Tensor], *, futures: Any, cuda: Any):
         super().__init__()
-        self._end = end
+        self._ends = ends
         self._tensors = tensors
         self._futures = futures
         self._cuda = cuda
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Has the current stream wait; the group's own timeout counts."""
-        self._cuda.current_stream(self._tensors[0].device).wait_event(self._end)
+        current = self._cuda.current_stream(self._tensors[0].device)
+        for end in self._ends:
+            current.wait_event(end)
         return True
 
     def synchronize(self) -> None:
@@ -155,7 +171,7 @@ class StreamWork(_Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Whether the device is done with it."""
-        return bool(self._end.query())
+        return all(end.query() for end in self._ends)
 
     def is_success(self) -> bool:
         """As `is_completed`: where NCCL fails, its watchdog ends the process."""
@@ -175,6 +191,6 @@ class StreamWork(_Work):  # type: ignore[misc]
         """
         future: Future[list[Tensor]] = Future(devices=[self._tensors[0].device])
         with self._cuda.stream(self._futures):
-            self._futures.wait_event(self._end)
+            self.wait()
             future.set_result(self._tensors)
         return future

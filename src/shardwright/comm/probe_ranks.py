@@ -56,7 +56,7 @@ def _device_prices(group: Communicator) -> DevicePrices | None:
     if not all(tell_all(place.local_world_size <= number)):
         if number and place.local_rank == 0:
             log.warning(
-                "collectives on GPUs are not measured: ranks of some host share GPUs (here %d ranks, %d GPUs). "
+                "collectives on GPUs are not measured: ranks share GPUs on a host (here %d ranks, %d GPUs). "
                 "Start one rank for each GPU: shardwright probe -n %d",
                 place.local_world_size,
                 number,

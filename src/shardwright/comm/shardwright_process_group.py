@@ -274,11 +274,12 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._stock(outputs).scatter(outputs, inputs, opts or dist.ScatterOptions())
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        opts = opts or dist.BarrierOptions()
+        if opts.device is not None and opts.device.type == self._accelerator.device_type:
+            return self.devices.barrier(opts)
         # Behind all collectives that were asked for before.
         self.communicator.thread.run(lambda: None)
-        opts = opts or dist.BarrierOptions()
-        on_device = opts.device is not None and opts.device.type == self._accelerator.device_type
-        return (self.devices.everyone if on_device else self._gloo).barrier(opts)
+        return self._gloo.barrier(opts)
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
         return self._stock(tensors).send(tensors, target, tag)

@@ -123,6 +123,22 @@ def test_collectives_are_behind_those_before():
     assert seen == [set(), {1}]
 
 
+def test_who_waits_for_the_last_collective_or_for_all_has_those_before():
+    cuda = Cuda()
+    lanes = StreamLanes(cuda)
+
+    def on(lane):
+        return Hops([Hop(lane, lambda _: cuda.current.behind.add(lane))], 1)
+
+    lanes.run(on("across"), [Result()], reads=[], waits=False)
+    work = lanes.run(on("inside"), [Result()], reads=[], waits=False)
+    work.wait()
+    assert cuda.current.behind == {"across", "inside"}
+    cuda.current = Stream()
+    lanes.join()
+    assert cuda.current.behind == {"across", "inside"}
+
+
 def test_a_factor_counts_once():
     op = dist._make_nccl_premul_sum(2.0)
     assert reductions_of_hops(op) == (op, dist.ReduceOp.SUM)
