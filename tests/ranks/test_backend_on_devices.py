@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from standing_in import group_standing_in
+import torch.distributed._functional_collectives as funcol
+from standing_in import device_prices, group_standing_in
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
@@ -98,6 +99,33 @@ def test_what_has_no_hops_goes_over_all_ranks():
         return sorted(group.devices._groups)
 
     assert "everyone" in run_ranks(compare, 4)[0]
+
+
+@pytest.mark.parametrize("hops", [True, False])
+def test_functional_collectives(hops):
+    """C++ calls these, one tensor or several at once, and with options of several types."""
+
+    def compare():
+        group = group_standing_in("aabb", None if hops else device_prices(everyone_s=0.0, start_s=1e3))
+        rank = dist.get_rank()
+        mine = torch.arange(4.0) + 10 * rank
+        total = torch.arange(4.0) * 4 + 60
+        assert torch.equal(funcol.all_reduce(mine, "sum", group).wait(), total)
+        for data in funcol.all_reduce_coalesced([mine, mine], "sum", group):
+            assert torch.equal(data.wait(), total)
+        for data in funcol.all_reduce_coalesced([mine], "avg", group):
+            assert torch.equal(data.wait(), total / 4)
+        whole = funcol.all_gather_single(mine, 0, group).wait()
+        assert torch.equal(whole.view(4, 4)[:, 0], 10 * torch.arange(4.0))
+        for data in funcol.all_gather_single_coalesced([mine, mine], group):
+            assert torch.equal(data.wait(), whole)
+        assert torch.equal(funcol.reduce_scatter_single(whole, "sum", 0, group).wait(), 4 * mine)
+        for data in funcol.reduce_scatter_single_coalesced([whole], "sum", [0], group):
+            assert torch.equal(data.wait(), 4 * mine)
+        return sorted(group.devices._groups)
+
+    made = run_ranks(compare, 4)[0]
+    assert made == (["across", "everyone", "inside"] if hops else ["everyone"])
 
 
 def test_tensors_on_other_devices_are_refused():

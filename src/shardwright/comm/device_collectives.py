@@ -191,7 +191,10 @@ class DeviceCollectives:
         """
         chunk = self._chunk("all_reduce", tensors, opts.reduceOp)
         if chunk is None:
-            return self.everyone.allreduce(tensors, opts)
+            if len(tensors) == 1:
+                return self.everyone.allreduce(tensors, _options(dist.AllreduceOptions(), opts))
+            opts = _options(dist.AllreduceCoalescedOptions(), opts)
+            return self.everyone.allreduce_coalesced(tensors, opts)
         hops = self._hops.all_reduce(flat(tensors[0], "all_reduce"), opts.reduceOp, chunk)
         return self._lanes.run(hops, tensors, reads=[], waits=not opts.asyncOp)
 
@@ -255,6 +258,12 @@ class DeviceCollectives:
                     f"{collective} takes contiguous tensors, but these have the strides {whole.stride()} and "
                     f"{piece.stride()}. Pass tensor.contiguous()."
                 )
+
+
+def _options(fresh: Any, given: Any) -> Any:
+    """Options of one type as those of another: an all-reduce's, and those of several at once."""
+    fresh.reduceOp, fresh.timeout, fresh.asyncOp = given.reduceOp, given.timeout, given.asyncOp
+    return fresh
 
 
 def _line(tensor: Tensor) -> Tensor:
