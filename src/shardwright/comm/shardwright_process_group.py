@@ -209,8 +209,6 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_device(inputs):
             return self.devices.reduce_scatter(list(outputs), data, opts)
         reduction = Reduction.of(opts.reduceOp)
-        if self._on_device(inputs):
-            return self.devices.all_gather(list(outputs), data, opts or AllgatherOptions())
 
         def task() -> list[Tensor]:
             for output, tensor in zip(outputs, data, strict=True):
