@@ -40,7 +40,6 @@ _WITHOUT_EFFECT = frozenset(
         "fast_mode",
         "fork",
         "overlapping_allreduce",
-        "sdp_gradient_clipping",
         "sdp_hierarchical_allgather",
         "skip_tracing",
         "static_mode",
@@ -79,6 +78,7 @@ def _no_bool(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 Index = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Norm = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0)]
 Weight = Annotated[float, BeforeValidator(_no_bool), Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0)]
 Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=65535)]
@@ -123,6 +123,10 @@ class Config(BaseModel):
         None,
         description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones; "
         "unset: where memory requires it.",
+    )
+    sdp_gradient_clipping: Norm | None = Field(
+        None,
+        description="Where replicas share parameters, optimizer.step() clips all gradients to this norm.",
     )
     bf16: bool = Field(
         False, description="Parameters and activations in bfloat16; gradients and updates in float32."

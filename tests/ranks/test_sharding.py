@@ -98,6 +98,15 @@ def test_optimizers(optimizer):
     check(2, DEGREE_2, optimizer, clip=0.5)
 
 
+@pytest.mark.parametrize("settings", [{**DEGREE_2, "shard_optimizer_state": True}, PIPELINE])
+def test_the_optimizer_clips_by_itself(settings):
+    expected, _, state = plain_training(clip=0.5)
+    for losses, _, own_state, _ in run_ranks(sharded_training, 4, {**settings, "sdp_gradient_clipping": 0.5}):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        for name, value in state.items():
+            torch.testing.assert_close(own_state[name], value, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("settings", [DEGREE_2, {**DEGREE_2, **EVERY, "microbatches": 2}])
 def test_gradients_of_several_steps_add_up(settings):
     check(2, settings, steps=4, accumulate=2)

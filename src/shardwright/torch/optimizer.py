@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
+from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
@@ -107,9 +108,17 @@ class DistributedOptimizer(Optimizer):
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
+        self._clip()
         with self._lent_to_scaler(), self._own_rows(), self._own_parts(), _stepping():
             self.optimizer.step()
         return None
+
+    def _clip(self) -> None:
+        """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
+        model = context().model if is_initialized() else None
+        most = context().config.sdp_gradient_clipping if is_initialized() else None
+        if most is not None and model is not None and model.replicas.sharding is not None:
+            clip_grad_norm_(self._parameters(), most)
 
     @property
     def _scaler(self) -> LossScaler | None:
