@@ -124,6 +124,12 @@ class Config(BaseModel):
         description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones; "
         "unset: where memory requires it.",
     )
+    sdp_quantized_gradients: bool = Field(
+        False, description="Gradients of shared parameters go between hosts in 8 bits."
+    )
+    sdp_quantized_parameters: bool = Field(
+        False, description="Rows of shared parameters go between hosts in 8 bits."
+    )
     sdp_gradient_clipping: Norm | None = Field(
         None,
         description="Where replicas share parameters, optimizer.step() clips all gradients to this norm.",

@@ -45,6 +45,10 @@ class BlockQuantiser:
         """Norm of what packing lost, relative to the norm of all that was packed."""
         return math.sqrt(self._squared_error / self._squared_norm) if self._squared_norm else 0.0
 
+    def reset(self) -> None:
+        """Counts from now on."""
+        self._squared_error = self._squared_norm = self.largest_error = 0.0
+
     def num_bytes(self, count: int) -> int:
         """Bytes of so many numbers, packed."""
         return count + 4 * -(-count // self._block)

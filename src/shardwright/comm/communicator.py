@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardwright.collectives import Memory, Topology, gather_to_nodes
+from shardwright.collectives import Memory, Topology
 from shardwright.collectives.choose import GLOO, Choice
 from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
@@ -14,6 +15,7 @@ from shardwright.collectives.routine import Routine
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.gloo_collectives import gloo_can, run_gloo
 from shardwright.comm.neighbours import Neighbours, Operation
+from shardwright.comm.node_gather import NodeGather
 from shardwright.comm.ordered_thread import OrderedThread
 from shardwright.comm.reduction import Reduction
 from shardwright.comm.step_runner import run_steps
@@ -72,7 +74,7 @@ class Communicator:
         self._num_operations = 0
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._gathers_to_nodes: dict[tuple[int, ...], Routine] = {}
+        self._node_gather = NodeGather(self)
 
     def close(self) -> None:
         """Lets go of the other ranks."""
@@ -138,14 +140,29 @@ class Communicator:
             quantiser=quantiser,
         )
 
-    def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
+    def all_reduce(
+        self, data: Tensor, reduction: Reduction = _SUM, quantiser: BlockQuantiser | None = None
+    ) -> None:
         """Gives every rank the sum of all inputs, in place.
+
+        Args:
+            data: n elements.
+            reduction: how elements are summed.
+            quantiser: packs what goes between nodes into 8 bits, the sums of nodes and then their sum.
 
         Raises:
             as `all_gather`.
         """
         self._check("all_reduce", data, data, data.numel())
         reduction.check(data.dtype)
+        if quantiser is not None and len(self.topology.nodes) > 1:
+            _check_packable("all_reduce", data, reduction)
+            padded = F.pad(data.detach().view(-1), (0, -data.numel() % self.topology.num_ranks))
+            part = padded.new_empty(padded.numel() // self.topology.num_ranks)
+            self.reduce_scatter(part, padded, reduction, quantiser)
+            self.all_gather(padded, part, quantiser)
+            data.view(-1).copy_(padded[: data.numel()])
+            return
         self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
@@ -157,7 +174,9 @@ class Communicator:
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
-    def gather_to_nodes(self, memory: Tensor, data: Tensor, pieces: Sequence[int]) -> None:
+    def gather_to_nodes(
+        self, memory: Tensor, data: Tensor, pieces: Sequence[int], quantiser: BlockQuantiser | None = None
+    ) -> None:
         """Gives every node the pieces that all ranks have of some tensors.
 
         Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
@@ -167,19 +186,19 @@ class Communicator:
                 ranks.
             data: the pieces of this rank, one after the other.
             pieces: elements of a piece of each tensor.
+            quantiser: packs all pieces but the last into 8 bits. All ranks get the same rounded elements.
 
         Raises:
             as `all_gather`.
         """
         self._check("gather_to_nodes", data, memory, self.topology.num_ranks * data.numel())
+        data, sizes = data.detach(), tuple(pieces)
 
         def task() -> None:
-            key = tuple(pieces)
-            if key not in self._gathers_to_nodes:
-                steps = gather_to_nodes(self.topology, self.rank, pieces=key)
-                self._gathers_to_nodes[key] = Routine.of(steps)
-            routine = self._gathers_to_nodes[key]
-            self.run_routine("gather_to_nodes", routine, data.detach(), memory, shared=memory)
+            if quantiser is None:
+                self._node_gather(memory, data, sizes)
+            else:
+                self._node_gather.packed(memory, data, sizes, quantiser)
 
         self._run_task("gather_to_nodes", task)
 

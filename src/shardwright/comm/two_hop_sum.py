@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shardwright.comm._private import reduce_scatter_single
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
 
 __all__ = ["TwoHopSum"]
@@ -29,6 +30,7 @@ class TwoHopSum:
         earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
         shard_group: the ranks that share.
         replica_group: the ranks that have the same part; None for the first hop alone.
+        quantiser: packs what goes between hosts into 8 bits, with groups of the backend ``shardwright``.
     """
 
     def __init__(
@@ -38,12 +40,21 @@ class TwoHopSum:
         earlier: Tensor | None,
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
+        quantiser: BlockQuantiser | None = None,
     ):
         self._data = data
         self._earlier = earlier
         self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
         self._replica_group = replica_group
-        self._first: Any = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
+        self._first: Any
+        if quantiser is None:
+            self._first = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
+        else:
+            assert isinstance(shard_group, ShardwrightProcessGroup)
+            sharers = shard_group.communicator
+            self._first = sharers.thread.submit(
+                lambda: sharers.reduce_scatter(self._sum, data, quantiser=quantiser)
+            )
         self._both: Future[Any] | None = None
         if isinstance(replica_group, ShardwrightProcessGroup) and data.device.type == "cpu":
             # Its thread keeps the order in which the first hops end, which is the same on all ranks.
@@ -55,9 +66,10 @@ class TwoHopSum:
 
             def second() -> None:
                 self._add_earlier()
-                replicas.all_reduce(self._sum)
+                replicas.all_reduce(self._sum, quantiser=quantiser)
 
-            self._both = self._first.get_future().then(hop)
+            first = self._first.get_future() if quantiser is None else self._first
+            self._both = first.then(hop)
 
     def wait(self) -> Tensor:
         """Waits for both hops.

@@ -24,7 +24,8 @@ class Metric(StrEnum):
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
     recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
-    hopeful.
+    hopeful. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are what rounding to 8 bits lost of what rank 0 sent,
+    relative to that.
     """
 
     LOSS = "train/loss"
@@ -39,6 +40,8 @@ class Metric(StrEnum):
     MEMORY = "memory/peak(GiB)"
     MEMORY_BY_RANK = "memory/peak_by_rank(GiB)"
     MEMORY_LIMIT = "memory/limit(GiB)"
+    GRADIENT_ERROR = "communication/gradient_error(share)"
+    PARAMETER_ERROR = "communication/parameter_error(share)"
     BUBBLE = "pipeline/bubble(share)"
     BUBBLE_PREDICTED = "pipeline/bubble_predicted(share)"
 
@@ -60,6 +63,8 @@ class StepRecord:
         memory_bytes: peak memory of each rank.
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
+        gradient_error: what rounding gradients to 8 bits lost, relative to them.
+        parameter_error: the same, of parameters.
     """
 
     step: int
@@ -74,6 +79,8 @@ class StepRecord:
     memory_bytes: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
+    gradient_error: float | None = None
+    parameter_error: float | None = None
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
@@ -93,6 +100,8 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.LEARNING_RATE: record.learning_rate,
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
+        Metric.GRADIENT_ERROR: record.gradient_error,
+        Metric.PARAMETER_ERROR: record.parameter_error,
         Metric.BUBBLE: record.bubble_measured,
         Metric.BUBBLE_PREDICTED: record.bubble_predicted,
     }

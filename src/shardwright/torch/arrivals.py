@@ -49,17 +49,19 @@ class AllAtOnce:
     Args:
         parcels: all of them.
         to_come: see `Arrivals`.
+        exact: see `ShardMemory.gather`.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int]):
+    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, exact: bool = False):
         self._parcels = parcels
+        self._exact = exact
         self.to_come = to_come
 
     def begin(self) -> None:
         """Starts to gather."""
         for number, parcel in enumerate(self._parcels):
             if not parcel.is_here:
-                parcel.gather()
+                parcel.gather(exact=self._exact)
                 self.to_come.update((id(each.parameter), number) for each in parcel.parameters)
 
     def use(self, *numbers: int) -> None:

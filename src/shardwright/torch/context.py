@@ -254,9 +254,22 @@ def make_context(config: Config, plan: Plan | None) -> Context:
 
 
 def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run."""
-    wanted = config.ddp_dist_backend == "auto" and config.shared_memory
-    return BACKEND if device.type == "cpu" and wanted else None
+    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run.
+
+    Raises:
+        ConfigError: the settings need what the other backend lacks.
+    """
+    if device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory:
+        return BACKEND
+    for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):
+        if getattr(config, key):
+            raise ConfigError(
+                f"{key} needs Shardwright's own collectives, but replicas use {dist.get_backend()} here: the "
+                f"device is {device.type}, ddp_dist_backend is {config.ddp_dist_backend}, shared_memory is "
+                f"{config.shared_memory}. On CPUs, set ddp_dist_backend auto and shared_memory true; on "
+                f"GPUs, set {key} false."
+            )
+    return None
 
 
 def _following(plan: Plan, config: Config, *, warns: bool) -> Config:

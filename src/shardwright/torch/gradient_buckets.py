@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.two_hop_sum import TwoHopSum
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
@@ -97,6 +98,7 @@ class ShardedBucket:
         members: whose gradients, of one type, all sharded.
         shard_group: the ranks that share them.
         replica_group: the ranks that keep the same rows; None where there is only this one.
+        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
     """
 
     def __init__(
@@ -104,33 +106,45 @@ class ShardedBucket:
         members: "Sequence[Reduced]",
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
+        quantiser: BlockQuantiser | None = None,
     ):
         self.members = members
         self._groups = shard_group, replica_group
         self._rank = dist.get_rank(shard_group)
         shapes = tuple(tuple(member.parameter.shape) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
+        self._quantiser = quantiser
+        self._work: list[TwoHopSum] = []
         self._total: Tensor | None = None  # of what was started before, and summed
-        self._work: TwoHopSum | None = None
 
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them; the whole gradients are let go."""
-        if self._work is not None:
+        if self._work:
             self._total = self._settled()
-        layout, first = self._layout, self.members[0].parameter
-        size = layout.shard_size + len(self.members)
-        data = torch.empty(layout.num_shards, size, dtype=gradient_dtype(first), device=first.device)
-        data[:, layout.shard_size :] = torch.tensor(_flags_of(self.members), dtype=data.dtype)
+        layout, first = self._layout, self.members[0].holder
+        flags = torch.tensor(_flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
+        # A flag among large gradients would be lost in 8 bits.
+        apart = self._quantiser is not None
+        size = layout.shard_size + (0 if apart else len(flags))
+        data = flags.new_empty(layout.num_shards, size)
+        data[:, layout.shard_size :] = flags[: size - layout.shard_size]
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(_gradient_of(member), data[:, start:stop])
             member.holder.grad = None
+        self._work = [self._sum(data, 0, is_last, self._quantiser)]
+        if apart:
+            self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
+
+    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> TwoHopSum:
+        """Starts to sum what has a place in the total: (shards, n)."""
         shard_group, replica_group = self._groups
-        self._work = TwoHopSum(
-            data.view(-1),
-            earlier=self._total,
+        return TwoHopSum(
+            data.reshape(-1),
+            earlier=None if self._total is None else self._total[place : place + data.shape[1]],
             shard_group=shard_group,
             replica_group=replica_group if is_last else None,
+            quantiser=quantiser,
         )
 
     def finish(self, divisor: float) -> None:
@@ -148,10 +162,10 @@ class ShardedBucket:
                 member.sharded.gradient = rows
 
     def _settled(self) -> Tensor:
-        """Waits for the sum of what was started, and what came before."""
-        assert self._work is not None
-        work, self._work = self._work, None
-        return work.wait()
+        """Waits for the sum of what was started, and what came before: gradients, then flags."""
+        sums = [work.wait() for work in self._work]
+        self._work = []
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def _flags_of(members: "Sequence[Reduced]") -> list[float]:

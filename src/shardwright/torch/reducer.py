@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.bucket_order import BucketOrder, Turn
 from shardwright.torch.gradient_buckets import Bucket, ShardedBucket, SummedBucket
@@ -77,6 +78,7 @@ class GradientReducer:
         bucket_bytes: most bytes in a bucket.
         sharded_bucket_bytes: most bytes in a bucket of sharded parameters.
         replica_group: the ranks that keep the same rows of those; None where there is only this one.
+        quantiser: packs gradients of those into 8 bits between hosts; None where they go as they are.
         in_every_backward: reduce the gradients of sharded parameters in every backward, so that no rank keeps
             whole ones; else in the last, which takes fewer messages.
         overlap: reduce during the last backward; else after it.
@@ -90,6 +92,7 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         sharded_bucket_bytes: int = 25 * 2**20,
         replica_group: dist.ProcessGroup | None = None,
+        quantiser: BlockQuantiser | None = None,
         in_every_backward: bool = False,
         overlap: bool = True,
     ):
@@ -98,6 +101,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._sharded_bucket_bytes = sharded_bucket_bytes
         self._replica_group = replica_group
+        self._quantiser = quantiser
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
         self._in_every_backward = in_every_backward
@@ -266,7 +270,7 @@ class GradientReducer:
     def _bucket(self, members: Sequence[Reduced]) -> Bucket:
         if members[0].sharded is None:
             return SummedBucket(members, members[0].group)
-        return ShardedBucket(members, members[0].group, self._replica_group)
+        return ShardedBucket(members, members[0].group, self._replica_group, self._quantiser)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)

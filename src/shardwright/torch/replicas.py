@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
@@ -38,6 +39,9 @@ class Replicas:
     Attributes:
         sharding: the shared parameters; None where none are, or as long as they are not.
         updated_parts: what optimizers update in the place of parameters; None where they update these.
+        gradient_quantiser: packs gradients of shared parameters for other hosts; None where they go as
+            they are.
+        parameter_quantiser: the same, of their rows.
     """
 
     def __init__(self, context: Context, module: nn.Module, *, bucket_bytes: int, overlap: bool):
@@ -47,6 +51,9 @@ class Replicas:
         self._overlap = overlap
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
+        config = context.config
+        self.gradient_quantiser = BlockQuantiser() if config.sdp_quantized_gradients else None
+        self.parameter_quantiser = BlockQuantiser() if config.sdp_quantized_parameters else None
 
     def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
@@ -61,7 +68,7 @@ class Replicas:
 
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         with torch.inference_mode(False):  # the first step may be an evaluation
-            self.sharding = Sharding(self._module, chosen, self._context)
+            self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
         norm_over_stages()
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
@@ -119,6 +126,7 @@ class Replicas:
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
             replica_group=context.replica_group,
+            quantiser=self.gradient_quantiser,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.purpose import Purpose
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
@@ -60,21 +61,24 @@ class Reporter:
         prediction = context.plan.prediction if context.plan else None
         bubble, memory = self._gathered(step)
         losses = [float(loss) for loss in step.losses or ()]
-        replicas = context.mesh.data
+        num_replicas = context.mesh.data
+        replicas = context.model.replicas if context.model is not None else None
         observer.step_done(
             StepRecord(
                 step=number,
                 seconds=seconds,
                 loss=sum(losses) / len(losses) if losses else None,
-                samples=step.samples * replicas,
-                tokens=None if step.tokens is None else step.tokens * replicas,
-                flops=3.0 * step.flops * replicas or None,
+                samples=step.samples * num_replicas,
+                tokens=None if step.tokens is None else step.tokens * num_replicas,
+                flops=3.0 * step.flops * num_replicas or None,
                 bubble_measured=bubble,
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
                 memory_bytes=memory,
                 memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
+                gradient_error=_lost_in(replicas.gradient_quantiser) if replicas else None,
+                parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
             )
         )
         # The first step plans; the third is the first that an impatient user can look at.
@@ -172,3 +176,12 @@ def _learning_rate(context: Context) -> float | None:
         for group in optimizer.param_groups:
             return float(group["lr"]) if "lr" in group else None
     return None
+
+
+def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
+    """What packing has lost since the last step, relative to what was packed."""
+    if quantiser is None:
+        return None
+    lost = quantiser.relative_error
+    quantiser.reset()
+    return lost

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch._private import without_torch_functions
 from shardwright.torch.arrivals import AllAtOnce, Arrivals, InTurns
@@ -45,13 +46,20 @@ class Sharding:
         parameters: those to cut, by their first names, in the order in which they are used. All replicas have
             the same values, or none yet: then what fills them is recorded.
         context: the run.
+        quantiser: packs rows that go between hosts into 8 bits; None where they go as they are.
 
     Attributes:
         parameters: by id of the model's parameter.
         is_whole: all rows of all parameters are there, or on their way.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], context: Context):
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        context: Context,
+        quantiser: BlockQuantiser | None = None,
+    ):
         assert context.shard_group is not None
         assert context.data_group is not None
         self._group = context.shard_group
@@ -60,6 +68,7 @@ class Sharding:
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
+        self._quantiser = quantiser
         most = context.config.sdp_max_live_parameters
         size = sum(parameter.numel() for parameter in parameters.values())
         names = parcels_of(parameters, most=max(1, most // 4) if size > most else size)
@@ -69,8 +78,8 @@ class Sharding:
             id(s.parameter): number for number, parcel in enumerate(self._parcels) for s in parcel.parameters
         }
         to_come: dict[int, int] = {}
-        self._at_once = AllAtOnce(self._parcels, to_come)
-        self._as_used: Arrivals = self._at_once
+        self._at_once = AllAtOnce(self._parcels, to_come, exact=True)
+        self._as_used: Arrivals = AllAtOnce(self._parcels, to_come)
         if any(parcel.memory.gathers for parcel in self._parcels):
             if size > most:
                 self._as_used = InTurns(self._parcels, to_come, most=most, bring=self._bring)
@@ -85,7 +94,9 @@ class Sharding:
     def _pack(self, number: int, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Parcel:
         chosen = [parameters[name] for name in names]
         shapes = [tuple(parameter.shape) for parameter in chosen]
-        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device, number=number)
+        memory = memory_for(
+            shapes, chosen[0].dtype, self._group, self._device, number=number, quantiser=self._quantiser
+        )
         packed = []
         for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
             own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)

@@ -22,6 +22,8 @@ FULL = StepRecord(
     memory_bytes=(2**30, 3 * 2**30),
     memory_limit_bytes=24 * 2**30,
     learning_rate=1e-3,
+    gradient_error=0.004,
+    parameter_error=0.005,
 )
 BARE = StepRecord(step=1, seconds=2.0, samples=8)
 
@@ -47,6 +49,8 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "memory/peak(GiB)": 3.0,
         "memory/peak_by_rank(GiB)": [1.0, 3.0],
         "memory/limit(GiB)": 24.0,
+        "communication/gradient_error(share)": 0.004,
+        "communication/parameter_error(share)": 0.005,
         "pipeline/bubble(share)": 0.11,
         "pipeline/bubble_predicted(share)": 0.1,
     }
@@ -73,7 +77,9 @@ def test_a_lost_loss_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(Metric))
 def test_names_are_group_name_unit(name: str) -> None:
-    assert re.fullmatch(r"(train|time|throughput|memory|pipeline)/[a-z_]+(\([A-Za-z1/]+\))?", name)
+    assert re.fullmatch(
+        r"(train|time|throughput|memory|communication|pipeline)/[a-z_]+(\([A-Za-z1/]+\))?", name
+    )
 
 
 def test_every_metric_can_come_about() -> None:
