@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
-from shardwright.collectives.prices import DEFAULT_PRICES, Line
+from shardwright.collectives.prices import DEFAULT_PRICES, Curve
 from shardwright.collectives.routine import Routine
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.connect import connect
@@ -195,7 +195,7 @@ def test_inference_mode_comes_and_goes():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn])
 def test_elements_of_any_type_are_copied(dtype):
     def compare():
-        free = Line(1e-12, 1e15)
+        free = Curve(((0, 1e-12),))
         prices = replace(DEFAULT_PRICES, gloo=dict.fromkeys(COLLECTIVES, free), source="gloo is free")
         for name in ("default", "gloo"):
             more = {"prices": prices} if name == "gloo" else {}

@@ -1,5 +1,6 @@
 """Which algorithm a collective takes: the one whose rows cost least, for this group and this size."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,10 @@ _ALIGNMENT = 16
 # Of more ranks of which some share a node, all sending to all is hopeless, and takes long to price.
 _MOST_FLAT_RANKS = 16
 _LARGEST_AT_ONCE_BYTES = 256 * 1024
+_NEAR_TIE = 1.15
+_LEAST_S = 1e-6
+# Gloo is taken where it is faster by more than measurements differ: it suffers more from busy cores.
+_GLOO_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +113,24 @@ def choose(
         source: the rank that a broadcast starts from.
         ways: the names of those that are allowed; None for all.
     """
-    best: dict[str, tuple[float, Candidate]] = {}
+    found: dict[str, list[tuple[float, Candidate]]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):
-        if ways is not None and candidate.name not in ways:
-            continue
-        seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
-        if candidate.name not in best or seconds < best[candidate.name][0]:
-            best[candidate.name] = (seconds, candidate)
-    seconds, chosen = min(best.values(), key=lambda found: found[0])
-    others = {name: found[0] for name, found in best.items() if name != chosen.name}
+        if ways is None or candidate.name in ways:
+            seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
+            found.setdefault(candidate.name, []).append((seconds, candidate))
+    best = {name: _fewest_chunks(of_name) for name, of_name in found.items()}
+    seconds, chosen = min(
+        best.values(), key=lambda row: row[0] * (_GLOO_MARGIN if row[1].name == GLOO else 1)
+    )
+    others = {name: row[0] for name, row in best.items() if name != chosen.name}
     return Choice(chosen, seconds, others, prices.source)
+
+
+def _fewest_chunks(found: Sequence[tuple[float, Candidate]]) -> tuple[float, Candidate]:
+    """Of ways that take about as long, the one with the largest chunks: waits cost more than they seem to."""
+    least_s = min(seconds for seconds, _ in found)
+    near = [row for row in found if row[0] <= _NEAR_TIE * least_s]
+    return max(near, key=lambda row: row[1].chunk or math.inf)
 
 
 def steps_of(
@@ -186,14 +199,27 @@ def _seconds(
     if candidate.name == GLOO:
         return prices.gloo[collective].seconds(num_bytes)
     on_top = prices.own[collective].seconds(num_bytes) if collective in prices.own else 0.0
+    return max(on_top + _steps_s(collective, candidate, topology, count, itemsize, prices, source), _LEAST_S)
+
+
+def _steps_s(
+    collective: str,
+    candidate: Candidate,
+    topology: Topology,
+    count: int,
+    itemsize: int,
+    prices: Prices,
+    source: int,
+) -> float:
+    """Of the steps alone; of many chunks, few are played."""
     pieces = topology.num_ranks if collective == "all_reduce" else 1
     at_once = (candidate.chunk or count or 1) * pieces
     played = partial(_played, collective, candidate, topology, itemsize, prices, source)
     num_chunks = count / at_once
     if num_chunks <= _MANY:
-        return on_top + played(count)
+        return played(count)
     few, many = played(_FEW * at_once), played(_MANY * at_once)
-    return on_top + many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
+    return many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
 
 
 def _played(

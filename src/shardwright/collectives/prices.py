@@ -1,8 +1,9 @@
 """What the steps of a collective cost: alpha seconds each, and beta seconds a byte."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_PRICES", "DevicePrices", "Line", "Prices"]
+__all__ = ["DEFAULT_PRICES", "Curve", "DevicePrices", "Line", "Prices"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,29 @@ class Line:
     def seconds(self, num_bytes: float) -> float:
         """Time for so many bytes."""
         return self.alpha_s + num_bytes / self.Bps
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds that were measured at some sizes; straight lines go through them, and on behind the last.
+
+    Attributes:
+        points: bytes and seconds, by bytes; one at least.
+
+    >>> curve = Curve(((0, 1.0), (100, 2.0), (200, 5.0)))
+    >>> [curve.seconds(num_bytes) for num_bytes in (0, 50, 150, 300)]
+    [1.0, 1.5, 3.5, 8.0]
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time for so many bytes."""
+        if num_bytes <= self.points[0][0] or len(self.points) == 1:
+            return self.points[0][1]
+        last = min(bisect_right(self.points, (num_bytes, float("inf"))), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[last - 1 : last + 1]
+        return y0 + (y1 - y0) * (num_bytes - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +75,8 @@ class Prices:
     """What a group's ranks pay.
 
     Attributes:
-        own: what our collectives take on top of their steps, by the bytes of the whole.
+        own: what our collectives take on top of their steps, by the bytes of the whole; negative where steps
+            are faster together than by themselves.
         copy: a copy of so many bytes, while all ranks of a node copy.
         combine: a sum, by the bytes that are read for it, while all ranks of a node sum.
         note_s: from telling to hearing, inside of a node.
@@ -63,19 +88,19 @@ class Prices:
         devices: of tensors on accelerators; None where that was not measured.
     """
 
-    own: dict[str, Line]
+    own: dict[str, Curve]
     copy: Line
     combine: Line
     note_s: float
     message: Line
     local_message: Line
-    gloo: dict[str, Line]
+    gloo: dict[str, Curve]
     source: str
     devices: DevicePrices | None = None
 
 
 DEFAULT_PRICES = Prices(
-    own=dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "broadcast"), Line(5e-5, 1e12)),
+    own=dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "broadcast"), Curve(((0, 5e-5),))),
     copy=Line(3e-6, 4e9),
     combine=Line(4e-6, 5e9),
     note_s=2.5e-5,

@@ -2,12 +2,13 @@
 
 import os
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from shardwright.collectives.prices import DevicePrices, Line, Prices
+from shardwright.collectives.prices import Curve, DevicePrices, Line, Prices
 from shardwright.collectives.topology import Topology
 from shardwright.errors import ConfigError
 from shardwright.problems import describe, join
@@ -15,7 +16,7 @@ from shardwright.problems import describe, join
 __all__ = ["PRICES_VARIABLE", "read_prices", "write_prices"]
 
 PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
-_FORMAT, _VERSION = "shardwright-prices", 1
+_FORMAT, _VERSION = "shardwright-prices", 2
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,6 +32,24 @@ class _Line(_Record):
 
     def line(self) -> Line:
         return Line(self.alpha_s, self.Bps)
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Points = Annotated[list[tuple[NonNegative, Finite]], Field(min_length=1)]
+
+
+class _Curve(_Record):
+    points: Points
+
+    @field_validator("points")
+    @classmethod
+    def _ascending(cls, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        if any(before >= after for (before, _), (after, _) in pairwise(points)):
+            raise ValueError("the sizes must ascend")
+        return points
+
+    def curve(self) -> Curve:
+        return Curve(tuple(self.points))
 
 
 class _DevicePrices(_Record):
@@ -50,21 +69,25 @@ class _DevicePrices(_Record):
         )
 
 
+def _curves(records: dict[str, _Curve]) -> dict[str, Curve]:
+    return {name: record.curve() for name, record in records.items()}
+
+
 def _lines(records: dict[str, _Line]) -> dict[str, Line]:
     return {name: record.line() for name, record in records.items()}
 
 
 class _Document(_Record):
     format: Literal["shardwright-prices"]
-    version: Literal[1]
+    version: Literal[2]
     nodes: list[list[int]]
-    own: dict[str, _Line]
+    own: dict[str, _Curve]
     copy_: _Line = Field(alias="copy")
     combine: _Line
     note_s: NonNegative
     message: _Line
     local_message: _Line
-    gloo: dict[str, _Line]
+    gloo: dict[str, _Curve]
     source: str
     devices: _DevicePrices | None = None
 
@@ -95,13 +118,13 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
             join(f"prices {path} cannot be used; shardwright probe measures them anew:", problems)
         ) from error
     prices = Prices(
-        own=_lines(found.own),
+        own=_curves(found.own),
         copy=found.copy_.line(),
         combine=found.combine.line(),
         note_s=found.note_s,
         message=found.message.line(),
         local_message=found.local_message.line(),
-        gloo=_lines(found.gloo),
+        gloo=_curves(found.gloo),
         source=found.source,
         devices=None if found.devices is None else found.devices.prices(),
     )

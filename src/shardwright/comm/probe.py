@@ -1,10 +1,12 @@
 """Measures what the steps of collectives cost on the ranks of a group.
 
 All ranks do the same at the same time, as in a collective: they share cores, memory and links. The slowest
-rank counts, and of several attempts the fastest: what disturbs them only adds.
+rank counts. Of steps, the fastest of several attempts does: what disturbs them only adds. Whole collectives,
+ours and gloo's, are timed in turns, and the median counts: busy cores are a part of what they take.
 """
 
 import datetime
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.collectives.choose import COLLECTIVES
-from shardwright.collectives.prices import DEFAULT_PRICES, Line, Prices
+from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line, Prices
 from shardwright.collectives.routine import Routine
 from shardwright.collectives.steps import Memory, Row, Span
 from shardwright.comm.communicator import Communicator
@@ -26,14 +28,14 @@ __all__ = ["line_through", "measure_prices"]
 
 _ROUNDS = 5
 _SMALL, _LARGE = 16, 256 * 1024  # elements of 4 bytes
+_COUNTS = (_SMALL, 1024, 8 * 1024, 64 * 1024, 512 * 1024)  # of a rank, where whole collectives are timed
 # Messages that take longer are halved until they do not.
 _LONGEST_S = 0.1
 # Work on memory walks through so much of it, as a collective does: what a core has in its cache costs less.
 _WALK = 8 * 2**20
 _PIECE = 64 * 1024
-_ENOUGH_S = 0.01
+_ENOUGH_S = 0.008
 _LEAST_SHARE = 0.05
-_NO_LIMIT_BPS = 1e12
 _MOST_CALLS = 200
 _SUM = Reduction("SUM")
 
@@ -41,7 +43,7 @@ _SUM = Reduction("SUM")
 def measure_prices(group: Communicator) -> Prices:
     """Prices of a group; collective over its ranks, which all get the same.
 
-    It takes some tenths of a second, or some seconds where links are slow.
+    It takes some seconds.
     """
     watch = _Stopwatch(group)
     topology, before = group.topology, group.prices
@@ -59,10 +61,14 @@ def measure_prices(group: Communicator) -> Prices:
     )
     group.use(steps)
     try:
-        own = {collective: watch.on_top(collective) for collective in COLLECTIVES}
+        compared = {collective: watch.compare(collective) for collective in COLLECTIVES}
     finally:
         group.use(before)
-    return replace(steps, own=own, gloo={collective: watch.gloo(collective) for collective in COLLECTIVES})
+    return replace(
+        steps,
+        own={collective: own for collective, (own, _) in compared.items()},
+        gloo={collective: gloo for collective, (_, gloo) in compared.items()},
+    )
 
 
 def _ways_between_nodes(group: Communicator) -> dict[int, int]:
@@ -138,32 +144,34 @@ class _Stopwatch:
         most = max(sum(rank in ways for rank in node) for node in group.topology.nodes)
         return self._line(call_of, pieces=most)
 
-    def gloo(self, collective: str) -> Line:
-        """A line for one of gloo's own collectives, by the bytes of the whole."""
+    def compare(self, collective: str) -> tuple[Curve, Curve]:
+        """What one of our collectives takes on top of its steps, and what gloo's takes, by size."""
         group = self._group
         num_ranks = group.topology.num_ranks
+        pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1
+        own, gloo = [], []
+        for count in _COUNTS:
+            calls = [self._own_call(collective, count), self._gloo_call(collective, count)]
+            if count > _SMALL and any(self._slowest(call, 1) > _LONGEST_S for call in calls):
+                break
+            numbers = [self._number_of(call) for call in calls]
+            rounds = [
+                [self._slowest(call, number) for call, number in zip(calls, numbers, strict=True)]
+                for _ in range(_ROUNDS)
+            ]
+            own_s, gloo_s = map(statistics.median, zip(*rounds, strict=True))
+            num_bytes = 4 * num_ranks * count
+            own.append((num_bytes, own_s - group.choice(collective, count * pieces, 4).seconds))
+            gloo.append((num_bytes, gloo_s))
+        return Curve(tuple(own)), Curve(tuple(gloo))
 
-        def call_of(count: int) -> Callable[[], object]:
-            part, whole = torch.zeros(count), torch.zeros(count * num_ranks)
-            data, output = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
-                collective, (whole, whole)
-            )
-            return partial(run_gloo, group.gloo, collective, data, output, _SUM, 0)
-
-        return self._line(call_of, pieces=num_ranks)
-
-    def on_top(self, collective: str) -> Line:
-        """What one of our collectives takes on top of its steps, by the bytes of the whole."""
+    def _gloo_call(self, collective: str, count: int) -> Callable[[], object]:
         group = self._group
-        num_ranks = group.topology.num_ranks
-        times, sizes = [], []
-        for count in (_SMALL, self._bearable(partial(self._own_call, collective))):
-            pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1
-            expected_s = group.choice(collective, count * pieces, 4).seconds
-            times.append(max(0.0, self._seconds(self._own_call(collective, count)) - expected_s))
-            sizes.append(4 * num_ranks * count)
-        rest_s = times[1] - times[0]
-        return Line(times[0], (sizes[1] - sizes[0]) / rest_s if rest_s > 0 else _NO_LIMIT_BPS)
+        part, whole = torch.zeros(count), torch.zeros(count * group.topology.num_ranks)
+        data, output = {"all_gather": (part, whole), "reduce_scatter": (whole, part)}.get(
+            collective, (whole, whole)
+        )
+        return partial(run_gloo, group.gloo, collective, data, output, _SUM, 0)
 
     def _own_call(self, collective: str, count: int) -> Callable[[], object]:
         group = self._group
@@ -196,9 +204,12 @@ class _Stopwatch:
 
     def _seconds(self, call: Callable[[], object]) -> float:
         """Of a call on the slowest rank: the fastest of some rounds."""
-        first = self._slowest(call, 2)
-        number = min(_MOST_CALLS, max(1, int(_ENOUGH_S / first)))
+        number = self._number_of(call)
         return min(self._slowest(call, number) for _ in range(_ROUNDS))
+
+    def _number_of(self, call: Callable[[], object]) -> int:
+        """So many calls that they take long enough to be timed."""
+        return min(_MOST_CALLS, max(1, int(_ENOUGH_S / self._slowest(call, 2))))
 
     def _slowest(self, call: Callable[[], object], number: int) -> float:
         self._group.gloo.barrier(dist.BarrierOptions()).wait()

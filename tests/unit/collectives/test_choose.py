@@ -10,7 +10,7 @@ from shardwright.collectives import Topology, all_gather, all_reduce, reduce_sca
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, steps_of
 from shardwright.collectives.price import price
-from shardwright.collectives.prices import DEFAULT_PRICES, Line
+from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line
 from shardwright.collectives.prices_file import read_prices, write_prices
 from shardwright.collectives.routine import Routine
 from shardwright.errors import ConfigError, ScheduleError
@@ -70,7 +70,7 @@ def test_the_choice_is_the_cheapest_and_fits_the_shared_memory(collective, hosts
 
 
 def test_gloo_is_taken_where_it_is_cheaper():
-    prices = dataclasses.replace(PRICES, gloo={"all_reduce": Line(1e-6, 1e7)}, source="a test")
+    prices = dataclasses.replace(PRICES, gloo={"all_reduce": Curve(((0, 1e-6), (1e7, 1.0)))}, source="a test")
     small = choose("all_reduce", TWO_BY_TWO, count=2, itemsize=4, prices=prices)
     large = choose("all_reduce", TWO_BY_TWO, count=10**6, itemsize=4, prices=prices)
     assert (small.candidate.name, large.candidate.name) == (GLOO, "hierarchical")
@@ -99,15 +99,33 @@ def test_many_chunks_are_priced_as_if_they_were_played(hosts, chunks):
 
 def test_prices_as_a_file(tmp_path):
     path = tmp_path / "prices.json"
-    prices = dataclasses.replace(PRICES, gloo={"all_gather": Line(1e-4, 1e8)}, source="a test")
+    prices = dataclasses.replace(PRICES, gloo={"all_gather": Curve(((0, 1e-4), (1e8, 1.0)))}, source="a test")
     write_prices(path, prices, TWO_BY_TWO)
     assert read_prices(path) == (prices, TWO_BY_TWO)
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
     with pytest.raises(ConfigError, match="cannot be used; shardwright probe measures them anew") as caught:
         read_prices(path)
-    assert "version is 2" in str(caught.value)
+    assert "version is 1" in str(caught.value)
+    write_prices(path, prices, TWO_BY_TWO)
+    path.write_text(path.read_text().replace("100000000.0", "0"))
+    with pytest.raises(ConfigError, match="the sizes must ascend"):
+        read_prices(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_prices(tmp_path / "none.json")
+
+
+def test_of_ways_that_take_as_long_the_one_with_the_largest_chunks():
+    """Waits cost next to nothing here, so small chunks are a little faster, which no measurement could tell."""
+    prices = dataclasses.replace(PRICES, note_s=1e-9)
+    choice = choose("broadcast", TWO_BY_TWO, count=2**18, itemsize=4, prices=prices)
+    assert choice.candidate.chunk * 4 >= 2**18
+
+
+def test_gloo_must_be_faster_by_more_than_measurements_differ():
+    own = choose("all_reduce", TWO_BY_TWO, count=1000, itemsize=4, prices=PRICES)
+    for share, name in ((0.95, own.candidate.name), (0.85, "gloo")):
+        prices = dataclasses.replace(PRICES, gloo={"all_reduce": Curve(((0, share * own.seconds),))})
+        assert choose("all_reduce", TWO_BY_TWO, count=1000, itemsize=4, prices=prices).candidate.name == name
 
 
 def test_candidates_say_what_they_are():
