@@ -115,7 +115,7 @@ def test_prices_as_a_file(tmp_path):
 
 
 def test_of_ways_that_take_as_long_the_one_with_the_largest_chunks():
-    """Waits cost next to nothing here, so small chunks are a little faster, which no measurement could tell."""
+    """Waits cost next to nothing here, so small chunks are faster, by less than can be measured."""
     prices = dataclasses.replace(PRICES, note_s=1e-9)
     choice = choose("broadcast", TWO_BY_TWO, count=2**18, itemsize=4, prices=prices)
     assert choice.candidate.chunk * 4 >= 2**18
