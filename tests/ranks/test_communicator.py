@@ -296,11 +296,20 @@ def test_messages_between_nodes_may_go_in_8_bits(hosts):
         group.reduce_scatter(scattered, wholes[rank].clone(), Reduction("AVG"), quantiser)
         mean = wholes.mean(0).view(size, -1)[rank]
         torch.testing.assert_close(scattered, mean, rtol=0, atol=wholes.sum(0).abs().max() / 254)
-        assert (quantiser.relative_error > 0) == (len(set(hosts)) > 1)
+        data = wholes[rank, :4999].clone()
+        group.all_reduce(data, Reduction("AVG"), quantiser)
+        torch.testing.assert_close(data, wholes[:, :4999].mean(0), rtol=0, atol=wholes.abs().max() / 100)
+        memory = group.share_memory(4 * size * 5000).view(torch.float32)
+        group.gather_to_nodes(memory, pieces[rank].clone(), (3000, 1990, 10), quantiser)
+        split = memory.split([size * 3000, size * 1990, size * 10])
+        whole = torch.cat([part.view(size, -1) for part in split], 1)
+        torch.testing.assert_close(whole, pieces, rtol=0, atol=pieces.abs().max() / 254)
+        assert torch.equal(whole[:, -10:], pieces[:, -10:])
+        assert (quantiser.relative_error > 0) == (len(set(hosts)) > 1 or whole.ne(pieces).any())
         assert quantiser.relative_error < 0.01
         with pytest.raises(UsageError, match="cannot go in 8 bits"):
             group.reduce_scatter(scattered, wholes[rank], Reduction("MAX"), quantiser)
-        return gathered
+        return torch.cat([gathered, data, whole.view(-1)])
 
     found = run_ranks(compare, len(hosts))
     assert all(torch.equal(gathered, found[0]) for gathered in found)
