@@ -26,7 +26,8 @@ class TwoHopSum:
     """Starts to sum; the groups' other collectives may follow at once.
 
     Args:
-        data: (n * ranks of the shard group,), part by part; nobody may write to it before the end.
+        data: (n * ranks of the shard group,), part by part; it is let go at the end of the first hop, and
+            nobody may write to it before.
         earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
         shard_group: the ranks that share.
         replica_group: the ranks that have the same part; None for the first hop alone.
@@ -42,7 +43,6 @@ class TwoHopSum:
         replica_group: dist.ProcessGroup | None,
         quantiser: BlockQuantiser | None = None,
     ):
-        self._data = data
         self._earlier = earlier
         self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
         self._replica_group = replica_group
@@ -70,6 +70,14 @@ class TwoHopSum:
 
             first = self._first.get_future() if quantiser is None else self._first
             self._both = first.then(hop)
+
+    def wait_for_part(self) -> None:
+        """Waits for the first hop.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self._first.wait()
 
     def wait(self) -> Tensor:
         """Waits for both hops.

@@ -9,6 +9,10 @@ from shardwright.torch.gradient_buckets import Bucket
 
 __all__ = ["BucketOrder", "Turn"]
 
+# Buckets under way: while one is reduced the next is filled. A backward that is faster than the network would
+# leave whole gradients of everything waiting.
+_MOST_UNDER_WAY = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -67,5 +71,7 @@ class BucketOrder:
 
     def _start_next(self) -> None:
         turn = self._turns[self._next]
+        if self._next >= _MOST_UNDER_WAY:
+            self._turns[self._next - _MOST_UNDER_WAY].bucket.let_go()
         self._next += 1
         turn.bucket.start(is_last=self._is_last)

@@ -40,6 +40,10 @@ class Bucket(Protocol):
         """
         ...
 
+    def let_go(self) -> None:
+        """Waits until it holds no more than it does at the end."""
+        ...
+
     def finish(self, divisor: float) -> None:
         """Waits, and puts the sums, divided, where they belong."""
         ...
@@ -60,13 +64,18 @@ class SummedBucket:
         self._work: dist.Work | None = None
 
     def start(self, *, is_last: bool = True) -> None:
-        """Starts to reduce them, once a batch."""
+        """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
         assert is_last
         parts = [_gradient_of(member).reshape(-1) for member in self.members]
         first = parts[0]
         parts.append(torch.tensor(_flags_of(self.members), dtype=first.dtype, device=first.device))
         self._buffer = torch.cat(parts)
+        for member in self.members:
+            member.parameter.grad = None
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    def let_go(self) -> None:
+        """It holds the same all along."""
 
     def finish(self, divisor: float) -> None:
         """Waits, and puts the sums into the gradients."""
@@ -83,10 +92,8 @@ class SummedBucket:
             parameter = member.parameter
             total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
-            if parameter.grad is not None:
-                parameter.grad.copy_(total)
-            elif flag:
-                parameter.grad = total.clone()
+            if flag:
+                parameter.grad = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
 
 
 class ShardedBucket:
@@ -146,6 +153,11 @@ class ShardedBucket:
             replica_group=replica_group if is_last else None,
             quantiser=quantiser,
         )
+
+    def let_go(self) -> None:
+        """Waits until the sums of the rows of this rank are all that is left of the gradients."""
+        if self._work is not None:
+            self._work.wait_for_part()
 
     def finish(self, divisor: float) -> None:
         """Waits, and leaves each parameter the sum for its rows."""

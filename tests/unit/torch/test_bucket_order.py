@@ -14,9 +14,14 @@ class Noted:
     def __init__(self, name, size, started):
         self.members = [SimpleNamespace(parameter=object()) for _ in range(size)]
         self._name, self._started = name, started
+        self.holds = False
 
     def start(self, *, is_last):
         self._started.append((self._name, is_last))
+        self.holds = True
+
+    def let_go(self):
+        self.holds = False
 
 
 @given(st.lists(st.integers(1, 3), max_size=5), st.randoms(), st.booleans())
@@ -37,6 +42,17 @@ def test_the_order_is_that_of_the_turns(sizes, random, is_last):
             complete = [all(m.parameter in seen for m in bucket.members) for bucket in buckets]
             assert len(started) == (complete.index(False) if False in complete else len(buckets))
         assert started == [(name, is_last) for name in range(len(sizes))]
+
+
+@given(st.integers(0, 6))
+def test_no_more_than_two_buckets_hold_whole_gradients(num_buckets):
+    """A backward faster than the network had all ranks hold all gradients whole at its end."""
+    buckets = [Noted(name, 1, []) for name in range(num_buckets)]
+    order = BucketOrder([Turn(bucket) for bucket in buckets])
+    for bucket in buckets:
+        order.is_there(bucket.members[0].parameter)
+        assert sum(other.holds for other in buckets) <= 2
+        assert bucket.holds
 
 
 def test_late_buckets_hold_up_those_behind_until_the_end():
