@@ -4,21 +4,26 @@ A rank that fails says so at the store before it ends; one that loses a peer say
 peer follows these notes to the first cause: a rank with an error of its own, or one that says nothing
 because it was killed::
 
-    rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 ended without a word"
+    rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 left without a word"
                                                     rank 1: error    ──► "rank 1 failed: ValueError: ..."
 """
 
-import contextlib
 import json
+import queue
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["Blame", "Note"]
 
+_T = TypeVar("_T")
+
 _PATIENCE_S = 1.0
+_LONGEST_ANSWER_S = 2.0
 _PAUSE_S = 0.05
-_NO_WORD = "it ended without a word: killed, out of memory, hanging, or at the end of its script"
+_NO_WORD = "it left without a word: killed, out of memory, hanging, out of reach, or at the end of its script"
 
 
 class Store(Protocol):
@@ -56,6 +61,9 @@ class Note:
 class Blame:
     """Notes of failing ranks at a store.
 
+    A store beyond a dead link never answers, nor says that it does not: it is asked in a thread of its own,
+    and no more once it has not answered.
+
     Args:
         store: shared by all ranks.
         rank: this rank.
@@ -65,20 +73,19 @@ class Blame:
         self._store = store
         self._rank = rank
         self._has_note = True  # perhaps, of an earlier run
+        self._store_answers = True
 
     def begin(self) -> None:
         """Begins a step: takes back a note of an earlier one, which the script has got over."""
         if self._has_note:
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(_key(self._rank))
+            self._ask(lambda: self._store.delete_key(_key(self._rank)))
             self._has_note = False
 
     def confess(self, error: BaseException, *, lost_peer: int | None = None) -> None:
         """Says that this rank fails, and why; does nothing if the store cannot be reached."""
         note = {"lost_peer": lost_peer, "text": f"{type(error).__name__}: {error}"[:2000]}
         self._has_note = True
-        with contextlib.suppress(RuntimeError):
-            self._store.set(_key(self._rank), json.dumps(note))
+        self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
 
     def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
         """The rank where it began, as far as the notes tell.
@@ -102,15 +109,34 @@ class Blame:
     def _read(self, rank: int, patience_s: float) -> Note | None:
         deadline = time.monotonic() + patience_s
         while True:
-            try:
-                if self._store.check([_key(rank)]):
-                    content: dict[str, Any] = json.loads(self._store.get(_key(rank)))
+            if self._ask(lambda: self._store.check([_key(rank)])):
+                text = self._ask(lambda: self._store.get(_key(rank)))
+                if text is not None:
+                    content: dict[str, Any] = json.loads(text)
                     return Note(rank, content["lost_peer"], content["text"])
-            except RuntimeError:
-                return None  # the store went with the rank that served it
-            if time.monotonic() >= deadline:
+            if not self._store_answers or time.monotonic() >= deadline:
                 return None
             time.sleep(_PAUSE_S)
+
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
+        """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""
+        answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(question())
+            except RuntimeError:
+                self._store_answers = False
+                answers.put(None)
+
+        if not self._store_answers:
+            return None
+        threading.Thread(target=ask, name="shardwright-blame", daemon=True).start()
+        try:
+            return answers.get(timeout=_LONGEST_ANSWER_S)
+        except queue.Empty:
+            self._store_answers = False
+            return None
 
 
 def _key(rank: int) -> str:

@@ -37,6 +37,7 @@ class Communicator:
 
     Args:
         rank: of this process in the group.
+        world_ranks: of the ranks in the group, in the job: for errors.
         topology: which ranks share a node.
         prices: of the steps, the same on all ranks: they choose the algorithms.
         neighbours: this rank's node; None where it is alone there.
@@ -57,6 +58,7 @@ class Communicator:
         self,
         *,
         rank: int,
+        world_ranks: Sequence[int],
         topology: Topology,
         prices: Prices,
         neighbours: Neighbours | None,
@@ -65,6 +67,7 @@ class Communicator:
         name: str = "group",
     ):
         self.rank = rank
+        self._world_ranks = world_ranks
         self.topology = topology
         self.thread = OrderedThread(f"shardwright-{name}")
         self.neighbours = neighbours
@@ -277,6 +280,7 @@ class Communicator:
             memories,
             messages=self.messages,
             neighbours=neighbours,
+            world_ranks=self._world_ranks,
             reduction=reduction,
             what=str(operation),
             quantiser=quantiser,

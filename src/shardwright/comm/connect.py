@@ -54,6 +54,7 @@ def connect(
     prices: Prices | None = None,
     host: str | None = None,
     name: str = "group",
+    world_rank: int | None = None,
 ) -> Communicator:
     """Connects the ranks of a group; collective over all of them.
 
@@ -67,6 +68,7 @@ def connect(
         host: what the ranks of this host have in common; found out if it is not given. Ranks of one host that
             name different ones do as if they were on several.
         name: of the group, for stacks.
+        world_rank: of this process in the job, for errors; by default its rank in the group.
 
     Raises:
         LaunchError: the ranks run different versions of the library.
@@ -79,9 +81,12 @@ def connect(
     # Where the ranks of a host cannot share memory, each is a node of its own.
     hosts = tell_all(host if sockets is not None else f"{host} rank {rank}")
     topology = Topology.from_hosts(hosts)
+    world_ranks = tell_all(rank if world_rank is None else world_rank)
     neighbours = None
     if sockets:
-        neighbours = Neighbours(sockets, rank=rank, num_bytes=2 * ROOM_BYTES, timeout_s=timeout_s)
+        neighbours = Neighbours(
+            sockets, rank=rank, world_ranks=world_ranks, num_bytes=2 * ROOM_BYTES, timeout_s=timeout_s
+        )
     messages = None
     if len(topology.nodes) > 1:
         own_store = PrefixStore("shardwright/messages", store)
@@ -91,6 +96,7 @@ def connect(
     agreed = _agreed(prices, topology, rank, tell_all)
     return Communicator(
         rank=rank,
+        world_ranks=world_ranks,
         topology=topology,
         prices=agreed,
         neighbours=neighbours,

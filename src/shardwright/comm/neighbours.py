@@ -17,7 +17,7 @@ import struct
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class Neighbours:
     Args:
         sockets: to the other ranks of the node, by rank in the group.
         rank: of this process in the group.
+        world_ranks: of the ranks in the group, in the job: for errors.
         num_bytes: of shared memory at most; it is taken from the system as far as it is used.
         timeout_s: how long to wait for a rank at most.
 
@@ -67,9 +68,18 @@ class Neighbours:
         PeerLostError: a rank of the node ended meanwhile.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket], *, rank: int, num_bytes: int, timeout_s: float):
+    def __init__(
+        self,
+        sockets: Mapping[int, socket.socket],
+        *,
+        rank: int,
+        world_ranks: Sequence[int],
+        num_bytes: int,
+        timeout_s: float,
+    ):
         self._sockets = dict(sockets)
         self._rank = rank
+        self._world_ranks = world_ranks
         self._timeout_s = timeout_s
         for connection in self._sockets.values():
             seconds = max(1, int(timeout_s))
@@ -160,8 +170,9 @@ class Neighbours:
         notes = self._heard[peer]
         theirs = notes[wanted - self._num_heard[peer] - 1 + len(notes)]
         if theirs != self._operation:
+            other, own = self._world_ranks[peer], self._world_ranks[self._rank]
             raise TraceMismatchError(
-                f"rank {peer} is in {theirs} where rank {self._rank} is in {self._operation}. The ranks of "
+                f"rank {other} is in {theirs} where rank {own} is in {self._operation}. The ranks of "
                 "a group call the same collectives in the same order: look for a step that one of them "
                 "skipped, or for another number of microbatches."
             )
@@ -182,10 +193,11 @@ class Neighbours:
             except ConnectionResetError:
                 continue  # it ended without hearing all that we said; what it said before is still there
             except BlockingIOError:
+                lost = self._world_ranks[peer]
                 raise PeerTimeoutError(
-                    f"{self._operation}: rank {peer} did not come within {self._timeout_s:g} s. It hangs, or "
+                    f"{self._operation}: rank {lost} did not come within {self._timeout_s:g} s. It hangs, or "
                     "is at another place of the script; its log may tell.",
-                    rank=peer,
+                    rank=lost,
                 ) from None
             except OSError as error:
                 raise self._lost(peer, str(error)) from error
@@ -194,7 +206,8 @@ class Neighbours:
             return note
 
     def _lost(self, peer: int, why: str) -> PeerLostError:
-        return PeerLostError(f"{self._operation}: rank {peer} is lost: {why}", rank=peer)
+        lost = self._world_ranks[peer]
+        return PeerLostError(f"{self._operation}: rank {lost} is lost: {why}", rank=lost)
 
     # ---- the memory ----
 

@@ -9,6 +9,11 @@ __all__ = ["lost_peer", "names_a_lost_peer"]
 _LATE = r"Timed out waiting \d+ms for"
 _TIMED_OUT = re.compile(_LATE, re.IGNORECASE)
 
+_LATE_REMEDY = (
+    "It hangs, is at another place of the script, or its host cannot be reached; its log may tell. If it may "
+    "take longer, raise the setting timeout_s."
+)
+
 # What gloo, NCCL, the TCP store and Shardwright say when the other end has gone.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to (recv|connect)"
@@ -35,10 +40,11 @@ def names_a_lost_peer(error: str) -> bool:
 
 
 def lost_peer(message: str, *, rank: int | None = None) -> PeerLostError:
-    """The error for a message that quotes what gloo or NCCL said.
+    """The error for a message that quotes what gloo or NCCL said, with what to do.
 
     >>> type(lost_peer("receiving failed: Timed out waiting 8000ms for recv operation")).__name__
     'PeerTimeoutError'
     """
-    kind = PeerTimeoutError if _TIMED_OUT.search(message) else PeerLostError
-    return kind(message, rank=rank)
+    if not _TIMED_OUT.search(message):
+        return PeerLostError(message, rank=rank)
+    return PeerTimeoutError(f"{message}. {_LATE_REMEDY}", rank=rank)

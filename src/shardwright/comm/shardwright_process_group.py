@@ -60,7 +60,10 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, num_ranks)
         timeout_s = timeout.total_seconds()
         self._gloo = gloo_group(PrefixStore("gloo", store), rank, num_ranks, timeout_s=timeout_s)
-        self.communicator = connect(store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+        world_rank = dist.get_rank() if dist.is_initialized() else rank
+        self.communicator = connect(
+            store, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, world_rank=world_rank
+        )
         topology = self.communicator.topology
         self._accelerator = accelerator
         self.devices = DeviceCollectives(

@@ -35,6 +35,7 @@ def run_steps(
     *,
     messages: dist.ProcessGroup | None,
     neighbours: Neighbours | None,
+    world_ranks: Sequence[int],
     reduction: Reduction,
     what: str,
     quantiser: BlockQuantiser | None = None,
@@ -46,6 +47,7 @@ def run_steps(
         memories: a tensor of one dimension for each memory that it uses, all of one dtype.
         messages: takes messages to other nodes; None where there are none.
         neighbours: the node; None where this rank is alone there.
+        world_ranks: of the ranks in the group, in the job: for errors.
         reduction: for sums.
         what: the collective, for errors.
         quantiser: packs messages to other nodes; None where they go as they are.
@@ -54,7 +56,7 @@ def run_steps(
         PeerLostError: a rank has ended, or does not answer.
         TraceMismatchError: a rank of the node is in another collective.
     """
-    mail = _Mail(messages, quantiser, what)
+    mail = _Mail(messages, quantiser, world_ranks, what)
 
     def at(span: Span) -> Tensor:
         return memories[span.memory][span.start : span.stop]
@@ -90,12 +92,20 @@ class _Mail:
     Args:
         group: takes them; None where there are none.
         quantiser: packs them; None where they go as they are.
+        world_ranks: of the ranks in the group, in the job: for errors.
         what: the collective, for errors.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, quantiser: BlockQuantiser | None, what: str):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        quantiser: BlockQuantiser | None,
+        world_ranks: Sequence[int],
+        what: str,
+    ):
         self._group = group
         self._quantiser = quantiser
+        self._world_ranks = world_ranks
         self._what = what
         self._sent: dict[int, list[dist.Work]] = defaultdict(list)
         self._num_left: dict[int, int] = defaultdict(int)
@@ -145,4 +155,5 @@ class _Mail:
         try:
             yield
         except RuntimeError as error:
-            raise lost_peer(f"{self._what}: {doing} rank {peer} failed: {error}", rank=peer) from error
+            lost = self._world_ranks[peer]
+            raise lost_peer(f"{self._what}: {doing} rank {lost} failed: {error}", rank=lost) from error

@@ -29,7 +29,7 @@ def first_cause_named(context: Context) -> Iterator[None]:
         if error.rank is None:
             raise
         first = blame.first_cause(error.rank)
-        if isinstance(error, PeerTimeoutError) and first.is_silent:
+        if isinstance(error, PeerTimeoutError) and first.is_silent and first.rank == error.rank:
             raise
         raise type(error)(
             f"rank {first.rank} failed first ({first.text}); rank {context.rank} noticed it: {error}",

@@ -1,5 +1,7 @@
 """Who failed first, by the notes of failing ranks."""
 
+import threading
+
 from torch.distributed import HashStore
 
 from shardwright.comm.blame import Blame
@@ -22,7 +24,7 @@ def test_a_rank_without_a_note_died_without_a_word():
     ranks = blames(3)
     ranks[1].confess(RuntimeError("gone"), lost_peer=2)
     found = ranks[0].first_cause(1, patience_s=0.0)
-    said = "it ended without a word: killed, out of memory, hanging, or at the end of its script"
+    said = "it left without a word: killed, out of memory, hanging, out of reach, or at the end of its script"
     assert (found.rank, found.text) == (2, said)
 
 
@@ -52,3 +54,24 @@ def test_a_store_that_is_gone_does_no_harm():
     blame = Blame(Gone(), rank=0)
     blame.begin()
     blame.confess(ValueError("boom"))
+
+
+def test_a_store_that_cannot_be_reached_is_not_waited_for(monkeypatch):
+    """Ranks whose host had lost its link to the store's host waited for the store for ever."""
+    monkeypatch.setattr("shardwright.comm.blame._LONGEST_ANSWER_S", 0.05)
+    end = threading.Event()
+
+    class Unreachable:
+        num_asked = 0
+
+        def check(self, *_):
+            Unreachable.num_asked += 1
+            end.wait()
+
+        set = get = delete_key = check
+
+    blame = Blame(Unreachable(), rank=0)
+    blame.confess(ValueError("boom"))
+    assert "without a word" in blame.first_cause(1).text
+    assert Unreachable.num_asked == 1
+    end.set()
