@@ -2,7 +2,7 @@
 
 A rank that fails says so at the store before it ends; one that loses a peer says which. Whoever loses a
 peer follows these notes to the first cause: a rank with an error of its own, or one that says nothing
-because it was killed::
+because it was killed. What gloo says may not name the rank that was lost: then all notes are read. ::
 
     rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 left without a word"
                                                     rank 1: error    ──► "rank 1 failed: ValueError: ..."
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 __all__ = ["Blame", "Note"]
 
@@ -44,13 +44,15 @@ class Note:
 
     Attributes:
         rank: who.
-        lost_peer: the rank that it lost; None for an error of its own.
+        lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
         text: the error.
+        is_loss: it lost a rank.
     """
 
     rank: int
     lost_peer: int | None
     text: str
+    is_loss: bool = False
 
     @property
     def is_silent(self) -> bool:
@@ -81,9 +83,16 @@ class Blame:
             self._ask(lambda: self._store.delete_key(_key(self._rank)))
             self._has_note = False
 
-    def confess(self, error: BaseException, *, lost_peer: int | None = None) -> None:
-        """Says that this rank fails, and why; does nothing if the store cannot be reached."""
-        note = {"lost_peer": lost_peer, "text": f"{type(error).__name__}: {error}"[:2000]}
+    def confess(self, error: BaseException, *, lost_peer: int | None = None, is_loss: bool = False) -> None:
+        """Says that this rank fails, and why; does nothing if the store cannot be reached.
+
+        Args:
+            error: why.
+            lost_peer: the rank that it lost, where it knows.
+            is_loss: it lost one, and does not know which.
+        """
+        text = f"{type(error).__name__}: {error}"[:2000]
+        note = {"lost_peer": lost_peer, "text": text, "is_loss": is_loss or lost_peer is not None}
         self._has_note = True
         self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
 
@@ -106,17 +115,42 @@ class Blame:
             seen.add(current)
             current = note.lost_peer
 
+    def suspects(self, num_ranks: int, *, patience_s: float = _PATIENCE_S) -> list[Note]:
+        """Who may have failed first, where this rank does not know which one it lost.
+
+        Args:
+            num_ranks: of the job.
+            patience_s: how long to wait for the notes of all others.
+
+        Returns:
+            Ranks with an error of their own, else those that say nothing; nobody where the store cannot be
+            reached.
+        """
+        others = [rank for rank in range(num_ranks) if rank != self._rank]
+        deadline = time.monotonic() + patience_s
+        while True:
+            notes = {rank: self._note_of(rank) for rank in others}
+            if not self._store_answers:
+                return []
+            failed = [note for note in notes.values() if note is not None and not note.is_loss]
+            silent = [Note(rank, None, _NO_WORD) for rank, note in notes.items() if note is None]
+            if failed or not silent or time.monotonic() >= deadline:
+                return failed or silent
+            time.sleep(_PAUSE_S)
+
     def _read(self, rank: int, patience_s: float) -> Note | None:
         deadline = time.monotonic() + patience_s
         while True:
-            if self._ask(lambda: self._store.check([_key(rank)])):
-                text = self._ask(lambda: self._store.get(_key(rank)))
-                if text is not None:
-                    content: dict[str, Any] = json.loads(text)
-                    return Note(rank, content["lost_peer"], content["text"])
-            if not self._store_answers or time.monotonic() >= deadline:
-                return None
+            note = self._note_of(rank)
+            if note is not None or not self._store_answers or time.monotonic() >= deadline:
+                return note
             time.sleep(_PAUSE_S)
+
+    def _note_of(self, rank: int) -> Note | None:
+        if not self._ask(lambda: self._store.check([_key(rank)])):
+            return None
+        text = self._ask(lambda: self._store.get(_key(rank)))
+        return None if text is None else Note(rank, **json.loads(text))
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:
         """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""

@@ -1,8 +1,10 @@
 """Errors of a step, with the rank that failed first."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardwright.comm.blame import Blame, Note
 from shardwright.comm.peer_loss import lost_peer, names_a_lost_peer
 from shardwright.errors import PeerLostError, PeerTimeoutError
 from shardwright.torch.context import Context
@@ -25,9 +27,9 @@ def first_cause_named(context: Context) -> Iterator[None]:
     try:
         yield
     except PeerLostError as error:
-        blame.confess(error, lost_peer=error.rank)
+        blame.confess(error, lost_peer=error.rank, is_loss=True)
         if error.rank is None:
-            raise
+            raise _by_notes(error, blame, context) from error
         first = blame.first_cause(error.rank)
         if isinstance(error, PeerTimeoutError) and first.is_silent and first.rank == error.rank:
             raise
@@ -36,10 +38,32 @@ def first_cause_named(context: Context) -> Iterator[None]:
             rank=first.rank,
         ) from error
     except RuntimeError as error:
-        blame.confess(error)
-        if names_a_lost_peer(str(error)):
-            raise lost_peer(f"a peer of rank {context.rank} was lost: {error}") from error
+        is_loss = names_a_lost_peer(str(error))
+        blame.confess(error, is_loss=is_loss)
+        if is_loss:
+            raise _by_notes(error, blame, context) from error
         raise
     except BaseException as error:
         blame.confess(error)
         raise
+
+
+def _by_notes(error: RuntimeError, blame: Blame, context: Context) -> PeerLostError:
+    """The error for the loss of a rank that is not named: those that may be meant."""
+    suspects = blame.suspects(context.mesh.world_size)
+    rank = suspects[0].rank if len(suspects) == 1 else None
+    return lost_peer(f"{_told(suspects)}; rank {context.rank} noticed it: {error}", rank=rank)
+
+
+def _told(suspects: Sequence[Note]) -> str:
+    if not suspects:
+        host = os.environ.get("MASTER_ADDR", "another host")
+        return f"a peer was lost, and the job's store on {host} does not answer: it may be out of reach"
+    if not suspects[0].is_silent:
+        return "; ".join(f"rank {note.rank} failed first ({note.text})" for note in suspects)
+    ranks = ", ".join(str(note.rank) for note in suspects)
+    several = len(suspects) > 1
+    return (
+        f"rank{'s' * several} {ranks} left without a word: killed, out of memory, hanging, out of reach, at "
+        f"the end of the script{', or waiting for another of them' * several}"
+    )

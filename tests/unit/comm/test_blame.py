@@ -28,6 +28,15 @@ def test_a_rank_without_a_note_died_without_a_word():
     assert (found.rank, found.text) == (2, said)
 
 
+def test_where_no_rank_is_named_those_are_that_say_nothing():
+    ranks = blames(4)
+    ranks[0].confess(RuntimeError("connection closed"), is_loss=True)
+    ranks[1].confess(RuntimeError("gone"), lost_peer=2)
+    assert [note.rank for note in ranks[0].suspects(4, patience_s=0.0)] == [2, 3]
+    ranks[3].confess(ValueError("boom"))
+    assert [note.text for note in ranks[0].suspects(4, patience_s=0.0)] == ["ValueError: boom"]
+
+
 def test_an_error_that_a_script_has_got_over_is_no_cause_of_a_later_one():
     """A rank that was killed later was said to have failed with the error of an earlier step."""
     ranks = blames(2)
