@@ -74,6 +74,8 @@ class Reduction:
             raise UsageError(
                 f"{self.name} cannot reduce elements of {dtype}. Use SUM, or tensors of another type."
             )
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            raise UsageError(f"elements of {dtype} cannot be reduced. Cast them, for example to bfloat16.")
 
     def combine(self, sources: Sequence[Tensor], target: Tensor) -> None:
         """Reduces tensors of one shape and type, two at least; the target may be one of them.

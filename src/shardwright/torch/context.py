@@ -203,6 +203,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         environment = replace(environment, master_port=config.ddp_port)
     device = _device(environment.local_rank)
     _announce(environment)
+    _check_backend(config.ddp_dist_backend, device)
     if not dist.is_initialized() and environment.world_size > 1:
         backend = config.ddp_dist_backend
         if backend == "auto":
@@ -251,6 +252,21 @@ def make_context(config: Config, plan: Plan | None) -> Context:
                 own_group("replicas", use="replicas of shards") if mesh.shard < mesh.data else None
             )
     return made
+
+
+def _check_backend(wanted: str, device: torch.device) -> None:
+    """Refuses a backend that cannot be had, before any rank waits for another."""
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"ddp_dist_backend is nccl, which sends what GPUs hold, but torch {torch.__version__} finds no "
+            "GPU on this host. Set ddp_dist_backend auto, or install a build of torch for CUDA."
+        )
+    present = dist.get_backend() if dist.is_initialized() else wanted
+    if wanted != "auto" and present != wanted and present in ("gloo", "nccl"):
+        raise ConfigError(
+            f"ddp_dist_backend is {wanted}, but the script has made a process group of {present} already. "
+            "Remove the setting, or call sw.init before torch.distributed.init_process_group."
+        )
 
 
 def _backend_of_replicas(config: Config, device: torch.device) -> str | None:

@@ -26,11 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
 from shardwright.torch.operator_schema import written_arguments
 from shardwright.torch.tree import leaves, map_tree
 
-__all__ = ["cast_recorded", "delay_param_initialization", "is_recorded", "recorded_values"]
+__all__ = [
+    "cast_recorded",
+    "delay_param_initialization",
+    "is_recorded",
+    "recorded_values",
+    "refuse_half_built",
+]
 
 # Smaller tensors are made at once: code looks at their values, and they take no memory to speak of.
 _SMALL = 2**14
@@ -82,6 +89,20 @@ def cast_recorded(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A tensor of another type with the same values to come; None where nothing is written down."""
     recording = _recording_of(tensor)
     return None if recording is None else recording.cast(tensor.detach(), dtype)
+
+
+def refuse_half_built(module: nn.Module) -> None:
+    """Refuses a model inside of the ``with`` statement in which it is built.
+
+    Raises:
+        UsageError: it is wrapped there.
+    """
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, _Delayed):
+            raise UsageError(
+                f"the model is wrapped inside of sw.delay_param_initialization(), where {name} has no values "
+                "yet. Only build it there, and call sw.DistributedModel behind the with statement."
+            )
 
 
 def _recording_of(tensor: Tensor) -> "_Recording | None":

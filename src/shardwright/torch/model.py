@@ -17,6 +17,7 @@ from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import context
 from shardwright.torch.cores import OwnCores
+from shardwright.torch.delayed_initialization import refuse_half_built
 from shardwright.torch.engine import PipelineEngine
 from shardwright.torch.engine_run import Engine, EngineRun
 from shardwright.torch.failure import first_cause_named
@@ -31,6 +32,7 @@ from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
+from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
 from shardwright.torch.state_gathering import gather_state
@@ -94,6 +96,8 @@ class DistributedModel(nn.Module):
         refuse_wrappers(module)
         _refuse_lazy(module)
         refuse_released(module)
+        refuse_half_built(module)
+        refuse_unsendable(module, current.data_group)
         for optimizer in current.optimizers:
             optimizer.check(module.parameters())
         self.module = module

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.config import Config
+from shardwright.errors import UsageError
 from shardwright.torch._private import put_in_place
 from shardwright.torch.delayed_initialization import cast_recorded
 from shardwright.torch.tree import map_tree
@@ -38,7 +39,17 @@ def low_precision(config: Config) -> torch.dtype | None:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts parameters and buffers, which stay the same objects, and has gradients come in float32."""
+    """Casts parameters and buffers, which stay the same objects, and has gradients come in float32.
+
+    Raises:
+        UsageError: some are complex, and would lose their imaginary parts.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_complex():
+            raise UsageError(
+                f"{name} is {tensor.dtype}, and bf16 and fp16 cast real numbers only. Leave them out, or "
+                "cast the other modules of the model with module.bfloat16()."
+            )
     for parameter in model.parameters():
         cast = cast_recorded(parameter, dtype) if parameter.is_floating_point() else None
         if cast is not None:
