@@ -452,19 +452,3 @@ def calls_outside():
 def test_a_call_outside_of_steps_with_gradients():
     with pytest.raises(RanksFailedError, match=r"under torch.no_grad"):
         run_ranks(calls_outside, 2)
-
-
-@pytest.mark.parametrize("ranks_per_host", [4, 1])
-def test_a_rank_that_skips_a_step(ranks_per_host):
-    def run(ranks_per_host):
-        sw, _, model, train = start({**DEGREE_2, "timeout_s": 5}, ranks_per_host=ranks_per_host)
-        updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for index, (x, y) in enumerate(tokens_of(3)):
-            if (index, sw.rank()) != (1, 1):
-                train(model, x, y)
-                updates.step()
-        model.state_dict()
-
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(run, 2, ranks_per_host, timeout_s=60)
-    assert "rank" in str(caught.value)

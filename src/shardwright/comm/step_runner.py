@@ -1,6 +1,7 @@
 """Runs the steps of a collective: copies and sums on this core, messages through a process group."""
 
 import contextlib
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -28,6 +29,8 @@ from shardwright.comm.reduction import Reduction
 
 __all__ = ["run_steps"]
 
+_LARGEST_TAG = 2**31 - 1
+
 
 def run_steps(
     steps: Sequence[Step],
@@ -49,7 +52,7 @@ def run_steps(
         neighbours: the node; None where this rank is alone there.
         world_ranks: of the ranks in the group, in the job: for errors.
         reduction: for sums.
-        what: the collective, for errors.
+        what: the collective, the same text on all ranks.
         quantiser: packs messages to other nodes; None where they go as they are.
 
     Raises:
@@ -93,7 +96,7 @@ class _Mail:
         group: takes them; None where there are none.
         quantiser: packs them; None where they go as they are.
         world_ranks: of the ranks in the group, in the job: for errors.
-        what: the collective, for errors.
+        what: the collective, the same text on all ranks.
     """
 
     def __init__(
@@ -107,6 +110,9 @@ class _Mail:
         self._quantiser = quantiser
         self._world_ranks = world_ranks
         self._what = what
+        # What another collective sends is never taken: a message larger than the memory for it would have
+        # gloo end the process.
+        self._tag = zlib.crc32(what.encode()) & _LARGEST_TAG
         self._sent: dict[int, list[dist.Work]] = defaultdict(list)
         self._num_left: dict[int, int] = defaultdict(int)
         self._expected: dict[int, list[tuple[dist.Work, Tensor, Tensor]]] = defaultdict(list)
@@ -117,7 +123,7 @@ class _Mail:
         assert self._group is not None
         wire = data if self._quantiser is None else self._quantiser.pack(data)
         with self._naming("sending to", peer):
-            self._sent[peer].append(self._group.send([wire], peer, 0))
+            self._sent[peer].append(self._group.send([wire], peer, self._tag))
 
     def receive(self, peer: int, target: Tensor) -> None:
         """Says where the next elements of a rank go."""
@@ -126,7 +132,7 @@ class _Mail:
         if self._quantiser is not None:
             wire = torch.empty(self._quantiser.num_bytes(target.numel()), dtype=torch.uint8)
         with self._naming("receiving from", peer):
-            self._expected[peer].append((self._group.recv([wire], peer, 0), wire, target))
+            self._expected[peer].append((self._group.recv([wire], peer, self._tag), wire, target))
 
     def left(self, peer: int, number: int) -> None:
         """Waits until so many messages to a rank have left."""

@@ -31,7 +31,8 @@ def first_cause_named(context: Context) -> Iterator[None]:
         if error.rank is None:
             raise _by_notes(error, blame, context) from error
         first = blame.first_cause(error.rank)
-        if isinstance(error, PeerTimeoutError) and first.is_silent and first.rank == error.rank:
+        knows_no_more = first.rank == error.rank and (first.is_silent or first.is_loss)
+        if isinstance(error, PeerTimeoutError) and knows_no_more:
             raise
         raise type(error)(
             f"rank {first.rank} failed first ({first.text}); rank {context.rank} noticed it: {error}",

@@ -1,8 +1,8 @@
 """What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
+from shardwright.torch.failure import first_cause_named
 from shardwright.torch.precision import gradient_dtype, low_precision
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.shardable import can_be_sharded
@@ -81,13 +82,18 @@ class Replicas:
             return set()
         return {name for name, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
 
-    def all_rows(self, *, written: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def all_rows(self, *, written: bool = False) -> Iterator[None]:
         """Has all rows of shared parameters at hand; collective over the ranks that share them.
 
         Args:
             written: all ranks give the parameters the same values meanwhile.
         """
-        return nullcontext() if self.sharding is None else self.sharding.whole(written=written)
+        with ExitStack() as rows:
+            if self.sharding is not None:
+                with first_cause_named(self._context):
+                    rows.enter_context(self.sharding.whole(written=written))
+            yield
 
     @property
     def sums_of_rows(self) -> list[Tensor]:
