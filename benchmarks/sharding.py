@@ -7,6 +7,7 @@ python benchmarks/sharding.py --quick            # does it still run?
 A  seconds of a step of an 11.7 M parameter GPT, all contenders in turns in one set of processes
 B  bytes between hosts in a step, read from the interfaces
 C  losses of 20 steps against DDP, for every degree, with and without a pipeline, 1 and 4 microbatches
+D  memory: what a rank keeps, and the largest model that trains within a limit (root and a control group)
 
 Two hosts are network namespaces of this machine (root and iproute2 are needed), with two ranks each, and
 links of 100 Mbit/s, 1 Gbit/s and without a limit. DeepSpeed takes part where it is installed.
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -87,6 +88,10 @@ def main() -> int:
                     where=f"{format_bytes(int(measured))} a host and step",
                 )
             )
+    if options.only in (None, "memory"):
+        figures, more = _memory(quick=options.quick)
+        found |= figures
+        checks += more
     if not options.check:
         for name, figures in found.items():
             print(f"\n{name}\n{_table(figures)}")
@@ -221,6 +226,38 @@ def _parity(steps: int) -> dict[str, float]:
     return found
 
 
+# ---- D: memory ----
+
+
+def _memory(*, quick: bool) -> tuple[dict[str, object], list[Check]]:
+    """Figures and checks."""
+    from memory_limit import missing_for_memory_limits
+    from sharding_memory import largest_checks, largest_models, state_check, states
+
+    kept = states(quick=quick)
+    figures: dict[str, object] = {
+        "bytes of a rank: parameters, gradients, optimizer; all; formula": {
+            name: (*astuple(measured), measured.total, expected.total)
+            for name, (measured, expected) in kept.items()
+        }
+    }
+    missing = missing_for_memory_limits()
+    if missing is not None:
+        print(f"largest model within a limit: not measured, {missing}")
+        return figures, [state_check(kept)]
+    largest = largest_models(quick=quick)
+    figures["largest model within a limit"] = {
+        f"degree {degree}": (
+            f"{one.measured / 1e6:.1f} million parameters",
+            f"predicted {one.predicted / 1e6:.1f}",
+            f"beside states {format_bytes(one.beside_bytes)}",
+            f"peak {format_bytes(one.kept_bytes)}, with keep_freed_memory {format_bytes(one.default_bytes)}",
+        )
+        for degree, one in largest.items()
+    }
+    return figures, [state_check(kept), *largest_checks(largest)]
+
+
 # ---- what is printed ----
 
 
@@ -233,7 +270,7 @@ def _table(figures: object) -> str:
             spread = (quartiles[2] - quartiles[0]) / 2
             rows.append([name, format_seconds(statistics.median(values)), f"+- {format_seconds(spread)}"])
         elif isinstance(values, tuple):
-            rows.append([name, *(format_bytes(int(value)) for value in values)])
+            rows.append([name, *(v if isinstance(v, str) else format_bytes(int(v)) for v in values)])
         else:
             rows.append([name, f"{values:.1e}"])
     return align(rows)
@@ -241,7 +278,7 @@ def _table(figures: object) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=["one-host", "two-hosts", "parity"])
+    parser.add_argument("--only", choices=["one-host", "two-hosts", "parity", "memory"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on one host")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
