@@ -251,7 +251,8 @@ def _memory(*, quick: bool) -> tuple[dict[str, object], list[Check]]:
             f"{one.measured / 1e6:.1f} million parameters",
             f"predicted {one.predicted / 1e6:.1f}",
             f"beside states {format_bytes(one.beside_bytes)}",
-            f"peak {format_bytes(one.kept_bytes)}, with keep_freed_memory {format_bytes(one.default_bytes)}",
+            f"and {one.block_bytes / one.block_states:.0%} a block",
+            f"with keep_freed_memory {one.default_bytes / one.kept_bytes - 1:+.0%}",
         )
         for degree, one in largest.items()
     }

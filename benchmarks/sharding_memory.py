@@ -4,8 +4,9 @@
 against the formula.
 
 *Largest model*: how many blocks of a GPT train within a limit for all ranks of a host together, which the
-kernel keeps, against the same formula and what a small model takes beside its states (the processes,
-activations, gradients under way). Ranks are forked from a server: what that one has imported does not count.
+kernel keeps, against the same formula and what two small models take beside their states: a constant (the
+processes, gradients under way) and something for each block (activations, objects of Python). Ranks are
+forked from a server: what that one has imported does not count.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ _RANKS = 4
 _PRELOAD = ("shardwright.torch", "torch.distributed.tensor", "sharding_ranks")
 # Gradients under way take as much in the small model as in the large ones.
 _BUCKET = 2**20
-_STATE_BLOCKS, _SMALL_BLOCKS = 4, 8
+_STATE_BLOCKS = 4
+_SMALL_BLOCKS = 8, 24
 _MIB = 2**20
 
 
@@ -39,7 +41,9 @@ class Largest:
 
     Attributes:
         degree: of sharded data parallelism.
-        beside_bytes: what a small model takes beside its states, on all ranks.
+        beside_bytes: what all ranks take beside the states of the smaller of the small models.
+        block_bytes: the same for each further block.
+        block_states: states of a block on all ranks, in bytes.
         predicted: number of parameters.
         measured: number of parameters.
         kept_bytes: what all ranks have at their peak with that model, where freed memory is given back.
@@ -48,6 +52,8 @@ class Largest:
 
     degree: int
     beside_bytes: int
+    block_bytes: int
+    block_states: int
     predicted: int
     measured: int
     kept_bytes: int
@@ -134,6 +140,16 @@ def largest_checks(found: dict[int, Largest]) -> list[Check]:
             where=f"degree {worst.degree}",
         )
     ]
+    share = max(found.values(), key=lambda one: one.block_bytes / one.block_states)
+    checks.append(
+        Check(
+            section="D",
+            what="memory of a block beside its states / states, worst",
+            value=share.block_bytes / share.block_states,
+            target=0.2,
+            where=f"degree {share.degree}",
+        )
+    )
     for degree in sorted(found)[1:]:
         measured = found[degree].measured / found[1].measured
         predicted = found[degree].predicted / found[1].predicted
@@ -156,14 +172,21 @@ def _largest_model(degree: int, limit_bytes: int, *, quick: bool) -> Largest:
         "sdp_reduce_bucket_size": _BUCKET,
         "keep_freed_memory": False,
     }
-    small = _peak_bytes(_SMALL_BLOCKS, settings)
-    beside = small - _host_bytes(_SMALL_BLOCKS, settings)
-    predicted = _last(lambda blocks: beside + _host_bytes(blocks, settings) <= limit_bytes, _SMALL_BLOCKS)
-    resolution = max(1, predicted // (10 if quick else 50))
+    first, second = _SMALL_BLOCKS
+    beside, more = (_peak_bytes(blocks, settings) - _host_bytes(blocks, settings) for blocks in _SMALL_BLOCKS)
+    block_bytes = (more - beside) // (second - first)
+
+    def fits(blocks: int) -> bool:
+        return beside + (blocks - first) * block_bytes + _host_bytes(blocks, settings) <= limit_bytes
+
+    predicted = _last(fits, first)
+    resolution = max(1, predicted // (20 if quick else 50))
     measured = _last(lambda blocks: _trains(blocks, settings, limit_bytes), predicted, resolution=resolution)
     return Largest(
         degree=degree,
         beside_bytes=beside,
+        block_bytes=block_bytes,
+        block_states=_host_bytes(1, settings) - _host_bytes(0, settings),
         predicted=sum(_sizes(predicted)),
         measured=sum(_sizes(measured)),
         kept_bytes=_peak_bytes(measured, settings),
