@@ -9,7 +9,6 @@ import torch
 from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_training
 from sharded import batches as tokens_of
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwright.errors import ConfigError
 from shardwright.shard_layout import ShardLayout
@@ -377,32 +376,6 @@ def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, sha
     for kept, predicted in run_ranks(state_bytes, 4, settings, 4):
         kept[0] -= spare
         assert predicted == pytest.approx(kept, rel=0.02)
-
-
-def whole_gradients_at_once(settings):
-    """The most buckets whose whole gradients were there at once, and how many there were."""
-    import shardwright.torch.gradient_buckets as gradient_buckets
-
-    held, most = [], 0
-
-    class Watched(gradient_buckets.TwoHopSum):
-        def __init__(self, data, **more):
-            nonlocal most
-            held.append(StorageWeakRef(data.untyped_storage()))
-            most = max(most, sum(not reference.expired() for reference in held))
-            super().__init__(data, **more)
-
-    gradient_buckets.TwoHopSum = Watched
-    _, _, model, train = start({**settings, "sdp_reduce_bucket_size": 500})
-    train(model, *tokens_of(1)[0])
-    return most, len(held)
-
-
-@pytest.mark.parametrize("settings", [DEGREE_4, DEGREE_2, {**DEGREE_4, "ddp_dist_backend": "gloo"}])
-def test_whole_gradients_are_let_go_while_the_backward_runs(settings):
-    """They were kept to the end of the step, so that sharing saved no memory of gradients at the peak."""
-    for most, buckets in run_ranks(whole_gradients_at_once, 4, settings):
-        assert most <= 3 < buckets
 
 
 # ---- bad input ----
