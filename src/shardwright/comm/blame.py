@@ -69,13 +69,16 @@ class Blame:
     Args:
         store: shared by all ranks.
         rank: this rank.
+
+    Attributes:
+        store_answers: False once it has not.
     """
 
     def __init__(self, store: Store, *, rank: int):
         self._store = store
         self._rank = rank
         self._has_note = True  # perhaps, of an earlier run
-        self._store_answers = True
+        self.store_answers = True
 
     def begin(self) -> None:
         """Begins a step: takes back a note of an earlier one, which the script has got over."""
@@ -130,7 +133,7 @@ class Blame:
         deadline = time.monotonic() + patience_s
         while True:
             notes = {rank: self._note_of(rank) for rank in others}
-            if not self._store_answers:
+            if not self.store_answers:
                 return []
             failed = [note for note in notes.values() if note is not None and not note.is_loss]
             silent = [Note(rank, None, _NO_WORD) for rank, note in notes.items() if note is None]
@@ -142,7 +145,7 @@ class Blame:
         deadline = time.monotonic() + patience_s
         while True:
             note = self._note_of(rank)
-            if note is not None or not self._store_answers or time.monotonic() >= deadline:
+            if note is not None or not self.store_answers or time.monotonic() >= deadline:
                 return note
             time.sleep(_PAUSE_S)
 
@@ -160,16 +163,16 @@ class Blame:
             try:
                 answers.put(question())
             except RuntimeError:
-                self._store_answers = False
+                self.store_answers = False
                 answers.put(None)
 
-        if not self._store_answers:
+        if not self.store_answers:
             return None
         threading.Thread(target=ask, name="shardwright-blame", daemon=True).start()
         try:
             return answers.get(timeout=_LONGEST_ANSWER_S)
         except queue.Empty:
-            self._store_answers = False
+            self.store_answers = False
             return None
 
 

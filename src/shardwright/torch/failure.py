@@ -31,6 +31,8 @@ def first_cause_named(context: Context) -> Iterator[None]:
         if error.rank is None:
             raise _by_notes(error, blame, context) from error
         first = blame.first_cause(error.rank)
+        if not blame.store_answers or (first.is_loss and first.lost_peer is None):
+            raise _by_notes(error, blame, context) from error
         knows_no_more = first.rank == error.rank and (first.is_silent or first.is_loss)
         if isinstance(error, PeerTimeoutError) and knows_no_more:
             raise
@@ -50,9 +52,9 @@ def first_cause_named(context: Context) -> Iterator[None]:
 
 
 def _by_notes(error: RuntimeError, blame: Blame, context: Context) -> PeerLostError:
-    """The error for the loss of a rank that is not named: those that may be meant."""
+    """The error where nobody knows which rank was lost first: it names those that may be meant."""
     suspects = blame.suspects(context.mesh.world_size)
-    rank = suspects[0].rank if len(suspects) == 1 else None
+    rank = suspects[0].rank if len(suspects) == 1 else getattr(error, "rank", None)
     return lost_peer(f"{_told(suspects)}; rank {context.rank} noticed it: {error}", rank=rank)
 
 
