@@ -93,7 +93,9 @@ class SummedBucket:
             total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
             offset += parameter.numel()
             if flag:
-                parameter.grad = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+                if not parameter.is_contiguous():  # a gradient lies in memory as its parameter does
+                    total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+                parameter.grad = total
 
 
 class ShardedBucket:
@@ -156,8 +158,8 @@ class ShardedBucket:
 
     def let_go(self) -> None:
         """Waits until the sums of the rows of this rank are all that is left of the gradients."""
-        if self._work is not None:
-            self._work.wait_for_part()
+        for work in self._work:
+            work.wait_for_part()
 
     def finish(self, divisor: float) -> None:
         """Waits, and leaves each parameter the sum for its rows."""

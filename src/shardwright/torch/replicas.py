@@ -89,10 +89,7 @@ class Replicas:
         Args:
             written: all ranks give the parameters the same values meanwhile.
         """
-        with ExitStack() as rows:
-            if self.sharding is not None:
-                with first_cause_named(self._context):
-                    rows.enter_context(self.sharding.whole(written=written))
+        with self._begun(None if self.sharding is None else self.sharding.whole(written=written)):
             yield
 
     @property
@@ -103,9 +100,20 @@ class Replicas:
         found = (each.gradient for each in self.sharding.parameters.values())
         return [gradient for gradient in found if gradient is not None]
 
-    def rows_as_used(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def rows_as_used(self) -> Iterator[None]:
         """Has rows of shared parameters come as they are used; collective over the ranks that share them."""
-        return nullcontext() if self.sharding is None else self.sharding.as_used()
+        with self._begun(None if self.sharding is None else self.sharding.as_used()):
+            yield
+
+    @contextmanager
+    def _begun(self, rows: AbstractContextManager[None] | None) -> Iterator[None]:
+        """Enters a context, and names what went wrong on another rank where that fails."""
+        with ExitStack() as entered:
+            if rows is not None:
+                with first_cause_named(self._context):
+                    entered.enter_context(rows)
+            yield
 
     def shapes_at_hand(self) -> AbstractContextManager[None]:
         """Has shared parameters show their shapes, inside of a step, where nothing is computed."""
