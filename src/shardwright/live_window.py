@@ -76,7 +76,8 @@ class LiveWindow:
             place = self._forecast.next_use(item, self._place)
             if place - self._place <= _MOST_SKIPPED:
                 self._place = int(place) + 1
-        moves: list[Move] = []
+        # A use that needed more than there is room for may have left more.
+        moves = list(self._make_room(0, items, inf))
         for item in items:
             if item not in self._at_hand:
                 moves += self._make_room(self._sizes[item], items, inf)
@@ -99,11 +100,15 @@ class LiveWindow:
                 return
             if item in self._at_hand:
                 continue
-            victims = list(self._make_room(self._sizes[item], kept, place))
-            yield from victims
-            if self.size + self._sizes[item] > self._capacity:
+            later = [other for other in self._at_hand if other not in kept and self._next(other) > place]
+            if self.size - sum(self._sizes[o] for o in later) + self._sizes[item] > self._capacity:
                 return
+            yield from self._make_room(self._sizes[item], kept, place)
             yield self._bring(item)
+
+    def _next(self, item: int) -> float:
+        """The place of the next use in the forecast."""
+        return self._forecast.next_use(item, self._place)
 
     def _make_room(self, size: int, kept: Collection[int], before: float) -> Iterator[Move]:
         """Lets go of what is used latest, and not before a place of the forecast."""
@@ -111,9 +116,8 @@ class LiveWindow:
             candidates = [item for item in self._at_hand if item not in kept]
             if not candidates:
                 return
-            uses = {item: self._forecast.next_use(item, self._place) for item in candidates}
-            victim = max(candidates, key=lambda item: (uses[item], -self._at_hand[item]))
-            if before != inf and uses[victim] <= before:
+            victim = max(candidates, key=lambda item: (self._next(item), -self._at_hand[item]))
+            if before != inf and self._next(victim) <= before:
                 return
             del self._at_hand[victim]
             yield Move(victim, comes=False)

@@ -9,6 +9,7 @@
 """
 
 import math
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,8 @@ class BlockQuantiser:
 
     def __init__(self, block: int = 256):
         self._block = block
-        self._squared_error = 0.0
-        self._squared_norm = 0.0
-        self.largest_error = 0.0
+        self._counting = threading.Lock()
+        self.reset()
 
     @property
     def relative_error(self) -> float:
@@ -47,7 +47,8 @@ class BlockQuantiser:
 
     def reset(self) -> None:
         """Counts from now on."""
-        self._squared_error = self._squared_norm = self.largest_error = 0.0
+        with self._counting:
+            self._squared_error = self._squared_norm = self.largest_error = 0.0
 
     def num_bytes(self, count: int) -> int:
         """Bytes of so many numbers, packed."""
@@ -80,8 +81,10 @@ class BlockQuantiser:
 
     def _count_loss(self, blocks: Tensor, rounded: Tensor, scales: Tensor) -> None:
         difference = rounded - blocks
-        self._squared_error += difference.square().sum().item()
-        self._squared_norm += blocks.square().sum().item()
         relative = difference.abs().amax(1) / (scales * _LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-        if relative.numel():
-            self.largest_error = max(self.largest_error, relative.max().item())
+        error, norm = difference.square().sum().item(), blocks.square().sum().item()
+        with self._counting:  # both hops of a sum are packed, each in a thread of its own
+            self._squared_error += error
+            self._squared_norm += norm
+            if relative.numel():
+                self.largest_error = max(self.largest_error, relative.max().item())

@@ -153,6 +153,7 @@ class Chain:
         provenance: ``"measured"`` if all costs are.
         bonds: which calls must share a stage, and why.
         most_gathered: bytes of rows of other ranks that a rank has at hand at once, at most.
+        gatherings: how often in a batch they are gathered where they are more than that; else once.
         reductions: how often in a batch the gradients of shared parameters are reduced between their ranks.
     """
 
@@ -176,6 +177,7 @@ class Chain:
     batch_bytes: int = 0
     bonds: tuple[Bond, ...] = ()
     most_gathered: float = inf
+    gatherings: int = 1
     reductions: int = 1
 
     @property

@@ -111,18 +111,20 @@ class Fabric:
         Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
         """
         found = 0.0
+        gatherings = layout.gatherings()
         for rank, (apart, shared) in enumerate(layout.trained_bytes()):
             first = self.mesh.rank_of(pipeline=rank)
             own = self.all_reduce_seconds(apart, self.mesh.group("rdp", first))
             if shared:
-                own += self._two_hop_seconds(shared, first, reductions=layout.chain.reductions)
+                own += self._two_hop_seconds(
+                    shared, first, reductions=layout.chain.reductions, gatherings=gatherings[rank]
+                )
             found = max(found, own)
         return found
 
-    def _two_hop_seconds(self, num_bytes: float, rank: int, *, reductions: int) -> float:
+    def _two_hop_seconds(self, num_bytes: float, rank: int, *, reductions: int, gatherings: int) -> float:
         """Seconds of reduce-scatters, each half an all-reduce, of summing parts, and of gathering."""
         group = self.mesh.group("shard", rank)
         half = self.all_reduce_seconds(num_bytes, group) / 2
         parts = self.all_reduce_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
-        hosts = {member // self.cluster.ranks_per_node for member in group}
-        return reductions * half + parts + (half if len(hosts) > 1 else 0.0)
+        return (reductions + gatherings) * half + parts

@@ -152,13 +152,27 @@ class Layout:
 
     def state_bytes(self) -> list[StateBytes]:
         """For each rank, what its parameters and buffers take, each once, with what it gathers of others."""
+        most = self.chain.most_gathered
+        return [
+            state._replace(parameters=state.parameters + int(min(state.gathered, most)), gathered=0)
+            for state in self._states()
+        ]
+
+    def gatherings(self) -> list[int]:
+        """For each rank, how often in a batch it gathers rows of other ranks."""
+        most = self.chain.most_gathered
+        return [
+            (1 if state.gathered <= most else self.chain.gatherings) if state.gathered else 0
+            for state in self._states()
+        ]
+
+    def _states(self) -> list[StateBytes]:
         sizes = [StateBytes() for _ in range(self.num_ranks)]
         for use, ranks in self._holders():
             state = use.state(may_be_shared=len(ranks) == 1)
             for rank in ranks:
                 sizes[rank] = StateBytes(*map(sum, zip(sizes[rank], state, strict=True)))
-        most = self.chain.most_gathered
-        return [s._replace(parameters=s.parameters + int(min(s.gathered, most)), gathered=0) for s in sizes]
+        return sizes
 
     def trained_bytes(self) -> list[tuple[int, int]]:
         """For each rank, the bytes of trained parameters that replicas do not share, and of the others."""

@@ -25,7 +25,8 @@ class Sharing:
         degree: ranks that share; 1: none do.
         threshold: elements below which a parameter is not shared.
         adds_up: gradients are added up over microbatches before they are reduced.
-        reductions: how often in a batch they are reduced between the ranks that share.
+        gatherings: how often in a batch rows of other hosts are gathered where there is no room for all.
+        reductions: how often in a batch gradients are reduced between the ranks that share.
         on_host: of the ranks that share, those on one host: together they have room for all rows where
             others are elsewhere.
         most_live: elements that may be gathered at once.
@@ -38,6 +39,7 @@ class Sharing:
     adds_up: bool = False
     on_host: int = 1
     most_live: int = 10**9
+    gatherings: int = 1
     reductions: int = 1
     updates: int = 1
     low_precision: bool = False
@@ -66,6 +68,7 @@ class Sharing:
             degree=mesh.shard,
             threshold=config.sdp_param_persistence_threshold,
             adds_up=num_microbatches > 1 and not every,
+            gatherings=2 * num_microbatches,
             reductions=num_microbatches if every else 1,
             on_host=hosts.count(hosts[0]),
             most_live=config.sdp_max_live_parameters,
@@ -83,6 +86,7 @@ class Sharing:
             chain,
             parameters=parameters,
             most_gathered=math.ceil(self.most_live * widest / self.on_host),
+            gatherings=self.gatherings,
             reductions=self.reductions,
         )
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -44,6 +45,7 @@ __all__ = [
     "make_wrapper",
     "new_fake_mode",
     "num_hooks_registered",
+    "outside_of_functions",
     "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
@@ -55,7 +57,6 @@ __all__ = [
     "storage_key",
     "take_saved_tensor_hooks",
     "without_subclass_functions",
-    "without_torch_functions",
 ]
 
 # Raised when an operation's result cannot be known without data.
@@ -114,8 +115,12 @@ def put_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
     `torch.utils.swap_tensors` refuses what weak references or a graph know, and takes attributes away.
     """
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:
+        torch.clear_autocast_cache()  # it has weak references, and is only a cache
+        torch._C._swap_tensor_impl(tensor, other)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
-    torch._C._swap_tensor_impl(tensor, other)
 
 
 def dtensor_of(local: torch.Tensor, spec: Any) -> Any:
@@ -222,9 +227,15 @@ def without_subclass_functions() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def without_torch_functions() -> Any:
-    """A context in which no `__torch_function__` is called, of subclasses nor of modes."""
-    return torch._C.DisableTorchFunction()
+@contextmanager
+def outside_of_functions() -> Iterator[None]:
+    """A context in which no `__torch_function__` is called, and no transform of `torch.func` is at work."""
+    with torch._C.DisableTorchFunction():
+        if torch._C._functorch.maybe_current_level() is None:
+            yield
+        else:
+            with temporarily_clear_interpreter_stack():
+                yield
 
 
 def push_function_mode(mode: TorchFunctionMode) -> None:

@@ -4,20 +4,23 @@ Whatever computes with it brings them first: the Python object is an ordinary pa
 for its shape, or for its gradient, does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shardwright.torch._private import without_subclass_functions
 from shardwright.torch.functions import is_metadata
 from shardwright.torch.sharded_tensor import ShardedTensor
-from shardwright.torch.tree import leaves
+from shardwright.torch.tree import leaves, map_tree
 
 if TYPE_CHECKING:
     from shardwright.torch.sharded_parameter import ShardedParameter
 
-__all__ = ["AbsentParameter", "Bring"]
+__all__ = ["AbsentParameter", "Bring", "absent_arguments_brought", "becomes_absent", "becomes_present"]
 
 Bring = Callable[[Sequence[Tensor]], None]
 """Has all rows of the parameters among some tensors at hand."""
@@ -55,18 +58,52 @@ class AbsentParameter(ShardedTensor):
         if is_metadata(func) or func in _OF_HOOKS:
             with without_subclass_functions():
                 return func(*args, **kwargs)
-        tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
-        absent = next(item for item in tensors if isinstance(item, AbsentParameter))
-        _, bring = vars(absent)[_PLACE]
-        bring(tensors)
+        args, kwargs = _brought((args, kwargs))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def absent_arguments_brought() -> Iterator[None]:
+    """Has custom functions (`torch.autograd.Function`) find their arguments at hand.
+
+    Their `apply` takes tensors past `__torch_function__`, as do the functions of reentrant checkpoints.
+    """
+    kind: Any = torch.autograd.Function
+    original = kind.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(item, AbsentParameter) for item in args):
+            args = _brought(args)
+        return MethodType(original.__func__, cls)(*args, **kwargs)
+
+    kind.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        kind.apply = original
+
+
+def _brought(given: Any) -> Any:
+    """Arguments with all rows at hand of the parameters among them.
+
+    What a checkpoint has saved while rows were absent is another Python object than the parameter.
+    """
+    absent = next(item for item in leaves(given) if isinstance(item, AbsentParameter))
+    _, bring = vars(absent)[_PLACE]
+    given = map_tree(_parameter_of, given)
+    bring([item for item in leaves(given) if isinstance(item, Tensor)])
+    return given
+
+
+def _parameter_of(item: Any) -> Any:
+    return vars(item)[_PLACE][0].parameter if isinstance(item, AbsentParameter) else item
 
 
 def becomes_absent(parameter: Tensor, sharded: "ShardedParameter", bring: Bring) -> None:
     """Has a parameter bring its rows when they are needed.
 
     Args:
-        parameter: a `ShardedTensor`.
+        parameter: a `ShardedTensor`: the parameter, or what has its place while it is another tensor.
         sharded: what shows it in its forms.
         bring: is given all tensors of the function that is called.
     """
@@ -75,7 +112,7 @@ def becomes_absent(parameter: Tensor, sharded: "ShardedParameter", bring: Bring)
 
 
 def becomes_present(parameter: Tensor) -> None:
-    """Takes back `becomes_absent`."""
+    """Takes back `becomes_absent`; nothing happens where that was not called."""
     if type(parameter) is AbsentParameter:
         parameter.__class__ = ShardedTensor  # type: ignore[assignment]
         del vars(parameter)[_PLACE]

@@ -1,14 +1,15 @@
 """When the rows of shared parameters come in a step: all at its beginning, or in turns, as they are used."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from shardwright.live_window import LiveWindow, Move
-from shardwright.torch.absent_parameter import Bring
+from shardwright.torch.absent_parameter import Bring, absent_arguments_brought
 from shardwright.torch.parcel import Parcel
 from shardwright.torch.saved_rows import SavedRows
 
@@ -55,6 +56,7 @@ class AllAtOnce:
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, exact: bool = False):
         self._parcels = parcels
         self._exact = exact
+        self._gathers = any(parcel.memory.gathers for parcel in parcels)
         self.to_come = to_come
 
     def begin(self) -> None:
@@ -80,8 +82,8 @@ class AllAtOnce:
         self.to_come.clear()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Nothing is to be done."""
-        return nullcontext()
+        """Custom functions get parameters that are there."""
+        return absent_arguments_brought() if self._gathers else nullcontext()
 
 
 class InTurns:
@@ -104,7 +106,7 @@ class InTurns:
         self.to_come = to_come
         self._bring = bring
         self._in_use: tuple[int, ...] = ()
-        self._saved = SavedRows(self._memory_of)
+        self._saved = SavedRows(self._memory_of, bring)
         self.window = LiveWindow([parcel.size for parcel in parcels], most)
         largest = max(parcels, key=lambda parcel: parcel.size)
         if largest.size > most:
@@ -136,13 +138,27 @@ class InTurns:
     def end(self) -> None:
         """Lets go of all rows."""
         self.to_come.clear()
-        self._saved.clear()
+        self._saved.end()
         for parcel in self._parcels:
             parcel.end()
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Autograd does not keep rows."""
-        return self._saved.in_force()
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Custom functions get parameters that are there; neither autograd nor autocast keeps rows."""
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with absent_arguments_brought(), self._saved.in_force():
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" in str(error):
+                error.add_note(
+                    "Shardwright sets such hooks where rows of shared parameters come and go: raise "
+                    "sdp_max_live_parameters, so that all come at once."
+                )
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(cached)
 
     def _make(self, moves: Sequence[Move]) -> None:
         for move in moves:

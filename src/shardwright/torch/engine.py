@@ -191,7 +191,7 @@ class PipelineEngine:
         reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
-        with batch_running():
+        with batch_running(), self._model.replicas.saving():
             results = self.executor.run(
                 schedule,
                 context.pipeline_rank,

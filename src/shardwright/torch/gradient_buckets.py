@@ -48,6 +48,10 @@ class Bucket(Protocol):
         """Waits, and puts the sums, divided, where they belong."""
         ...
 
+    def abort(self) -> None:
+        """Forgets what was started: a batch has failed."""
+        ...
+
 
 class SummedBucket:
     """Every rank gets the sum of the whole gradients.
@@ -76,6 +80,10 @@ class SummedBucket:
 
     def let_go(self) -> None:
         """It holds the same all along."""
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        self._work = self._buffer = None
 
     def finish(self, divisor: float) -> None:
         """Waits, and puts the sums into the gradients."""
@@ -160,6 +168,11 @@ class ShardedBucket:
         """Waits until the sums of the rows of this rank are all that is left of the gradients."""
         for work in self._work:
             work.wait_for_part()
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        self._work = []
+        self._total = None
 
     def finish(self, divisor: float) -> None:
         """Waits, and leaves each parameter the sum for its rows."""

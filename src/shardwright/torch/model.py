@@ -222,8 +222,7 @@ class DistributedModel(nn.Module):
                 replicas.sharding.to_whole()
             if scaling is not None:
                 scaling.begin(self._engine.reduced)
-            with replicas.saving():
-                run = self._engine.run(function, arguments, splitter)
+            run = self._engine.run(function, arguments, splitter)
             if scaling is not None:
                 scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
         except BaseException:

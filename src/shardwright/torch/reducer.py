@@ -144,8 +144,10 @@ class GradientReducer:
         return {id(member.parameter) for member in self._trained}
 
     def abort(self) -> None:
-        """Leaves a batch that failed: gradients are those of earlier batches, and what this one added."""
+        """Leaves a batch that failed: gradients are those of earlier ones, and some of what it added."""
         self._remove_hooks()
+        for turn in self._turns:
+            turn.bucket.abort()
         for member in self._apart:
             self._add_earlier(member.parameter)
         self._earlier.clear()

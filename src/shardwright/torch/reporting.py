@@ -1,5 +1,6 @@
 """Tells the observer what happened: which plan, which steps, which timeline."""
 
+import math
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -179,9 +180,9 @@ def _learning_rate(context: Context) -> float | None:
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
-    """What packing has lost since the last step, relative to what was packed."""
+    """What packing has lost since the last step, relative to what was packed; None where that overflowed."""
     if quantiser is None:
         return None
     lost = quantiser.relative_error
     quantiser.reset()
-    return lost
+    return lost if math.isfinite(lost) else None

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.torch._private import has_storage, storage_key, without_torch_functions
+from shardwright.errors import UsageError
+from shardwright.torch._private import has_storage, outside_of_functions, storage_key
+from shardwright.torch.absent_parameter import AbsentParameter, Bring
 
 __all__ = ["SavedRows"]
 
@@ -21,6 +23,7 @@ __all__ = ["SavedRows"]
 class _Place:
     """Where a saved tensor is found among rows that were gathered together."""
 
+    step: int
     number: int
     dtype: torch.dtype
     shape: torch.Size
@@ -41,11 +44,14 @@ class SavedRows:
 
     Args:
         bring: has the rows with this number at hand, and returns their memory.
+        bring_all: has the rows of parameters at hand.
     """
 
-    def __init__(self, bring: Callable[[int], Tensor]):
+    def __init__(self, bring: Callable[[int], Tensor], bring_all: Bring):
         self._bring = bring
+        self._bring_all = bring_all
         self._numbers: dict[int, int] = {}
+        self._step = 0
 
     def come(self, number: int, memory: Tensor) -> None:
         """Rows are in this memory, until they go."""
@@ -55,35 +61,47 @@ class SavedRows:
         """They are not found there any more."""
         self._numbers.pop(storage_key(memory), None)
 
-    def clear(self) -> None:
-        """None are found anywhere any more."""
+    def end(self) -> None:
+        """A step has ended: none are found anywhere any more."""
         self._numbers.clear()
+        self._step += 1
 
     def in_force(self) -> AbstractContextManager[Any]:
         """A context in which operations save places instead of rows."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Place | _Kept | Tensor:
-        with without_torch_functions():  # code between units is watched
+    def _pack(self, tensor: Tensor) -> _Place | _Kept:
+        with outside_of_functions():  # code between units is watched
             return self._packed(tensor)
 
-    def _packed(self, tensor: Tensor) -> _Place | _Kept | Tensor:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not has_storage(tensor):
-            return tensor.detach()
-        number = self._numbers.get(storage_key(tensor))
+    def _packed(self, tensor: Tensor) -> _Place | _Kept:
+        if isinstance(tensor, AbsentParameter):  # a checkpoint saves its arguments
+            self._bring_all([tensor])
+        number = self._number_of(tensor)
         if number is not None:
-            return _Place(number, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            offset = int(tensor.storage_offset())
+            return _Place(self._step, number, tensor.dtype, tensor.shape, tensor.stride(), offset)
         # A tensor with its history would keep itself alive.
         return _Kept(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
 
-    def _unpack(self, packed: _Place | _Kept | Tensor) -> Tensor:
-        with without_torch_functions():
+    def _number_of(self, tensor: Tensor) -> int | None:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and has_storage(tensor)
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return None  # it is kept as it is
+        return self._numbers.get(storage_key(tensor))
+
+    def _unpack(self, packed: _Place | _Kept) -> Tensor:
+        with outside_of_functions():
             return self._unpacked(packed)
 
-    def _unpacked(self, packed: _Place | _Kept | Tensor) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpacked(self, packed: _Place | _Kept) -> Tensor:
         if isinstance(packed, _Place):
+            if packed.step != self._step:
+                raise UsageError(
+                    f"a backward goes through what another step has computed, with a parameter of "
+                    f"{packed.shape.numel()} elements that has changed since. Call it in the step that "
+                    "computes it, or raise sdp_max_live_parameters."
+                )
             memory = self._bring(packed.number)
             return memory.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
         tensor = packed.tensor

@@ -75,6 +75,7 @@ class ShardedParameter:
         self.own_rows = own_rows
         self.rows = rows
         self.gradient: Tensor | None = None
+        self._bring: Bring | None = None
         if parameter.is_meta:
             real = nn.Parameter(rows.new_empty(0), parameter.requires_grad)
             set_gradient_dtype(real, gradient_dtype(parameter))
@@ -118,6 +119,7 @@ class ShardedParameter:
                 f"{self.parameter.dtype} now. Cast the model before the first step."
             )
         self._version = self.holder._version
+        self._bring = bring
         if bring is None:
             self.come()
         else:
@@ -137,6 +139,9 @@ class ShardedParameter:
         if self.parameter._backward_hooks is not None:
             # Hooks that were registered between steps belong to the form that it had then.
             self.parameter._backward_hooks = self.parameter._backward_hooks
+        if self._bring is not None:
+            # A checkpoint may have saved the other form.
+            becomes_absent(self._others[Form.SHARDED], self, self._bring)
 
     def go(self, bring: Bring) -> None:
         """All rows are not at hand any more: what is computed with them brings them again."""
@@ -207,9 +212,12 @@ class ShardedParameter:
         """Gives it another form."""
         if form is self._form:
             return
+        if form in self._others:
+            becomes_present(self._others[form])
         trained = self.parameter.requires_grad
-        other = self._others.pop(form)
+        other = self._others[form]
         put_in_place(self.parameter, other)
+        del self._others[form]
         self._others[self._form] = other
         self._form = form
         if self.parameter.requires_grad is not trained:

@@ -23,10 +23,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
-from shardwright.torch._private import without_torch_functions
+from shardwright.torch._private import outside_of_functions
 from shardwright.torch.arrivals import AllAtOnce, Arrivals, InTurns
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import recorded_values
+from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.parameter_watch import watch_parameters
 from shardwright.torch.parcel import Parcel, parcels_of
@@ -135,7 +136,11 @@ class Sharding:
 
         Args:
             written: all ranks give the parameters the same values meanwhile.
+
+        Raises:
+            UsageError: a step is running.
         """
+        refuse_inside_step("all rows of shared parameters are asked for", "Do it between two steps.")
         self._begin(self._at_once)
         self._at_once.use_all()
         try:
@@ -148,7 +153,8 @@ class Sharding:
         """All rows are there when they are used; collective over the shard group."""
         self.to_whole()
         try:
-            yield
+            with self.saving():
+                yield
         finally:
             self.to_sharded()
 
@@ -192,7 +198,7 @@ class Sharding:
         self._use(*sorted(numbers))
 
     def _use(self, *numbers: int) -> None:
-        with without_torch_functions():  # code between units is watched
+        with outside_of_functions():  # code between units is watched, and may be inside of `torch.func.grad`
             self._arrivals.use(*numbers)
 
     def to_sharded(self, *, written: bool = False) -> None:
@@ -283,8 +289,12 @@ class _RefusesGradients:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> Any:
+        return _give_nothing, ()
+
+
+def _give_nothing() -> Callable[..., None]:
+    return _nothing
 
 
 def _nothing(*_: Any) -> None:

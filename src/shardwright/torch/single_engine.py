@@ -68,7 +68,8 @@ class SingleEngine:
             start_s = time.perf_counter()
             before = set_active_handler(handler)
             try:
-                with batch_running(), _tensor_backward(handler), backward_intercepted():
+                saving = self._model.replicas.saving()
+                with batch_running(), saving, _tensor_backward(handler), backward_intercepted():
                     results.append(function(*args, **kwargs))
             except BaseException:
                 if self._reducer is not None:

@@ -89,3 +89,25 @@ def test_what_is_gathered_from_other_hosts_has_a_limit(most: int, share: float) 
     whole = sum(use.num_bytes for use in chain.parameters)
     # Two ranks of a host keep half of what is gathered each.
     assert found[1] - found[0] == pytest.approx(whole / 2 * share, abs=2)
+
+
+def test_rows_that_come_and_go_are_gathered_for_every_forward_and_backward() -> None:
+    steps = []
+    for most in (10**9, 1):
+        found = make_plan(
+            {MICROBATCHES: graph_and_profile()},
+            cluster=machines(ranks_per_node=2, inter=(0, 1e4)),
+            config=Config.parse(
+                {
+                    "sharded_data_parallel_degree": 4,
+                    "sdp_param_persistence_threshold": 1,
+                    "sdp_max_live_parameters": most,
+                }
+            ),
+            mesh=Mesh(world_size=4, data=4, shard=4),
+        )
+        assert found.prediction is not None
+        steps.append(found.prediction.step_s)
+    whole_bytes = (BLOCKS + 2) * BLOCK_BYTES
+    once_s = 3 / 4 * whole_bytes / 1e4
+    assert steps[1] - steps[0] == pytest.approx((2 * MICROBATCHES - 1) * once_s)

@@ -1,0 +1,324 @@
+"""Shared parameters that come and go in a step, in code that does unusual things with them."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import VOCABULARY, Net, batches, loss_of
+from test_live_parameters import start, trains_the_same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import UsageError
+from shardwright.testing import RanksFailedError, run_ranks
+
+# A bound that few parameters fit in, and one that is not reached.
+BOUNDS = [600, 10**9]
+pytestmark = pytest.mark.parametrize("most", BOUNDS)
+
+
+class Mixed(nn.Module):
+    """Autograd saves its parameters as they are, not views of them."""
+
+    def __init__(self, width: int = 24):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.scales = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(4))
+        self.convolutions = nn.ModuleList(nn.Conv1d(width, width, 3, padding=1) for _ in range(3))
+        self.norm = nn.GroupNorm(4, width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for scale in self.scales:
+            h = h + torch.tanh(h * scale)
+        h = h.transpose(1, 2)
+        for convolution in self.convolutions:
+            h = h + torch.tanh(convolution(h))
+        h = self.mix(self.norm(h).transpose(1, 2))
+        return F.linear(h, self.embedding.weight)
+
+
+def mixed(most, microbatches):
+    torch.manual_seed(0)
+    trains_the_same(Mixed(), loss_of, {"sdp_max_live_parameters": most, "microbatches": microbatches})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parameters_are_saved_as_they_are(most, microbatches):
+    run_ranks(mixed, 2, most, microbatches)
+
+
+def mixed_over_stages(most, pipeline):
+    torch.manual_seed(0)
+    settings = {"pipeline_parallel_degree": 2, "pipeline": pipeline, "microbatches": 2}
+    sw, plain, model = start({**settings, "sdp_max_live_parameters": most}, Mixed())
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain_updates = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, y in batches(3):
+        updates.zero_grad()
+        plain_updates.zero_grad()
+        expected = loss_of(plain, x, y)
+        expected.backward()
+        torch.testing.assert_close(train(model, x, y).reduce_mean(), expected.detach(), rtol=1e-12, atol=0)
+        updates.step()
+        plain_updates.step()
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb_h1"])
+def test_parameters_are_saved_as_they_are_over_stages(most, pipeline):
+    run_ranks(mixed_over_stages, 4, most, pipeline)
+
+
+def forces(most):
+    """A model that differentiates in its forward, as those of molecules do."""
+
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)
+            )
+            self.scale = nn.Parameter(torch.randn(40))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                energy = (self.layers[0](x) * self.scale).sin().sum() + self.layers(x).sum()
+                return torch.autograd.grad(energy, x)[0]
+
+    torch.manual_seed(0)
+    model = Forces()
+    sw, plain, wrapped = start({"sdp_max_live_parameters": most}, model)
+
+    @sw.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(evaluate(wrapped, x).concat(), plain(x))
+        torch.testing.assert_close(wrapped(x), plain(x))
+
+
+def test_a_forward_that_differentiates_in_an_evaluation(most):
+    run_ranks(forces, 2, most)
+
+
+class Multiply(torch.autograd.Function):
+    """A custom function that saves its parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.flatten(0, -2).t() @ gradients[0].flatten(0, -2)
+
+
+def from_a_list(most, way):
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        weight = next(p for p in model.parameters() if p.shape == (16, 16))
+        h = getattr(model, "module", model).embedding(x)
+        if way == "function":
+            h = Multiply.apply(h, weight)
+        else:
+            h = checkpoint(lambda h, w: torch.tanh(h @ w), h, weight, use_reentrant=way == "reentrant")
+        return loss_of(model, x, y) + h.square().mean()
+
+    trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
+
+
+@pytest.mark.parametrize("way", ["function", "reentrant", "not reentrant"])
+def test_functions_that_get_a_parameter_from_a_list(most, way):
+    run_ranks(from_a_list, 2, most, way)
+
+
+def fails_and_goes_on(most, where, every):
+    settings = {"microbatches": 2, "sdp_reduce_every_microbatch": every, "sdp_reduce_bucket_size": 1200}
+    sw, plain, model = start({**settings, "sdp_max_live_parameters": most}, Net())
+    calls = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        fails = len(calls) == 2
+        if fails and where == "forward":
+            raise ValueError("on purpose")
+        inner = model.module
+        h = inner.embedding(x)
+        for index, block in enumerate(inner.blocks):
+            h = Fails.apply(block(h)) if fails and index == 1 else block(h)
+        loss = F.cross_entropy(F.linear(h, inner.embedding.weight).flatten(0, 1), y.flatten())
+        model.backward(loss)
+        return loss
+
+    (x, y), (x2, y2) = batches(2)
+    with pytest.raises(ValueError, match="on purpose"):
+        train(model, x, y)
+    model.zero_grad()
+    train(model, x2, y2)
+    h = plain.embedding(x2)
+    for block in plain.blocks:
+        h = block(h)
+    F.cross_entropy(F.linear(h, plain.embedding.weight).flatten(0, 1), y2.flatten()).backward()
+    others = dict(plain.named_parameters())
+    for name, parameter in model.module.named_parameters():
+        expected = others[name].grad
+        if expected is not None:
+            found = parameter.grad.full() if hasattr(parameter.grad, "full") else parameter.grad
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("every", [False, True])
+def test_a_step_after_one_that_failed(most, where, every):
+    run_ranks(fails_and_goes_on, 2, most, where, every)
+
+
+class Rotates(nn.Module):
+    """Has complex numbers, and what is conjugated of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.turn = nn.Parameter(torch.randn(16, 16, dtype=torch.complex128))
+        self.others = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) @ self.turn.conj().real + (self.embedding(x) @ self.turn.imag.neg())
+        h = h + (self.embedding(x) * self.turn.conj()[0]).abs()
+        for other in self.others:
+            h = torch.tanh(other(h))
+        return F.linear(h, self.embedding.weight)
+
+
+def complex_numbers(most):
+    torch.manual_seed(0)
+    model = Rotates()
+    trains_the_same(model, loss_of, {"sdp_max_live_parameters": most})
+
+
+def test_complex_parameters(most):
+    run_ranks(complex_numbers, 2, most)
+
+
+def under_autocast(most, around):
+    from contextlib import nullcontext
+
+    def autocast(on: bool) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
+
+    torch.manual_seed(0)
+    sw, plain, model = start({"sdp_max_live_parameters": most}, Net())
+    model.float()
+    plain.float()
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        with autocast(not around):
+            loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    for x, y in batches(2):
+        with autocast(around):
+            found = train(model, x, y).reduce_mean()
+        with autocast(True):
+            expected = loss_of(plain, x, y)
+        torch.testing.assert_close(found.float(), expected.detach().float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast(most, around):
+    run_ranks(under_autocast, 2, most, around)
+
+
+def transforms(most):
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        inner = getattr(model, "module", model)
+        h = inner.embedding(x)
+        slope = torch.func.grad(lambda z: inner.mix(z).square().sum())(h.detach())
+        return loss_of(model, x, y) + slope.square().mean()
+
+    trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
+
+
+def test_transforms_of_functions(most):
+    if most == 10**9:
+        run_ranks(transforms, 2, most)
+    else:
+        with pytest.raises(RanksFailedError, match="raise sdp_max_live_parameters"):
+            run_ranks(transforms, 2, most)
+
+
+def asks_for_the_state(most):
+    sw, _, model = start({"sdp_max_live_parameters": most}, Net())
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        with pytest.raises(UsageError, match=r"all rows of shared parameters .* Do it between two steps"):
+            model.state_dict()
+        return loss
+
+    for x, y in batches(2):
+        train(model, x, y)
+    # A copy, and what pickle makes of the module, are ordinary modules.
+    state = model.state_dict()
+    for other in (pickle.loads(pickle.dumps(model.module)), copy.deepcopy(model.module)):
+        for name, value in other.state_dict().items():
+            full = value.full() if hasattr(value, "full") else value
+            torch.testing.assert_close(full, state[name])
+
+
+def test_the_state_inside_of_a_step(most):
+    run_ranks(asks_for_the_state, 2, most)
+
+
+def keeps_a_graph(most):
+    sw, _, model = start({"sdp_max_live_parameters": most}, Net())
+    kept = []
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        kept.append(model.module.blocks[0](model.module.embedding(x)))
+        loss = model.module.blocks[1](model.module.embedding(x)).square().mean()
+        if len(kept) == 2:
+            loss = loss + kept[0].square().mean()
+        model.backward(loss)
+        return loss
+
+    for x, _ in batches(2):
+        train(model, x)
+
+
+def test_a_graph_that_is_kept_over_a_step(most):
+    if most == 10**9:
+        run_ranks(keeps_a_graph, 2, most)
+    else:
+        with pytest.raises(RanksFailedError, match="goes through what another step has computed"):
+            run_ranks(keeps_a_graph, 2, most)
