@@ -75,7 +75,7 @@ def mixed_over_stages(most, pipeline):
         plain_updates.step()
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("pipeline", ["zb_h1"])
 def test_parameters_are_saved_as_they_are_over_stages(most, pipeline):
     run_ranks(mixed_over_stages, 4, most, pipeline)
 

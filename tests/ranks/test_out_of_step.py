@@ -61,4 +61,5 @@ def test_a_rank_out_of_step(num_ranks, ranks_per_host, degree, skips):
         assert 1 in named or outcome.rank == 1
         assert named
     if num_ranks == 2 and ranks_per_host == 1:
-        assert all("raise the setting timeout_s" in outcome.error_line for outcome in outcomes)
+        # The other one may see that this one has ended.
+        assert any("raise the setting timeout_s" in outcome.error_line for outcome in outcomes)

@@ -9,6 +9,7 @@ from sharded import plain_training, sharded_training
 from shardwright.errors import ConfigError
 from shardwright.testing import run_ranks
 
+EVERY = {"sdp_reduce_every_microbatch": True, "microbatches": 2}
 GRADIENTS, PARAMETERS = "sdp_quantized_gradients", "sdp_quantized_parameters"
 
 
@@ -20,17 +21,17 @@ def errors_of(folder):
 
 
 @pytest.mark.parametrize(
-    ("degree", "ranks_per_host", "kinds"),
+    ("degree", "ranks_per_host", "kinds", "more"),
     [
-        (4, 2, {GRADIENTS}),
-        (4, 2, {PARAMETERS}),
-        (4, 1, {GRADIENTS, PARAMETERS}),
-        (4, 3, {GRADIENTS, PARAMETERS}),
-        (2, 1, {GRADIENTS, PARAMETERS}),
-        (2, 2, {GRADIENTS}),  # the second hop goes between hosts
+        (4, 2, {GRADIENTS}, {}),
+        (4, 2, {GRADIENTS}, EVERY),
+        (4, 2, {PARAMETERS}, {}),
+        (4, 1, {GRADIENTS, PARAMETERS}, {}),
+        (4, 3, {GRADIENTS, PARAMETERS}, EVERY),
+        (2, 1, {GRADIENTS, PARAMETERS}, {}),
+        (2, 2, {GRADIENTS}, EVERY),  # the second hop goes between hosts
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"sdp_reduce_every_microbatch": True, "microbatches": 2}])
 def test_training_in_8_bits_is_nearly_the_same(degree, ranks_per_host, kinds, more, tmp_path):
     settings = {
         "sharded_data_parallel_degree": degree,
