@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from standing_in import device_prices, group_standing_in
-from torch import nn
+from stock_training import gradients_of_one_process, model, own_batch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -14,24 +14,6 @@ from shardwright.comm._private import has_nccl
 from shardwright.comm.backend import register_backend
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
-
-
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 5)).double()
-
-
-def gradients_of_one_process(num_ranks):
-    alone = model()
-    torch.manual_seed(1)
-    alone(torch.randn(4 * num_ranks, 8, dtype=torch.float64)).square().mean().backward()
-    return [parameter.grad for parameter in alone.parameters()]
-
-
-def own_batch():
-    torch.manual_seed(1)
-    batch = torch.randn(4 * dist.get_world_size(), 8, dtype=torch.float64)
-    return batch[4 * dist.get_rank() :][:4]
 
 
 def check_gradients(wrapped, whole=lambda gradient: gradient):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from collective_data import data_of, reduced
 
 from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve
@@ -37,11 +38,6 @@ def communicator(hosts, timeout_s=30.0, name="group", **more):
         name=name,
         **more,
     )
-
-
-def data_of(rank, count, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
@@ -97,17 +93,10 @@ def test_reductions_of_every_type(name, dtype):
     def compare():
         group, rank = communicator("aab"), dist.get_rank()
         wholes = [data_of(other, 3000).clamp(-2, 2).to(dtype) for other in range(3)]
-        stacked = torch.stack(wholes).double()
-        expected = {
-            "SUM": stacked.sum(0),
-            "AVG": stacked.mean(0),
-            "MIN": stacked.amin(0),
-            "MAX": stacked.amax(0),
-            "PRODUCT": stacked.prod(0),
-        }[name]
-        reduced = wholes[rank].clone()
-        group.all_reduce(reduced, Reduction.of(getattr(dist.ReduceOp, name)))
-        torch.testing.assert_close(reduced, expected.to(dtype))
+        expected = reduced(name, wholes)
+        found = wholes[rank].clone()
+        group.all_reduce(found, Reduction.of(getattr(dist.ReduceOp, name)))
+        torch.testing.assert_close(found, expected.to(dtype))
 
     run_ranks(compare, 3)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from collective_data import data_of, reduced
 from standing_in import device_collectives, device_prices
 from torch.distributed.distributed_c10d import AllgatherOptions
 
@@ -11,11 +12,6 @@ from shardwright.testing import run_ranks
 
 # Nothing; less than a rank of a node gets; odd; several chunks.
 COUNTS = [0, 1, 5, 1001, 200_003]
-
-
-def data_of(rank, count, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
 
 
 def gather(group, output, data, *, waits=True):
@@ -113,17 +109,10 @@ def test_reductions_of_every_type(name, dtype):
     def compare():
         group, rank = device_collectives("aabb"), dist.get_rank()
         wholes = [data_of(other, 4003).clamp(-2, 2).to(dtype) for other in range(4)]
-        stacked = torch.stack(wholes).double()
-        expected = {
-            "SUM": stacked.sum(0),
-            "AVG": stacked.mean(0),
-            "MIN": stacked.amin(0),
-            "MAX": stacked.amax(0),
-            "PRODUCT": stacked.prod(0),
-        }[name].to(dtype)
-        reduced = wholes[rank].clone()
-        reduce(group, reduced, getattr(dist.ReduceOp, name)).wait()
-        torch.testing.assert_close(reduced, expected)
+        expected = reduced(name, wholes).to(dtype)
+        found = wholes[rank].clone()
+        reduce(group, found, getattr(dist.ReduceOp, name)).wait()
+        torch.testing.assert_close(found, expected)
         scattered = torch.zeros(1000, dtype=dtype)
         scatter(group, scattered, wholes[rank][:4000], getattr(dist.ReduceOp, name))
         torch.testing.assert_close(scattered, expected[1000 * rank : 1000 * (rank + 1)])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from shardwright.collectives.algorithms import (
     all_gather,
@@ -113,10 +112,11 @@ def choose(
         source: the rank that a broadcast starts from.
         ways: the names of those that are allowed; None for all.
     """
+    pricing = _Pricing(collective, topology, itemsize, prices, source)
     found: dict[str, list[tuple[float, Candidate]]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):
         if ways is None or candidate.name in ways:
-            seconds = _seconds(collective, candidate, topology, count, itemsize, prices, source)
+            seconds = pricing.seconds(candidate, count)
             found.setdefault(candidate.name, []).append((seconds, candidate))
     best = {name: _fewest_chunks(of_name) for name, of_name in found.items()}
     seconds, chosen = min(
@@ -186,53 +186,48 @@ def _places(collective: str, topology: Topology) -> int:
     }[collective]
 
 
-def _seconds(
-    collective: str,
-    candidate: Candidate,
-    topology: Topology,
-    count: int,
-    itemsize: int,
-    prices: Prices,
-    source: int,
-) -> float:
-    num_bytes = count * itemsize * (topology.num_ranks if collective in BY_RANK else 1)
-    if candidate.name == GLOO:
-        return prices.gloo[collective].seconds(num_bytes)
-    on_top = prices.own[collective].seconds(num_bytes) if collective in prices.own else 0.0
-    return max(on_top + _steps_s(collective, candidate, topology, count, itemsize, prices, source), _LEAST_S)
+@dataclass(frozen=True, slots=True)
+class _Pricing:
+    """What ways to do a collective take, by size.
 
+    Attributes:
+        collective: one of `COLLECTIVES`.
+        topology: which ranks share a node.
+        itemsize: bytes of an element.
+        prices: of steps.
+        source: the rank that a broadcast starts from.
+    """
 
-def _steps_s(
-    collective: str,
-    candidate: Candidate,
-    topology: Topology,
-    count: int,
-    itemsize: int,
-    prices: Prices,
-    source: int,
-) -> float:
-    """Of the steps alone; of many chunks, few are played."""
-    pieces = topology.num_ranks if collective == "all_reduce" else 1
-    at_once = (candidate.chunk or count or 1) * pieces
-    played = partial(_played, collective, candidate, topology, itemsize, prices, source)
-    num_chunks = count / at_once
-    if num_chunks <= _MANY:
-        return played(count)
-    few, many = played(_FEW * at_once), played(_MANY * at_once)
-    return many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
+    collective: str
+    topology: Topology
+    itemsize: int
+    prices: Prices
+    source: int
 
+    def seconds(self, candidate: Candidate, count: int) -> float:
+        """Of a collective with pieces of so many elements."""
+        collective, prices = self.collective, self.prices
+        pieces = self.topology.num_ranks if collective in BY_RANK else 1
+        num_bytes = count * self.itemsize * pieces
+        if candidate.name == GLOO:
+            return prices.gloo[collective].seconds(num_bytes)
+        on_top = prices.own[collective].seconds(num_bytes) if collective in prices.own else 0.0
+        return max(on_top + self._steps_s(candidate, count), _LEAST_S)
 
-def _played(
-    collective: str,
-    candidate: Candidate,
-    topology: Topology,
-    itemsize: int,
-    prices: Prices,
-    source: int,
-    count: int,
-) -> float:
-    rows = [
-        steps_of(collective, candidate, topology, rank, count=count, source=source)
-        for rank in range(topology.num_ranks)
-    ]
-    return price(topology, rows, itemsize=itemsize, prices=prices)
+    def _steps_s(self, candidate: Candidate, count: int) -> float:
+        """Of the steps alone; of many chunks, few are played."""
+        pieces = self.topology.num_ranks if self.collective == "all_reduce" else 1
+        at_once = (candidate.chunk or count or 1) * pieces
+        num_chunks = count / at_once
+        if num_chunks <= _MANY:
+            return self._played(candidate, count)
+        few, many = (self._played(candidate, number * at_once) for number in (_FEW, _MANY))
+        return many + (many - few) / (_MANY - _FEW) * (num_chunks - _MANY)
+
+    def _played(self, candidate: Candidate, count: int) -> float:
+        topology = self.topology
+        rows = [
+            steps_of(self.collective, candidate, topology, rank, count=count, source=self.source)
+            for rank in range(topology.num_ranks)
+        ]
+        return price(topology, rows, itemsize=self.itemsize, prices=self.prices)
