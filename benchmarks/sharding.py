@@ -2,6 +2,7 @@
 
 python benchmarks/sharding.py
 python benchmarks/sharding.py --only one-host
+python benchmarks/sharding.py --only two-hosts --links "100 Mbit/s" --rounds 5
 python benchmarks/sharding.py --quick            # does it still run?
 
 A  seconds of a step of an 11.7 M parameter GPT, all contenders in turns in one set of processes
@@ -21,9 +22,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONWARNINGS"] = "ignore"
@@ -41,60 +43,26 @@ _DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 Times = dict[str, list[float]]
 """Seconds of a step, by contender and round."""
 
+Figures = dict[str, Any]
+"""Tables that were measured, by title."""
+
+Section = tuple[Figures, list[Check]]
+
 
 def main() -> int:
     """Runs what is asked for."""
     options = _options()
-    rounds = 1 if options.quick else options.rounds
     where = circumstances()
     print("\n".join(f"{key}: {value}" for key, value in where.items()))
-    found: dict[str, object] = {}
+    found: Figures = {}
     checks: list[Check] = []
-    if options.only in (None, "one-host"):
-        for ranks in options.ranks:
-            times = _on_one_host(ranks, rounds)
-            found[f"one host, {ranks} ranks"] = times
-            checks += _checks_on_one_host(ranks, times)
-    if options.only in (None, "parity"):
-        apart = _parity(2 if options.quick else 20)
-        found["parity"] = apart
-        worst = max(apart, key=lambda name: apart[name])
-        checks.append(
-            Check(
-                section="C",
-                what="loss apart from DDP's / 1e-5",
-                value=apart[worst] / 1e-5,
-                target=1,
-                where=worst,
-            )
-        )
-    missing = missing_for_networks()
-    if options.only in (None, "two-hosts") and missing is not None:
-        print(f"two hosts: not measured, {missing}")
-    elif options.only in (None, "two-hosts"):
-        for name, rate in _RATES.items():
-            times = _on_two_hosts(rate, rounds)
-            found[f"two hosts x 2 ranks, {name}"] = times
-            checks += _checks_on_two_hosts(name, times)
-        traffic = _traffic(4 if options.quick else 10)
-        found["bytes between hosts"] = traffic
-        for name, (measured, expected) in traffic.items():
-            checks.append(
-                Check(
-                    section="B",
-                    what=f"bytes between hosts / formula, {name}",
-                    value=max(measured / expected, expected / measured),
-                    target=1.05,
-                    where=f"{format_bytes(int(measured))} a host and step",
-                )
-            )
-    if options.only in (None, "memory"):
-        figures, more = _memory(quick=options.quick)
+    for section in _SECTIONS if options.only is None else [options.only]:
+        figures, more = _SECTIONS[section](options)
         found |= figures
         checks += more
     if not options.check:
-        for name, figures in found.items():
-            print(f"\n{name}\n{_table(figures)}")
+        for name, table in found.items():
+            print(f"\n{name}\n{_table(table)}")
         print()
     print("\n".join(lines(checks)))
     if options.json is not None:
@@ -106,6 +74,27 @@ def main() -> int:
 
 
 # ---- A: seconds ----
+
+
+def _one_host(options: argparse.Namespace) -> Section:
+    found: Figures = {}
+    checks = []
+    for ranks in options.ranks:
+        found[f"one host, {ranks} ranks"] = times = _on_one_host(ranks, options.rounds)
+        checks += _checks_on_one_host(ranks, times)
+    return found, checks
+
+
+def _two_hosts(options: argparse.Namespace) -> Section:
+    if (missing := missing_for_networks()) is not None:
+        print(f"two hosts: not measured, {missing}")
+        return {}, []
+    found: Figures = {}
+    checks = []
+    for name in options.links:
+        found[f"two hosts x 2 ranks, {name}"] = times = _on_two_hosts(_RATES[name], options.rounds)
+        checks += _checks_on_two_hosts(name, times)
+    return found, checks
 
 
 def _on_one_host(ranks: int, rounds: int) -> Times:
@@ -183,6 +172,24 @@ def _ratio(times: Times, ours: str, peer: str) -> float:
 # ---- B: bytes ----
 
 
+def _bytes(options: argparse.Namespace) -> Section:
+    if (missing := missing_for_networks()) is not None:
+        print(f"bytes between hosts: not measured, {missing}")
+        return {}, []
+    traffic = _traffic(4 if options.quick else 10)
+    checks = [
+        Check(
+            section="B",
+            what=f"bytes between hosts / formula, {name}",
+            value=max(measured / expected, expected / measured),
+            target=1.05,
+            where=f"{format_bytes(int(measured))} a host and step",
+        )
+        for name, (measured, expected) in traffic.items()
+    ]
+    return {"bytes between hosts": traffic}, checks
+
+
 def _traffic(steps: int) -> dict[str, tuple[float, float]]:
     """For each degree, the bytes that a host sends in a step, and the formula: see docs/sharding.md."""
     found = {}
@@ -204,7 +211,20 @@ def _traffic(steps: int) -> dict[str, tuple[float, float]]:
 # ---- C: parity ----
 
 
-def _parity(steps: int) -> dict[str, float]:
+def _parity(options: argparse.Namespace) -> Section:
+    apart = _apart(2 if options.quick else 20)
+    worst = max(apart, key=lambda name: apart[name])
+    check = Check(
+        section="C",
+        what="loss apart from DDP's / 1e-5",
+        value=apart[worst] / 1e-5,
+        target=1,
+        where=worst,
+    )
+    return {"parity": apart}, [check]
+
+
+def _apart(steps: int) -> dict[str, float]:
     """For each setting, how far losses are from DDP's."""
     from sharding_parity import losses_of_ddp, losses_of_ours
     from shardwright.testing import run_ranks
@@ -229,13 +249,12 @@ def _parity(steps: int) -> dict[str, float]:
 # ---- D: memory ----
 
 
-def _memory(*, quick: bool) -> tuple[dict[str, object], list[Check]]:
-    """Figures and checks."""
+def _memory(options: argparse.Namespace) -> Section:
     from memory_limit import missing_for_memory_limits
     from sharding_memory import largest_checks, largest_models, state_check, states
 
-    kept = states(quick=quick)
-    figures: dict[str, object] = {
+    kept = states(quick=options.quick)
+    figures: Figures = {
         "bytes of a rank: parameters, gradients, optimizer; all; formula": {
             name: (*astuple(measured), measured.total, expected.total)
             for name, (measured, expected) in kept.items()
@@ -245,7 +264,7 @@ def _memory(*, quick: bool) -> tuple[dict[str, object], list[Check]]:
     if missing is not None:
         print(f"largest model within a limit: not measured, {missing}")
         return figures, [state_check(kept)]
-    largest = largest_models(quick=quick)
+    largest = largest_models(quick=options.quick)
     figures["largest model within a limit"] = {
         f"degree {degree}": (
             f"{one.measured / 1e6:.1f} million parameters",
@@ -259,11 +278,10 @@ def _memory(*, quick: bool) -> tuple[dict[str, object], list[Check]]:
     return figures, [state_check(kept), *largest_checks(largest)]
 
 
-# ---- what is printed ----
+# ---- what is asked for and printed ----
 
 
-def _table(figures: object) -> str:
-    assert isinstance(figures, dict)
+def _table(figures: dict[str, Any]) -> str:
     rows = []
     for name, values in figures.items():
         if isinstance(values, list):
@@ -277,15 +295,28 @@ def _table(figures: object) -> str:
     return align(rows)
 
 
+_SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
+    "one-host": _one_host,
+    "two-hosts": _two_hosts,
+    "bytes": _bytes,
+    "parity": _parity,
+    "memory": _memory,
+}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=["one-host", "two-hosts", "parity", "memory"])
+    parser.add_argument("--only", choices=_SECTIONS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on one host")
+    parser.add_argument("--links", nargs="+", choices=_RATES, default=list(_RATES), help="between two hosts")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="one round, few steps")
     parser.add_argument("--check", action="store_true", help="only the targets; exit 1 where one is missed")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 1
+    return options
 
 
 if __name__ == "__main__":
