@@ -1,5 +1,6 @@
 """Machines as data: devices, their memory and rates, the links between them."""
 
 from shardwright.cluster.cluster import Cluster, Device, Link
+from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Accelerator", "Cluster", "Device", "Inventory", "Link", "NodeKind"]
