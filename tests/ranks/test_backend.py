@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwright.collectives.choose import COLLECTIVES
+from shardwright.collectives.prices import DEFAULT_PRICES, Curve
 from shardwright.comm.backend import register_backend
-from shardwright.errors import LaunchError, PeerLostError
+from shardwright.comm.collective_work import CollectiveWork
+from shardwright.errors import LaunchError, PeerLostError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
+
+
+GLOO_IS_FREE = replace(DEFAULT_PRICES, gloo=dict.fromkeys(COLLECTIVES, Curve(((0, 1e-12),))))
 
 
 def group():
@@ -23,9 +30,12 @@ def group():
     return dist.new_group(backend="shardwright")
 
 
-def test_collectives_of_torch_distributed():
+@pytest.mark.parametrize("by_gloo", [False, True])
+def test_collectives_of_torch_distributed(by_gloo):
     def compare():
         ours, rank, size = group(), dist.get_rank(), dist.get_world_size()
+        if by_gloo:
+            ours.communicator.use(GLOO_IS_FREE)
         assert dist.get_backend(ours) == "shardwright"
         mine = torch.arange(10.0) + 100 * rank
         for group_ in (ours, None):
@@ -73,6 +83,26 @@ def test_collectives_of_torch_distributed():
         assert complex_[0].item() == size * (1 + 2j)
 
     run_ranks(compare, 3)
+
+
+def test_what_gloo_does_better_it_does_itself_beside_collectives_of_ours():
+    def compare():
+        ours, rank = group(), dist.get_rank()
+        gloo = dict.fromkeys(("broadcast", "all_gather"), Curve(((0, 1e-12),)))
+        ours.communicator.use(replace(DEFAULT_PRICES, gloo=gloo))
+        told, total = torch.full((4,), float(rank)), torch.full((50_000,), 1.0 + rank)
+        works = [dist.all_reduce(total, group=ours, async_op=True)]
+        works.append(dist.broadcast(told, 1, group=ours, async_op=True))
+        kinds = [type(work) is CollectiveWork for work in works]
+        for work in reversed(works):
+            work.wait()
+        empty = torch.zeros(0)
+        dist.broadcast(empty, 0, group=ours)
+        with pytest.raises(UsageError, match="takes 4 elements and gives 12, but the output has 11"):
+            ours.all_gather_single(torch.zeros(11), told).wait()
+        return kinds, told.tolist(), total[-1].item()
+
+    assert run_ranks(compare, 3) == [([True, False], [1.0] * 4, 6.0)] * 3
 
 
 def test_ranks_with_different_versions_of_the_library():

@@ -13,7 +13,7 @@ from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
 from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.gloo_collectives import gloo_can, run_gloo
+from shardwright.comm.gloo_collectives import gloo_can, run_gloo, start_gloo
 from shardwright.comm.neighbours import Neighbours, Operation
 from shardwright.comm.node_gather import NodeGather
 from shardwright.comm.ordered_thread import OrderedThread
@@ -176,6 +176,42 @@ class Communicator:
         """
         self._check("broadcast", data, data, data.numel())
         self._run("broadcast", data, data, count=data.numel(), source=source)
+
+    def start_gloo(
+        self,
+        group: dist.ProcessGroup,
+        collective: str,
+        output: Tensor,
+        data: Tensor,
+        *,
+        reduction: Reduction = _SUM,
+        source: int = 0,
+    ) -> dist.Work | None:
+        """Has a group of gloo do a collective where it does that better; None where it does not.
+
+        Nothing of it runs on `thread`: the way over Python takes as long as a small collective.
+
+        Args:
+            group: of gloo, with the same ranks, that no thread of this communicator uses.
+            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
+            output: as the method of that name has it.
+            data: as the method of that name has it.
+            reduction: how elements are summed.
+            source: where a broadcast starts.
+
+        Raises:
+            UsageError: the sizes or types do not fit.
+        """
+        num_ranks = self.topology.num_ranks
+        sizes = {"all_gather": num_ranks * data.numel(), "reduce_scatter": data.numel() // num_ranks}
+        self._check(collective, data, output, sizes.get(collective, data.numel()))
+        count = output.numel() if collective == "reduce_scatter" else data.numel()
+        alone = self._failure is None and output.numel() > 0 and reduction.name != "AVG"
+        if not alone or not gloo_can(collective, data.dtype, reduction):
+            return None
+        if self._chooser.choice(collective, count, data.element_size()).candidate.name != GLOO:
+            return None
+        return start_gloo(group, collective, data.view(-1), output.view(-1), reduction, source)
 
     def gather_to_nodes(
         self, memory: Tensor, data: Tensor, pieces: Sequence[int], quantiser: BlockQuantiser | None = None

@@ -9,8 +9,9 @@ from torch import Tensor
 from shardwright.comm.reduction import Reduction
 from shardwright.errors import UsageError
 
-__all__ = ["gloo_can", "run_gloo"]
+__all__ = ["gloo_can", "run_gloo", "start_gloo"]
 
+# Of these it knows how to reduce them.
 _SUMMED = (
     torch.float64,
     torch.float32,
@@ -33,7 +34,14 @@ def gloo_can(collective: str, dtype: torch.dtype, reduction: Reduction) -> bool:
 def run_gloo(
     group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
 ) -> None:
-    """Runs a collective to its end.
+    """Runs a collective to its end; the arguments are those of `start_gloo`."""
+    start_gloo(group, collective, data, output, reduction, source).wait()
+
+
+def start_gloo(
+    group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
+) -> dist.Work:
+    """Starts a collective.
 
     Args:
         group: of gloo.
@@ -45,19 +53,17 @@ def run_gloo(
     """
     op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
     if collective == "all_gather":
-        work = group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))
-    elif collective == "reduce_scatter":
+        return group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))
+    if collective == "reduce_scatter":
         scattering = dist.ReduceScatterOptions()
         scattering.reduceOp = op
-        work = group._reduce_scatter_base(output, data, scattering)
-    elif collective == "all_reduce":
+        return group._reduce_scatter_base(output, data, scattering)
+    if collective == "all_reduce":
         reducing = dist.AllreduceOptions()
         reducing.reduceOp = op
-        work = group.allreduce([output], reducing)
-    elif collective == "broadcast":
+        return group.allreduce([output], reducing)
+    if collective == "broadcast":
         telling = dist.BroadcastOptions()
         telling.rootRank = source
-        work = group.broadcast([output.view(torch.uint8)], telling)
-    else:
-        raise UsageError(f"there is no collective {collective!r}.")
-    work.wait()
+        return group.broadcast([output if output.dtype in _SUMMED else output.view(torch.uint8)], telling)
+    raise UsageError(f"there is no collective {collective!r}.")

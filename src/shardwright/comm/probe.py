@@ -35,6 +35,8 @@ _LONGEST_S = 0.1
 _WALK = 8 * 2**20
 _PIECE = 64 * 1024
 _ENOUGH_S = 0.008
+# Ranks come out of a barrier one after the other: of few calls, that would be a large part.
+_ENOUGH_COMPARED_S = 0.03
 _LEAST_SHARE = 0.05
 _MOST_CALLS = 200
 _SUM = Reduction("SUM")
@@ -154,7 +156,7 @@ class _Stopwatch:
             calls = [self._own_call(collective, count), self._gloo_call(collective, count)]
             if count > _SMALL and any(self._slowest(call, 1) > _LONGEST_S for call in calls):
                 break
-            numbers = [self._number_of(call) for call in calls]
+            numbers = [self._number_of(call, _ENOUGH_COMPARED_S) for call in calls]
             rounds = [
                 [self._slowest(call, number) for call, number in zip(calls, numbers, strict=True)]
                 for _ in range(_ROUNDS)
@@ -207,9 +209,9 @@ class _Stopwatch:
         number = self._number_of(call)
         return min(self._slowest(call, number) for _ in range(_ROUNDS))
 
-    def _number_of(self, call: Callable[[], object]) -> int:
+    def _number_of(self, call: Callable[[], object], enough_s: float = _ENOUGH_S) -> int:
         """So many calls that they take long enough to be timed."""
-        return min(_MOST_CALLS, max(1, int(_ENOUGH_S / self._slowest(call, 2))))
+        return min(_MOST_CALLS, max(1, int(enough_s / self._slowest(call, 2))))
 
     def _slowest(self, call: Callable[[], object], number: int) -> float:
         self._group.gloo.barrier(dist.BarrierOptions()).wait()

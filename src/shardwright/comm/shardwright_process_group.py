@@ -133,6 +133,8 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._gloo.allreduce(list(tensors), opts)
         reduction = Reduction.of(opts.reduceOp)
         elements = [flat(tensor, "all_reduce") for tensor in tensors]
+        if (work := self._gloo_work("all_reduce", elements, elements, reduction=reduction)) is not None:
+            return work
 
         def task() -> list[Tensor]:
             for tensor in elements:
@@ -148,6 +150,8 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_device(tensors):
             return self.devices.broadcast(list(tensors), opts)
         elements = [flat(tensor, "broadcast") for tensor in tensors]
+        if (work := self._gloo_work("broadcast", elements, elements, source=opts.rootRank)) is not None:
+            return work
 
         def task() -> list[Tensor]:
             for tensor in elements:
@@ -183,6 +187,8 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         data = [_contiguous(tensor) for tensor in inputs]
         if self._on_device(inputs):
             return self.devices.all_gather(list(outputs), data, opts or AllgatherOptions())
+        if (work := self._gloo_work("all_gather", outputs, data)) is not None:
+            return work
 
         def task() -> list[Tensor]:
             for output, tensor in zip(outputs, data, strict=True):
@@ -212,6 +218,8 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if self._on_device(inputs):
             return self.devices.reduce_scatter(list(outputs), data, opts)
         reduction = Reduction.of(opts.reduceOp)
+        if (work := self._gloo_work("reduce_scatter", outputs, data, reduction=reduction)) is not None:
+            return work
 
         def task() -> list[Tensor]:
             for output, tensor in zip(outputs, data, strict=True):
@@ -233,6 +241,16 @@ class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
             done.set_result(thread.run(task))
             return CollectiveWork(done)
         return CollectiveWork(thread.submit(task))
+
+    def _gloo_work(
+        self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **how: Any
+    ) -> dist.Work | None:
+        """A collective of one tensor that gloo does better; None where it does not."""
+        if len(inputs) != 1:
+            return None
+        return self.communicator.start_gloo(
+            self._gloo, collective, outputs[0].detach(), inputs[0].detach(), **how
+        )
 
     def _on_device(self, tensors: Iterable[Tensor]) -> bool:
         """Whether tensors are on the accelerator, and not on the CPU."""

@@ -36,7 +36,7 @@ def flat(tensor: Tensor, kind: str) -> Tensor:
     Raises:
         UsageError: the tensor has holes.
     """
-    if not tensor.numel():
+    if not tensor.numel() or (tensor.is_contiguous() and not tensor.is_complex()):
         return tensor.detach().view(-1)
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     expected = 1
