@@ -1,0 +1,7 @@
+"""Models as data: known architectures, and those of configuration files; no framework is imported."""
+
+from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
+from shardwright.catalogue.hugging_face import from_hugging_face
+from shardwright.catalogue.transformer import Transformer
+
+__all__ = ["ARCHITECTURES", "Transformer", "find_architecture", "from_hugging_face"]
