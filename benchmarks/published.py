@@ -1,0 +1,167 @@
+"""Judges the formulas of costs by runs that were published, each predicted by a fit to all others.
+
+python benchmarks/published.py
+python benchmarks/published.py --quick            # a tenth of the runs is left out at a time
+python benchmarks/published.py --tables more.json --write src/shardwright/costs/calibration.yaml
+
+A  seconds of a step: error of each run that was left out of the fit, by family of accelerators
+B  memory: bytes of states and activations against published ones
+
+Efficiencies belong to a family of accelerators, or to a runtime on it; none to a run or a model. Which rows
+are not used is listed with the reason. The tables that come along hold facts with their sources.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from check import Check, lines
+from machine import circumstances
+from published_memory import memory_ratios
+from published_runs import family, measured_run, why_not
+from shardwright.costs.calibration import document_of
+from shardwright.costs.fit import Fit, fit, leave_out, ratios
+from shardwright.costs.runs import MeasuredRun, Runs
+from shardwright.plan import align
+
+_HERE = Path(__file__).with_name("published")
+_FAMILIES = ("A100", "H100")
+_NUM_FOLDS = 10
+_NUM_WORST = 10
+_MEGATRON_AND_SMP = ("megatron", "smp")
+
+
+def main() -> int:
+    """Runs what is asked for."""
+    options = _options()
+    where = circumstances()
+    rows = json.loads(options.tables.read_text())
+    checks: list[Check] = []
+    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    for name in _FAMILIES:
+        runs = [measured_run(row) for row in rows if family(row) == name and why_not(row) is None]
+        columns = Runs.of(runs)
+        fitted = fit(columns)
+        apart = leave_out(columns, num_folds=_NUM_FOLDS if options.quick else None)
+        found[name] = [
+            {
+                "run": run.name,
+                "runtime": run.runtime,
+                "group": run.group,
+                "fit": float(a),
+                "left out": float(b),
+            }
+            for run, a, b in zip(runs, ratios(columns, fitted), apart, strict=True)
+        ]
+        written[name] = _calibration(runs, fitted, apart)
+        checks += _checks(name, runs, apart)
+        if not options.check:
+            print(f"\n{name}: {len(runs)} runs\n{align(_groups(runs, ratios(columns, fitted), apart))}")
+            print(f"\nthe worst\n{align(_worst(runs, apart))}")
+    if not options.check:
+        reasons = Counter((row["group"], reason) for row in rows if (reason := why_not(row)))
+        print("\nnot used\n" + align([[group, str(n), why] for (group, why), n in sorted(reasons.items())]))
+    found["memory"] = memory = memory_ratios(json.loads(options.memory.read_text()))
+    worst = max(memory, key=lambda name: abs(memory[name] - 1))
+    value = max(memory[worst], 1 / memory[worst])
+    checks.append(Check(section="B", what="bytes / published, worst", value=value, target=1.02, where=worst))
+    print("\n" + "\n".join(lines(checks)))
+    if options.write is not None:
+        created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+        options.write.write_text(
+            _HEAD + yaml.safe_dump(document_of(written, created=created), sort_keys=False)
+        )
+    if options.json is not None:
+        verdicts = [asdict(check) | {"passes": check.passes} for check in checks]
+        document = {"circumstances": where, "figures": found, "checks": verdicts}
+        options.json.write_text(json.dumps(document, indent=1))
+    return 1 if options.check and not all(check.passes for check in checks) else 0
+
+
+_HEAD = """\
+# Efficiencies fitted to published runs by benchmarks/published.py --write; docs/planning_costs.md tells more.
+# spread: standard deviation of log(predicted / measured) of runs that were left out of the fit.
+"""
+
+
+def _checks(name: str, runs: Sequence[MeasuredRun], apart: NDArray[np.float64]) -> list[Check]:
+    errors = abs(apart - 1)
+    checks = [
+        Check(
+            section="A",
+            what=f"{name}: mean error of all runs, left out",
+            value=float(errors.mean()),
+            target=0.08,
+            percent=True,
+        )
+    ]
+    chosen = np.array([run.runtime in _MEGATRON_AND_SMP for run in runs])
+    if chosen.any():
+        what = f"{name}: mean error of Megatron and SMP, left out"
+        value = float(errors[chosen].mean())
+        checks.append(Check(section="A", what=what, value=value, target=0.06, percent=True))
+    return checks
+
+
+def _groups(
+    runs: Sequence[MeasuredRun], fitted: NDArray[np.float64], apart: NDArray[np.float64]
+) -> list[list[str]]:
+    members: dict[str, list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        members[f"{run.runtime}, {run.group}"].append(number)
+    rows = [["runtime, table", "runs", "fit", "left out", "bias", "worst"]]
+    for name, numbers in sorted(members.items()):
+        own = apart[numbers] - 1
+        figures = (abs(fitted[numbers] - 1).mean(), abs(own).mean(), own.mean(), abs(own).max())
+        rows.append([name, str(len(numbers)), *(f"{figure:.1%}" for figure in figures)])
+    return rows
+
+
+def _worst(runs: Sequence[MeasuredRun], apart: NDArray[np.float64]) -> list[list[str]]:
+    order = np.argsort(-abs(np.log(apart)))[:_NUM_WORST]
+    return [[f"{apart[number] - 1:+.0%}", runs[number].runtime, runs[number].name] for number in order]
+
+
+def _calibration(runs: Sequence[MeasuredRun], fitted: Fit, apart: NDArray[np.float64]) -> dict[str, Any]:
+    runtime = np.array([run.runtime for run in runs])
+    return {
+        "common": _rounded(fitted.of_accelerators),
+        "runtimes": {
+            name: {
+                "runs": int((runtime == name).sum()),
+                "spread": float(f"{np.sqrt((np.log(apart[runtime == name]) ** 2).mean()):.3g}"),
+                "efficiencies": _rounded(values),
+            }
+            for name, values in fitted.of_runtimes.items()
+        },
+    }
+
+
+def _rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=_HERE / "runs.json", help="published runs")
+    parser.add_argument("--memory", type=Path, default=_HERE / "memory.json", help="published memory")
+    parser.add_argument("--write", type=Path, help="where the fitted efficiencies go")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="leave ten groups out, not each run")
+    parser.add_argument("--check", action="store_true", help="only the targets; exit 1 where one is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

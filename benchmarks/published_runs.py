@@ -1,0 +1,171 @@
+"""Published runs as the costs of a step understand them."""
+
+from typing import Any
+
+from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.runs import MeasuredRun
+
+__all__ = ["family", "measured_run", "runtime", "why_not"]
+
+Row = dict[str, Any]
+
+_MEMORY_BPS = {"A100-80GB": 2.04e12, "A100-40GB": 1.56e12, "H100-80GB": 3.35e12, "V100-32GB": 0.9e12}
+_PEAK = {"A100": 312e12, "H100": 989e12, "V100": 125e12}
+_SCHEDULES = {
+    "1f1b": ScheduleKind.ONE_F_ONE_B,
+    "interleaved-1f1b": ScheduleKind.INTERLEAVED,
+    "interleaved-1f1b (flexible)": ScheduleKind.INTERLEAVED,
+    "1f1b-i": ScheduleKind.INTERLEAVED,
+    "zb-1p": ScheduleKind.ZB_H1,
+    "zb-2p": ScheduleKind.ZB_H2,
+}
+_NETWORK = {"A100": 100, "H100": 400, "V100": 12.5}  # GB/s of a node, where a row does not say
+_NEEDED = ("layers", "hidden", "heads", "seq", "gpus")
+
+
+def family(row: Row) -> str:
+    """Of the accelerators: ``A100`` for both sizes of it."""
+    return str(row["gpu"]).split("-")[0]
+
+
+def runtime(row: Row) -> str | None:
+    """What ran it; None where the publication does not say, or it is one of its kind."""
+    group, source, model = row["group"], row["source"], row["model"]
+    if group == "ptdp_t2":
+        return "deepspeed" if row["zero_stage"] == Sharded.PARAMETERS else "megatron"
+    if group == "megascale":
+        return "megatron" if "Megatron" in model else "megascale"
+    if group == "production":
+        return {"MT-NLG 530B": "megatron", "BLOOM-176B": "megatron"}.get(model) or (
+            "llama3" if source.startswith("Llama 3") else None
+        )
+    known = {
+        "korthikanti_t5": "megatron",
+        "zero_bubble": "megatron",
+        "seed": "smp",
+        "smp_mics": "smp",
+        "llmfoundry_fsdp": "fsdp",
+        "bmtrain_v100": "bmtrain",
+    }
+    return known.get(group)
+
+
+def why_not(row: Row) -> str | None:
+    """Why a row is not used; None where it is."""
+    if family(row) not in _PEAK:
+        return "no accelerator that is calibrated"
+    if row["gpu"] not in _MEMORY_BPS:
+        return "no accelerator that is calibrated"
+    if runtime(row) is None:
+        return "runtime not known"
+    if any(row.get(key) is None for key in _NEEDED):
+        return "shape not published"
+    if row.get("global_batch") is None:
+        return "batch not published"
+    if row["provenance"].startswith("recalled"):
+        return "recalled, not read"
+    if _step_s(row) is None:
+        return "neither time nor throughput"
+    return None
+
+
+def measured_run(row: Row) -> MeasuredRun:
+    """A row that `why_not` has nothing against."""
+    step_s = _step_s(row)
+    assert step_s is not None
+    return MeasuredRun(
+        name="{model}, {gpus} x {gpu}, {seq} tokens, batch {global_batch}".format(**row),
+        group=row["group"],
+        accelerator=family(row),
+        runtime=str(runtime(row)),
+        shape=_shape(row),
+        options=_options(row),
+        rates=_rates(row),
+        step_s=step_s,
+    )
+
+
+def _shape(row: Row) -> Shape:
+    hidden, heads = row["hidden"], row["heads"]
+    return Shape(
+        layers=row["layers"],
+        hidden=hidden,
+        heads=heads,
+        head_width=hidden / heads,
+        key_heads=row.get("kv_heads") or heads,
+        ffn=row.get("ffn") or 4 * hidden,
+        gated=1.0 if row.get("gated_mlp") else 0.0,
+        vocabulary=row["vocab"] or 50257,
+        sequence=row["seq"],
+    )
+
+
+def _options(row: Row) -> Options:
+    tensor, pipeline = row["tp"] or 1, row["pp"] or 1
+    data = row["dp"] or row["gpus"] // (tensor * pipeline)
+    each = row["global_batch"] / data
+    # Where the microbatch is not published, the batch of a replica is one.
+    microbatch = row["micro_batch"] or each
+    stage = row.get("zero_stage", Sharded.PARAMETERS if runtime(row) == "smp" else None) or 0
+    recompute, schedule = str(row["recompute"]), str(row["schedule"]).lower()
+    virtual = row["virtual_stages"] or 1
+    kind = _SCHEDULES.get(schedule.split(" (inter")[0], ScheduleKind.ONE_F_ONE_B)
+    if row["group"] == "zero_bubble" and kind == ScheduleKind.INTERLEAVED:
+        virtual = (row["layers"] + 2) / pipeline  # "1F1B-I uses max chunks (1 layer per chunk)"
+    return Options(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual,
+        data=data,
+        shard=(row["sdp_degree"] or data) if stage else 1,
+        sharded=stage,
+        microbatch=microbatch,
+        microbatches=max(1.0, each / microbatch),
+        schedule=ScheduleKind.INTERLEAVED if virtual > 1 else kind,
+        recompute=_recompute(row, recompute),
+        sequence_parallel=1 if "+SP" in recompute or row["group"] == "megascale" else 0,
+        flash=_flash(row),
+        hierarchical=1 if row.get("collectives") == "smddp" else 0,
+        whole_layers=0 if row["group"] == "zero_bubble" else 1,
+    )
+
+
+def _recompute(row: Row, text: str) -> Recompute:
+    if text.startswith("full"):
+        return Recompute.FULL
+    if text.startswith("selective"):
+        return Recompute.SELECTIVE
+    # Megatron of that time: "selective" was its way to train models of this size.
+    return Recompute.SELECTIVE if text == "not stated" and runtime(row) == "megatron" else Recompute.NONE
+
+
+def _flash(row: Row) -> int:
+    if row["group"] in ("llmfoundry_fsdp",) or runtime(row) in ("megascale", "llama3"):
+        return 1
+    # Of the 50B rows it is not stated; the 13B rows of the same page have it both ways.
+    stated = row.get("flash_attention", False)
+    return 1 if stated is None or stated else 0
+
+
+def _rates(row: Row) -> Rates:
+    return Rates(
+        flops_per_s=(row.get("peak_tflops") or _PEAK[family(row)] / 1e12) * 1e12,
+        memory_Bps=_MEMORY_BPS[row["gpu"]],
+        link_Bps=row["intra_bw"] * 1e9,
+        network_Bps=(row["inter_bw"] or _NETWORK[family(row)]) * 1e9,
+        per_node=row["nodes_gpus_per_node"],
+    )
+
+
+def _step_s(row: Row) -> float | None:
+    if row["group"] == "llmfoundry_fsdp" and row.get("tokens_per_s_gpu"):
+        return float(row["global_batch"] * row["seq"] / row["gpus"] / row["tokens_per_s_gpu"])
+    if row.get("iter_time_s"):
+        return float(row["iter_time_s"])
+    if not row.get("tflops_per_gpu") or runtime(row) != "smp":
+        return None
+    # "AWS examples of that time print 8*N*tokens".
+    shape = _shape(row)
+    tables = 1 if "Bloom" in row["model"] else 2
+    size = shape.layers * shape.block_parameters + tables * shape.embedding_parameters
+    return float(8 * size * row["global_batch"] * row["seq"] / row["gpus"] / row["tflops_per_gpu"] / 1e12)

@@ -1,0 +1,27 @@
+"""Seconds and bytes of a training step in closed form, for many candidates at once."""
+
+from shardwright.costs.calibration import Calibration, calibration_of
+from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.inputs import Offload, Options, Rates, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
+from shardwright.costs.step import StepSeconds, step_seconds
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "Calibration",
+    "Efficiencies",
+    "Offload",
+    "Options",
+    "Precision",
+    "RankBytes",
+    "Rates",
+    "Recompute",
+    "ScheduleKind",
+    "Shape",
+    "Sharded",
+    "StepSeconds",
+    "calibration_of",
+    "rank_bytes",
+    "step_seconds",
+]

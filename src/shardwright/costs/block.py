@@ -1,0 +1,176 @@
+"""What one transformer block, and the head, take on one rank for one microbatch.
+
+Products of matrices (M, K) and (K, N) take::
+
+    kernel + 2 M N K / (peak * efficiency) * (1 + half_size / min(M, N, K)) + bytes / (2 * bandwidth)
+
+a smooth roofline in which small sides waste a part of the machine. Attention without fusion also writes and
+reads its scores; fused attention does not, and skips what a causal mask hides.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.inputs import Numbers, Options, Rates, Recompute, Shape
+from shardwright.costs.links import ring_rate, ring_seconds
+
+__all__ = ["BlockSeconds", "block_seconds", "head_seconds"]
+
+_WIDTH = 2  # bytes of an element of an activation, and of a weight that is moved
+_ELEMENTWISE_KERNELS = 12
+_ELEMENTWISE_BACKWARD = 1.6
+_ELEMENTWISE_WHOLE, _ELEMENTWISE_SPLIT = 14, 18
+_LOSS_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSeconds:
+    """Seconds of a block and microbatch on one rank.
+
+    Attributes:
+        forward: of its computing.
+        backward: the same, recomputation apart.
+        recompute: what is computed again.
+        weight: the part of the backward that weights' gradients take.
+        tensor: collectives of tensor parallelism, forward, backward and again.
+        context: what exchanging keys and values takes beyond the computing that hides it.
+        expert: exchanging tokens between experts.
+    """
+
+    forward: Numbers
+    backward: Numbers
+    recompute: Numbers
+    weight: Numbers
+    tensor: Numbers
+    context: Numbers
+    expert: Numbers
+
+    @property
+    def computing(self) -> Numbers:
+        """Without communication."""
+        return self.forward + self.backward + self.recompute
+
+    @property
+    def total(self) -> Numbers:
+        """All of it."""
+        return self.computing + self.tensor + self.context + self.expert
+
+
+class _Rank:
+    """Rates of one rank, as they are reached."""
+
+    def __init__(self, rates: Rates, reached: Efficiencies):
+        self.peak = rates.flops_per_s
+        self.flops_per_s = rates.flops_per_s * np.minimum(reached.matmul * reached.matmul_factor, 1.0)
+        self.memory_Bps = rates.memory_Bps * np.minimum(reached.memory, 1.0)
+        self.reached = reached
+
+    def product(self, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
+        smallest = np.minimum(np.minimum(rows, columns), inner)
+        flops = 2.0 * rows * columns * inner
+        moved = _WIDTH * (rows * columns + columns * inner + rows * inner)
+        return (
+            self.reached.kernel_s
+            + flops / self.flops_per_s * (1 + self.reached.half_size / smallest)
+            + 0.5 * moved / self.memory_Bps
+        )
+
+
+def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
+    """Seconds of a mean block for one microbatch."""
+    rank = _Rank(rates, reached)
+    tokens = options.microbatch * shape.sequence / options.context
+    products = _products(rank, shape, options, tokens)
+    attention, attention_backward = _attention(rank, shape, options, tokens)
+    elementwise = _elementwise(rank, shape, options, tokens)
+    forward = products + attention + elementwise
+    full, selective = options.recompute == Recompute.FULL, options.recompute == Recompute.SELECTIVE
+    again = np.where(options.flash > 0, 0.0, attention)
+    return BlockSeconds(
+        forward=forward,
+        backward=2 * products + attention_backward + _ELEMENTWISE_BACKWARD * elementwise,
+        recompute=np.where(full, forward, np.where(selective, again, 0.0)),
+        weight=products,
+        tensor=_tensor(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
+        context=_context(shape, options, rates, reached, tokens, attention),
+        expert=_expert(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
+    )
+
+
+def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+    """Seconds of the head and the loss, forward and backward, for one microbatch."""
+    rank = _Rank(rates, reached)
+    tokens = options.microbatch * shape.sequence / options.context
+    width = shape.vocabulary / options.tensor
+    return 3 * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_Bps
+
+
+def _products(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
+    t = options.tensor
+    hidden, queries, keys = shape.hidden, shape.queries, shape.keys
+    around = rank.product(tokens, hidden, (queries + 2 * keys) / t) + rank.product(
+        tokens, queries / t, hidden
+    )
+    # With experts, each rank has some of them, and each token goes to some.
+    at_once = np.maximum(1.0, shape.experts / options.expert)
+    routed = tokens * shape.experts_per_token / at_once
+    into = rank.product(routed, hidden, shape.ffn * (1 + shape.gated) / t)
+    mlp = at_once * (into + rank.product(routed, shape.ffn / t, hidden))
+    return (1 + shape.cross) * around + mlp
+
+
+def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> tuple[Numbers, Numbers]:
+    reached = rank.reached
+    scores = (1 + shape.cross) * tokens * shape.sequence * shape.heads / options.tensor
+    flops = 4 * scores * shape.head_width
+    moved = scores * reached.scores_bytes * reached.scores_factor
+    apart = flops / (rank.peak * reached.scores) + moved / rank.memory_Bps
+    seen = flops * (1 - 0.5 * shape.causal)
+    fused = seen / (rank.peak * reached.flash_forward)
+    fused_backward = 2.5 * seen / (rank.peak * reached.flash_backward)
+    return (
+        np.where(options.flash > 0, fused, apart),
+        np.where(options.flash > 0, fused_backward, 2 * apart),
+    )
+
+
+def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
+    divided = np.where(options.sequence_parallel > 0, options.tensor, 1.0)
+    width = _ELEMENTWISE_WHOLE / divided + _ELEMENTWISE_SPLIT / options.tensor
+    moved = 2 * tokens * shape.hidden * width * rank.reached.elementwise
+    return moved / rank.memory_Bps + _ELEMENTWISE_KERNELS * rank.reached.kernel_s
+
+
+def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
+    """Two all-reduces, or as many pairs of gathers and reduce-scatters, in one direction."""
+    t = options.tensor
+    rate = ring_rate(
+        rates, ranks=t, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
+    )
+    once = ring_seconds(rates, _WIDTH * tokens * shape.hidden, ranks=t, stride=1.0, rate=rate)
+    return 2 * 2 * once * (1 + 0.5 * shape.cross)
+
+
+def _context(
+    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers, attention: Numbers
+) -> Numbers:
+    """Keys and values go round in a ring, twice as many bytes in the backward; attention hides them."""
+    c = options.context
+    rate = ring_rate(
+        rates, ranks=c, stride=options.tensor, link_share=reached.link, network_share=reached.reduce_network
+    )
+    ring = (c - 1) * 2 * _WIDTH * tokens * shape.keys / options.tensor / rate
+    forward, backward = np.maximum(0.0, ring - attention), np.maximum(0.0, 2 * ring - 2 * attention)
+    return np.where(c > 1, forward + backward, 0.0)
+
+
+def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
+    """Two exchanges of all with all, in one direction."""
+    e = options.expert
+    rate = ring_rate(
+        rates, ranks=e, stride=options.tensor, link_share=reached.link, network_share=reached.gather_network
+    )
+    sent = _WIDTH * tokens * shape.experts_per_token * shape.hidden * (e - 1) / e
+    return np.where(e > 1, 2 * (sent / rate + rates.network_latency_s * (e - 1)), 0.0)

@@ -1,0 +1,100 @@
+"""The efficiencies that ship with the package, and what errors predictions by them have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from math import exp
+from typing import Any
+
+import yaml
+
+from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
+
+__all__ = ["Calibration", "calibration_of", "document_of"]
+
+_FILE = "calibration.yaml"
+_VERSION = 1
+_UNSEEN = 1.5
+"""What nobody measured in this combination errs by so much more."""
+
+_BLIND_SPREAD = 0.25
+"""Spread of the logarithm where nothing like it was measured: a quarter."""
+
+_TENTH = 1.2816
+"""Standard deviations of a normal distribution between its middle and its first tenth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Efficiencies with what is known about their errors.
+
+    Attributes:
+        efficiencies: for `shardwright.costs.step_seconds`.
+        spread: standard deviation of ``log(predicted / measured)`` of runs that were left out of the fit.
+        provenance: what they were fitted to.
+    """
+
+    efficiencies: Efficiencies
+    spread: float
+    provenance: str
+
+    def interval(self, seconds: float) -> tuple[float, float]:
+        """Between these two, eight of ten runs should be.
+
+        Args:
+            seconds: predicted.
+        """
+        factor = exp(_TENTH * self.spread)
+        return seconds / factor, seconds * factor
+
+
+def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
+    """The efficiencies of a runtime on a family of accelerators.
+
+    A runtime that was not measured there has those of the runtimes that were, and a wider interval; a family
+    that was not has what publications and data sheets say of others.
+
+    Args:
+        family: such as ``A100``.
+        runtime: such as ``megatron``, ``fsdp`` or ``shardwright``.
+    """
+    known = _document()["accelerators"].get(family)
+    medians = {name: prior.median for name, prior in PRIORS.items()}
+    if known is None:
+        text = f"not calibrated for {family}: what is usual on other accelerators"
+        return Calibration(
+            efficiencies=Efficiencies(**medians), spread=_UNSEEN * _BLIND_SPREAD, provenance=text
+        )
+    medians |= known["common"]
+    fitted = known["runtimes"].get(runtime)
+    if fitted is not None:
+        values = medians | fitted["efficiencies"]
+        text = f"calibrated on {fitted['runs']} published runs of {runtime} on {family}"
+        return Calibration(efficiencies=Efficiencies(**values), spread=fitted["spread"], provenance=text)
+    widest = max(each["spread"] for each in known["runtimes"].values())
+    return Calibration(
+        efficiencies=Efficiencies(**medians),
+        spread=_UNSEEN * max(widest, _BLIND_SPREAD / 2),
+        provenance=f"calibrated for {family}, by runs of {', '.join(known['runtimes'])}, not of {runtime}",
+    )
+
+
+def document_of(families: Mapping[str, Any], *, created: str) -> dict[str, Any]:
+    """What is written to the file that ships: see ``benchmarks/published.py --write``."""
+    return {"calibration_version": _VERSION, "created": created, "accelerators": dict(families)}
+
+
+@lru_cache(maxsize=1)
+def _document() -> dict[str, Any]:
+    text = files("shardwright.costs").joinpath(_FILE).read_text(encoding="utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    unknown = {
+        name
+        for family in found["accelerators"].values()
+        for name in family["common"]
+        if name not in OF_ACCELERATORS
+    }
+    if found["calibration_version"] != _VERSION or unknown:
+        raise AssertionError(f"{_FILE} is not of this version: {unknown or found['calibration_version']}")
+    return found

@@ -1,0 +1,127 @@
+"""Fits efficiencies to runs that were measured.
+
+A parameter of the accelerators is one number for all runs; a parameter of runtimes is one for each runtime.
+The fit is the most likely set of them: least squares on ``log(predicted / measured)``, with the logarithms of
+the parameters drawn to their priors. No parameter belongs to a run or to a model.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
+from shardwright.costs.runs import Runs
+from shardwright.costs.step import step_seconds
+
+__all__ = ["Fit", "fit", "leave_out", "ratios"]
+
+Floats = NDArray[np.float64]
+
+_NOISE = 0.05  # runs of one setup differ by so much
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Fit:
+    """Efficiencies of a family of accelerators.
+
+    Attributes:
+        of_accelerators: parameters of the accelerators.
+        of_runtimes: parameters of each runtime.
+        logarithms: all of them, in the order of the fit.
+    """
+
+    of_accelerators: dict[str, float]
+    of_runtimes: dict[str, dict[str, float]]
+    logarithms: Floats
+
+
+class _Parameters:
+    """Which entry of a vector is which parameter of which runtime."""
+
+    def __init__(self, runtimes: NDArray[np.str_]):
+        self.runtimes = sorted(set(runtimes.tolist()))
+        self._places: dict[str, NDArray[np.intp]] = {}
+        number = np.searchsorted(np.array(self.runtimes), runtimes)
+        medians: list[float] = []
+        spreads: list[float] = []
+        self._first: dict[str, int] = {}
+        for name in Efficiencies.names():
+            own = name in OF_ACCELERATORS
+            self._first[name] = len(medians)
+            self._places[name] = len(medians) + (np.zeros_like(number) if own else number)
+            copies = 1 if own else len(self.runtimes)
+            medians += [PRIORS[name].median] * copies
+            spreads += [PRIORS[name].spread] * copies
+        self.prior = np.log(medians)
+        self.spread = np.array(spreads)
+
+    def efficiencies(self, logarithms: Floats) -> Efficiencies:
+        values = np.exp(logarithms)
+        return Efficiencies(**{name: values[place] for name, place in self._places.items()})
+
+    def named(self, logarithms: Floats) -> Fit:
+        values = np.exp(logarithms).tolist()
+        common = {name: values[first] for name, first in self._first.items() if name in OF_ACCELERATORS}
+        by_runtime = {
+            runtime: {
+                name: values[first + number]
+                for name, first in self._first.items()
+                if name not in OF_ACCELERATORS
+            }
+            for number, runtime in enumerate(self.runtimes)
+        }
+        return Fit(of_accelerators=common, of_runtimes=by_runtime, logarithms=logarithms)
+
+
+def fit(runs: Runs) -> Fit:
+    """Fits the efficiencies to runs on one family of accelerators."""
+    parameters = _Parameters(runs.runtime)
+    everything = np.ones(len(runs.step_s), dtype=bool)
+    return parameters.named(_solve(parameters, runs, everything))
+
+
+def ratios(runs: Runs, fitted: Fit) -> Floats:
+    """Predicted / measured of each run."""
+    return np.exp(_errors(_Parameters(runs.runtime), runs, fitted.logarithms))
+
+
+def leave_out(runs: Runs, *, num_folds: int | None = None) -> Floats:
+    """Predicted / measured of each run by a fit to others, which knows nothing of it.
+
+    Args:
+        runs: the runs.
+        num_folds: into how many parts the runs are divided, of which one is left out; None: each run alone.
+    """
+    parameters = _Parameters(runs.runtime)
+    number = len(runs.step_s)
+    fold = np.arange(number) % (num_folds or number)
+    found = np.ones(number)
+    for left_out in range(int(fold.max()) + 1):
+        chosen = fold != left_out
+        logarithms = _solve(parameters, runs, chosen)
+        found[~chosen] = np.exp(_errors(parameters, runs, logarithms)[~chosen])
+    return found
+
+
+def _errors(parameters: _Parameters, runs: Runs, logarithms: Floats) -> Floats:
+    reached = parameters.efficiencies(logarithms)
+    predicted = step_seconds(runs.shape, runs.options, runs.rates, reached).total
+    return np.asarray(np.log(predicted / runs.step_s))
+
+
+def _solve(parameters: _Parameters, runs: Runs, chosen: NDArray[np.bool_]) -> Floats:
+    # Here, because predictions do without it.
+    from scipy.optimize import least_squares
+
+    def residuals(deviations: Floats) -> Floats:
+        errors = _errors(parameters, runs, at(deviations))[chosen] / _NOISE
+        return np.concatenate([errors, deviations])
+
+    def at(deviations: Floats) -> Floats:
+        return np.asarray(parameters.prior + deviations * parameters.spread)
+
+    begin = np.zeros_like(parameters.prior)
+    found = least_squares(residuals, begin, method="lm", ftol=_TOLERANCE, xtol=_TOLERANCE)
+    return at(np.asarray(found.x))

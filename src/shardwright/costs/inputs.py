@@ -1,0 +1,254 @@
+"""What the costs of a step are worked out from: numbers, or arrays with an entry for each candidate.
+
+All fields of a class may be numbers or arrays of one length; numpy broadcasts them against one another. So
+the same formulas price a million ways to train one model, or a table of runs of different models.
+"""
+
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.catalogue import Transformer
+from shardwright.cluster import Inventory
+
+__all__ = ["Numbers", "Offload", "Options", "Rates", "Recompute", "ScheduleKind", "Shape", "Sharded"]
+
+Numbers = Any
+"""A float, or an array of them."""
+
+
+class Recompute(IntEnum):
+    """What is computed again in the backward."""
+
+    NONE = 0
+    SELECTIVE = 1
+    FULL = 2
+
+
+class ScheduleKind(IntEnum):
+    """Families of pipeline schedules; ZB_H2 is known from publications only."""
+
+    GPIPE = 0
+    ONE_F_ONE_B = 1
+    INTERLEAVED = 2
+    ZB_H1 = 3
+    ZB_V = 4
+    ZB_H2 = 5
+
+
+class Sharded(IntEnum):
+    """What ranks of a shard group divide: as ZeRO counts it."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+class Offload(IntEnum):
+    """What is kept in the memory of the host."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    ACTIVATIONS = 2
+
+
+class _Columns:
+    """Fields that are numbers or arrays."""
+
+    def take(self, chosen: NDArray[Any]) -> Self:
+        """The entries of some candidates; what is one number for all stays so."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return type(self)(**{name: v[chosen] if np.ndim(v) else v for name, v in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(_Columns):
+    """A transformer.
+
+    Attributes:
+        layers: blocks.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        head_width: width of a head.
+        key_heads: heads of keys and values.
+        ffn: width inside of the MLP.
+        gated: 1 where the MLP has three products.
+        vocabulary: width of the head.
+        sequence: tokens of a sample.
+        causal: 1 where tokens attend to those before them alone.
+        experts: MLPs of a block.
+        experts_per_token: MLPs that a token takes.
+        cross: share of the blocks that attend to an encoder, too.
+        tied: 1 where the head is the embedding.
+    """
+
+    layers: Numbers
+    hidden: Numbers
+    heads: Numbers
+    head_width: Numbers
+    key_heads: Numbers
+    ffn: Numbers
+    vocabulary: Numbers
+    sequence: Numbers
+    gated: Numbers = 0.0
+    causal: Numbers = 1.0
+    experts: Numbers = 1.0
+    experts_per_token: Numbers = 1.0
+    cross: Numbers = 0.0
+    tied: Numbers = 1.0
+
+    @classmethod
+    def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
+        """The shape of an architecture.
+
+        Args:
+            model: which one.
+            sequence: tokens of a sample; by default, as it was trained.
+        """
+        layers = model.layers + model.encoder_layers
+        return cls(
+            layers=float(layers),
+            hidden=float(model.hidden),
+            heads=float(model.heads),
+            head_width=float(model.head_width),
+            key_heads=float(model.key_heads),
+            ffn=float(model.ffn),
+            gated=float(model.gated),
+            vocabulary=float(model.vocabulary),
+            sequence=float(sequence or model.sequence),
+            causal=float(model.causal),
+            experts=float(model.experts),
+            experts_per_token=float(model.experts_per_token),
+            cross=model.layers / layers if model.encoder_layers else 0.0,
+            tied=float(model.tied),
+        )
+
+    @property
+    def queries(self) -> Numbers:
+        """Width of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> Numbers:
+        """Width of all heads of keys."""
+        return self.key_heads * self.head_width
+
+    @property
+    def attention_parameters(self) -> Numbers:
+        """Of the products around attention in a mean block."""
+        return (1 + self.cross) * 2 * self.hidden * (self.queries + self.keys)
+
+    @property
+    def mlp_parameters(self) -> Numbers:
+        """Of one MLP."""
+        return (2 + self.gated) * self.hidden * self.ffn
+
+    @property
+    def block_parameters(self) -> Numbers:
+        """Of a mean block, without biases and norms."""
+        return self.attention_parameters + self.experts * self.mlp_parameters
+
+    @property
+    def embedding_parameters(self) -> Numbers:
+        """Of the embedding of tokens, or of the head."""
+        return self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(_Columns):
+    """Ways to train.
+
+    Attributes:
+        tensor: tensor parallel degree.
+        pipeline: pipeline ranks.
+        virtual: stages of a pipeline rank.
+        data: replicas.
+        shard: replicas that divide states.
+        sharded: what they divide; see `Sharded`.
+        context: context parallel degree.
+        expert: expert parallel degree.
+        microbatch: samples of a microbatch.
+        microbatches: of a replica and step.
+        schedule: see `ScheduleKind`.
+        recompute: see `Recompute`.
+        offload: see `Offload`.
+        sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
+        flash: 1 for fused attention that keeps no scores.
+        hierarchical: 1 where gathers go over nodes and inside of them at the same time.
+        whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
+    """
+
+    tensor: Numbers = 1.0
+    pipeline: Numbers = 1.0
+    virtual: Numbers = 1.0
+    data: Numbers = 1.0
+    shard: Numbers = 1.0
+    sharded: Numbers = 0
+    context: Numbers = 1.0
+    expert: Numbers = 1.0
+    microbatch: Numbers = 1.0
+    microbatches: Numbers = 1.0
+    schedule: Numbers = int(ScheduleKind.ONE_F_ONE_B)
+    recompute: Numbers = int(Recompute.NONE)
+    offload: Numbers = int(Offload.NOTHING)
+    sequence_parallel: Numbers = 0
+    flash: Numbers = 1
+    hierarchical: Numbers = 1
+    whole_layers: Numbers = 0
+
+    @property
+    def num_ranks(self) -> Numbers:
+        """Ranks of the job."""
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def global_batch(self) -> Numbers:
+        """Samples of a step."""
+        return self.data * self.microbatch * self.microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates(_Columns):
+    """Machines, by their peak rates; of several kinds of nodes, the slowest.
+
+    Attributes:
+        flops_per_s: of dense matrix products in the dtype of the run.
+        memory_Bps: of an accelerator's memory.
+        link_Bps: of an accelerator to others of its node, one direction.
+        network_Bps: of a node to other nodes, one direction.
+        per_node: ranks of a node.
+        link_latency_s: inside of a node.
+        network_latency_s: between nodes.
+        host_Bps: to the host's memory, one direction; 0 where there is none.
+    """
+
+    flops_per_s: Numbers
+    memory_Bps: Numbers
+    link_Bps: Numbers
+    network_Bps: Numbers
+    per_node: Numbers
+    link_latency_s: Numbers = 1e-5
+    network_latency_s: Numbers = 2e-5
+    host_Bps: Numbers = 25e9
+
+    @classmethod
+    def of(cls, machines: Inventory, dtype: str = "bfloat16") -> "Rates":
+        """The slowest of some machines, rate by rate."""
+        kinds = [kind for kind, _ in machines.nodes]
+        network = [kind.network_Bps for kind in kinds]
+        if len(kinds) > 1 and machines.between_kinds_Bps is not None:
+            network.append(machines.between_kinds_Bps)
+        return cls(
+            flops_per_s=min(kind.accelerator.flops_per_s[dtype] for kind in kinds),
+            memory_Bps=min(kind.accelerator.memory_Bps for kind in kinds),
+            link_Bps=min(kind.link_Bps for kind in kinds),
+            network_Bps=min(network),
+            per_node=float(min(kind.num_accelerators for kind in kinds)),
+            link_latency_s=max(kind.link_latency_s for kind in kinds),
+            network_latency_s=max(kind.network_latency_s for kind in kinds),
+            host_Bps=min(kind.accelerator.host_Bps for kind in kinds),
+        )

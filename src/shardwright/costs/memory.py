@@ -1,0 +1,184 @@
+"""Bytes of the neediest rank, in parts that add up to them.
+
+Activations are those that a block keeps for its backward, in 16 bits (Korthikanti et al. 2022,
+arXiv:2205.05198, with heads of keys, widths of MLPs and experts as they are)::
+
+    tokens * (10 h / (t or 1) + (8 h + 16 h + 5 a s) / t)      for h wide blocks with MLPs four times as wide
+
+times the microbatches in flight on the first stage. The first and the last stage are worked out; the one that
+needs more counts.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwright.costs.inputs import Numbers, Offload, Options, Recompute, ScheduleKind, Shape, Sharded
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "Precision",
+    "RankBytes",
+    "activation_bytes",
+    "in_flight",
+    "rank_bytes",
+    "state_bytes",
+]
+
+_WHOLE = 10  # bytes of a token and hidden element that tensor parallelism leaves whole
+_SCORES = 5  # bytes of a token, head and key
+_BUCKETS_BYTES = 512 * 2**20
+_LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
+
+
+class Precision(NamedTuple):
+    """Bytes of a trained parameter.
+
+    Attributes:
+        weight: of itself.
+        gradient: of its gradient.
+        optimizer: of what the optimizer keeps, with a copy in 32 bits where there is one.
+    """
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+BF16 = Precision(2, 4, 12)
+FP32 = Precision(4, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """Memory of a rank at its peak; all attributes together are the peak.
+
+    Attributes:
+        parameters: that it keeps.
+        gradients: that it keeps.
+        optimizer: what the optimizer keeps.
+        activations: that are kept for backwards.
+        gathered: parameters and gradients of blocks that are at hand whole.
+        work: of the block that is being computed, or of the loss.
+        communication: buffers.
+        base: of the driver and its kernels.
+    """
+
+    parameters: Numbers
+    gradients: Numbers
+    optimizer: Numbers
+    activations: Numbers
+    gathered: Numbers
+    work: Numbers
+    communication: Numbers
+    base: Numbers
+
+    @property
+    def total(self) -> Numbers:
+        """At the peak."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def rank_bytes(
+    shape: Shape, options: Options, *, precision: Precision = BF16, base: Numbers = 1.5 * 2**30
+) -> RankBytes:
+    """Memory of the neediest rank of every candidate.
+
+    Args:
+        shape: of the model.
+        options: the candidates.
+        precision: of parameters and updates.
+        base: bytes that are taken before the model is there.
+    """
+    first = _stage_bytes(shape, options, precision, base, last=False)
+    last = _stage_bytes(shape, options, precision, base, last=True)
+    more = last.total > first.total
+    names = [field.name for field in fields(RankBytes)]
+    return RankBytes(**{name: np.where(more, getattr(last, name), getattr(first, name)) for name in names})
+
+
+def state_bytes(
+    parameters: Numbers, options: Options, precision: Precision
+) -> tuple[Numbers, Numbers, Numbers]:
+    """Bytes of parameters, gradients and optimizer state of a rank that trains so many parameters."""
+    stage, shard = options.sharded, options.shard
+    weights = parameters * precision.weight / np.where(stage >= Sharded.PARAMETERS, shard, 1.0)
+    gradients = parameters * precision.gradient / np.where(stage >= Sharded.GRADIENTS, shard, 1.0)
+    kept = parameters * precision.optimizer / np.where(stage >= Sharded.OPTIMIZER, shard, 1.0)
+    return weights, gradients, np.where(options.offload == Offload.OPTIMIZER, 0.0, kept)
+
+
+def activation_bytes(shape: Shape, options: Options) -> Numbers:
+    """Bytes that a mean block keeps for the backward of one microbatch."""
+    kept = _block_bytes(shape, options, scores=options.recompute == Recompute.NONE)
+    inputs = 2 * _tokens(shape, options) * shape.hidden / _divided(options)
+    found = np.where(options.recompute == Recompute.FULL, inputs, kept)
+    return np.where(options.offload == Offload.ACTIVATIONS, 0.0, found)
+
+
+def in_flight(options: Options) -> Numbers:
+    """Microbatches whose activations the first stage keeps, in units of all blocks of a rank."""
+    p, v, m, kind = options.pipeline, options.virtual, options.microbatches, options.schedule
+    found = np.minimum(m, p)
+    found = np.where(kind == ScheduleKind.GPIPE, m, found)
+    found = np.where(kind == ScheduleKind.INTERLEAVED, np.minimum(m, p + (p - 1) / v), found)
+    return np.where(kind == ScheduleKind.ZB_H2, np.minimum(m, 2 * p - 1), found)
+
+
+def _stage_bytes(
+    shape: Shape, options: Options, precision: Precision, base: Numbers, *, last: bool
+) -> RankBytes:
+    p, t = options.pipeline, options.tensor
+    stages = p * options.virtual
+    blocks = np.ceil(shape.layers / stages - 1e-9) * options.virtual
+    experts = np.maximum(1.0, shape.experts / options.expert)
+    block = (shape.attention_parameters + experts * shape.mlp_parameters) / t
+    tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))
+    owned = blocks * block + tables * shape.embedding_parameters / t
+    weights, gradients, kept = state_bytes(owned, options, precision)
+    one_stage = p == 1
+    flight = in_flight(options)
+    # The last stage begins the backward of a microbatch before it takes the next one.
+    flight = np.where(one_stage, 1.0, np.where(last, np.minimum(flight, _in_flight_last(options)), flight))
+    live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
+    logits = _tokens(shape, options) * (4 + precision.weight) * shape.vocabulary / t
+    return RankBytes(
+        parameters=weights,
+        gradients=gradients,
+        optimizer=kept,
+        activations=blocks * flight * activation_bytes(shape, options),
+        gathered=np.where(options.sharded >= Sharded.PARAMETERS, live, 0.0),
+        work=np.maximum(_work_bytes(shape, options), np.where(one_stage | last, logits, 0.0)),
+        communication=np.where(options.num_ranks > 1, _BUCKETS_BYTES, 0.0),
+        base=base,
+    )
+
+
+def _in_flight_last(options: Options) -> Numbers:
+    return np.where(options.schedule == ScheduleKind.GPIPE, options.microbatches, 1.0)
+
+
+def _work_bytes(shape: Shape, options: Options) -> Numbers:
+    """Of the block whose backward runs: what it computed again."""
+    again = options.recompute != Recompute.NONE
+    return np.where(again, _block_bytes(shape, options, scores=True), 0.0)
+
+
+def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
+    attention = (1 + shape.cross) * (4 * shape.queries + 4 * shape.keys)
+    mlp = 4 * shape.ffn * (1 + shape.gated) * shape.experts_per_token
+    kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
+    of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
+    whole = _WHOLE * shape.hidden / _divided(options)
+    return _tokens(shape, options) * (whole + (attention + mlp + of_scores) / options.tensor)
+
+
+def _divided(options: Options) -> Numbers:
+    """Over how many ranks the residual stream is divided."""
+    return np.where(options.sequence_parallel > 0, options.tensor, 1.0)
+
+
+def _tokens(shape: Shape, options: Options) -> Numbers:
+    return options.microbatch * shape.sequence / options.context

@@ -1,0 +1,212 @@
+"""Seconds of a training step, in parts that add up to it."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
+from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.inputs import Numbers, Offload, Options, Rates, ScheduleKind, Shape, Sharded
+from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
+
+__all__ = ["StepSeconds", "rank_parameters", "step_seconds"]
+
+_WEIGHT_BYTES = 2  # of a gathered parameter, and of a gradient that is reduced
+_UPDATE_BYTES = 36  # that Adam moves for a parameter with a master copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step; each attribute is a part of it, and all together are the step.
+
+    Attributes:
+        compute: forward and backward of all microbatches on a mean pipeline rank.
+        recompute: what the backward computes again.
+        imbalance: what the slowest pipeline rank computes beyond the mean.
+        tensor: collectives of tensor parallelism.
+        context: exchanges of context parallelism.
+        expert: exchanges of expert parallelism.
+        bubble: idling at the begin and the end of the pipeline.
+        point_to_point: messages between stages.
+        gather: all-gathers of parameters that computing does not hide.
+        reduce_scatter: reduce-scatters of gradients that computing does not hide.
+        all_reduce: sums over replicas at the end.
+        update: of the optimizer.
+        offload: transfers to and from the host's memory that computing does not hide.
+        overhead: of the runtime.
+    """
+
+    compute: Numbers
+    recompute: Numbers
+    imbalance: Numbers
+    tensor: Numbers
+    context: Numbers
+    expert: Numbers
+    bubble: Numbers
+    point_to_point: Numbers
+    gather: Numbers
+    reduce_scatter: Numbers
+    all_reduce: Numbers
+    update: Numbers
+    offload: Numbers
+    overhead: Numbers
+
+    @property
+    def total(self) -> Numbers:
+        """Of the step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> StepSeconds:
+    """Seconds of a step of every candidate."""
+    block = block_seconds(shape, options, rates, reached)
+    head = head_seconds(shape, options, rates, reached)
+    p, m = options.pipeline, options.microbatches
+    blocks = shape.layers / p
+    mean = blocks * block.total + head / p
+    slowest = _slowest_stage(shape, options, block.total, head)
+    hop = _hop_seconds(shape, options, rates, reached)
+    gather, scatter = _shard_seconds(shape, options, rates, reached, blocks * block.computing + head / p)
+    return StepSeconds(
+        compute=m * (blocks * (block.forward + block.backward) + head / p),
+        recompute=m * blocks * block.recompute,
+        imbalance=m * (slowest - mean),
+        tensor=m * blocks * block.tensor,
+        context=m * blocks * block.context,
+        expert=m * blocks * block.expert,
+        bubble=_bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop),
+        point_to_point=m * hop,
+        gather=gather,
+        reduce_scatter=scatter,
+        all_reduce=_all_reduce_seconds(shape, options, rates, reached),
+        update=_update_seconds(shape, options, rates, reached),
+        offload=_offload_seconds(shape, options, rates, block, m * blocks),
+        overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
+    )
+
+
+def rank_parameters(shape: Shape, options: Options) -> Numbers:
+    """Parameters that a pipeline rank trains, over its tensor parallel ranks: the mean with an embedding."""
+    experts = np.maximum(1.0, shape.experts / options.expert)
+    block = shape.attention_parameters + experts * shape.mlp_parameters
+    return (shape.layers / options.pipeline * block + shape.embedding_parameters) / options.tensor
+
+
+def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
+    """The stage with most work: of equal ones, the last, which has the head; else whole blocks, balanced.
+
+    The embedding counts as a block's worth on the first stage, as the head does on the last.
+    """
+    p = options.pipeline
+    equal = shape.layers / p * block + head
+    stages = p * options.virtual
+    share = (shape.layers * block + head) / stages
+    last = np.clip(np.floor((share - head) / block + 0.5), 0.0, shape.layers)
+    others = np.ceil((shape.layers - last) / np.maximum(stages - 1, 1.0) - 1e-9)
+    balanced = np.where(
+        stages > 1,
+        np.maximum(
+            options.virtual * others * block, (options.virtual - 1) * others * block + last * block + head
+        ),
+        equal,
+    )
+    return np.where(options.whole_layers > 0, equal, np.minimum(balanced, equal))
+
+
+def _bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Numbers) -> Numbers:
+    p, v, kind = options.pipeline, options.virtual, options.schedule
+    full = (p - 1) * (mean + hop)
+    by_kind = np.where(kind == ScheduleKind.INTERLEAVED, full / v, full)
+    by_kind = np.where(
+        kind == ScheduleKind.ZB_H1, np.maximum(0.0, (p - 1) * (mean + hop - 2 * weight)), by_kind
+    )
+    without = (kind == ScheduleKind.ZB_V) | (kind == ScheduleKind.ZB_H2)
+    return np.where(p > 1, np.where(without, 0.0, by_kind), 0.0)
+
+
+def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+    """Messages of a microbatch there and back, at one end of a stage."""
+    p = options.pipeline
+    num_bytes = 2 * options.microbatch * shape.sequence / options.context * shape.hidden / options.tensor
+    near = options.num_ranks <= rates.per_node
+    once = hop_seconds(rates, num_bytes, share=reached.point_to_point, near=near)
+    kind = options.schedule
+    crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)
+    crossings = np.where(kind == ScheduleKind.ZB_V, 2.0, crossings)
+    return np.where(p > 1, 2 * crossings * once, 0.0)
+
+
+def _shard_seconds(
+    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
+) -> tuple[Numbers, Numbers]:
+    """What gathers and reduce-scatters of shards take of a step beyond the computing that hides them.
+
+    ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
+    is exposed, and nearly all of very much.
+    """
+    ranks, stride, m = options.shard, options.tensor * options.context, options.microbatches
+    num_bytes = _WEIGHT_BYTES * rank_parameters(shape, options)
+    flat = ring_seconds(
+        rates,
+        num_bytes,
+        ranks=ranks,
+        stride=stride,
+        rate=ring_rate(
+            rates,
+            ranks=ranks,
+            stride=stride,
+            link_share=reached.gather_link,
+            network_share=reached.gather_network,
+        ),
+    )
+    by_nodes = gather_seconds(
+        rates,
+        num_bytes,
+        ranks=ranks,
+        stride=stride,
+        link_share=reached.gather_link,
+        network_share=reached.hierarchical_network,
+    )
+    once = np.where(options.hierarchical > 0, by_nodes, flat)
+    hidden = reached.overlap * computing
+    gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
+    scatters = np.where(options.sharded >= Sharded.GRADIENTS, 1.0, 0.0)
+    together = (gathers + scatters) * once
+    exposed = np.hypot(together, hidden) - hidden
+    share = gathers / np.maximum(gathers + scatters, 1.0)
+    return m * exposed * share, m * exposed * (1 - share)
+
+
+def _all_reduce_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+    """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
+    stride = options.tensor * options.context
+    divided = options.sharded >= Sharded.GRADIENTS
+    shard = np.where(divided, options.shard, 1.0)
+    replicas = options.data / shard
+    num_bytes = 2 * _WEIGHT_BYTES * rank_parameters(shape, options) / shard
+    rate = ring_rate(
+        rates,
+        ranks=replicas,
+        stride=stride * shard,
+        link_share=reached.link,
+        network_share=reached.reduce_network,
+    )
+    return 2 * ring_seconds(rates, num_bytes / 2, ranks=replicas, stride=stride * shard, rate=rate)
+
+
+def _update_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+    shard = np.where(options.sharded >= Sharded.OPTIMIZER, options.shard, 1.0)
+    own = rank_parameters(shape, options) / shard
+    on_host = options.offload == Offload.OPTIMIZER
+    rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
+    return own * _UPDATE_BYTES / rate
+
+
+def _offload_seconds(
+    shape: Shape, options: Options, rates: Rates, block: BlockSeconds, blocks: Numbers
+) -> Numbers:
+    """Inputs of blocks go to the host and come back, while others are computed."""
+    tokens = options.microbatch * shape.sequence / options.context
+    once = 2 * 2 * tokens * shape.hidden / np.maximum(rates.host_Bps, 1.0)
+    beyond = np.maximum(0.0, once - block.computing)
+    return np.where(options.offload == Offload.ACTIVATIONS, blocks * beyond, 0.0)

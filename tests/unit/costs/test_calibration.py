@@ -1,0 +1,68 @@
+"""Efficiencies: those that ship, and the fit that they are from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shardwright.catalogue import find_architecture
+from shardwright.costs import Options, Rates, Shape, calibration_of, step_seconds
+from shardwright.costs.efficiencies import PRIORS, Efficiencies
+from shardwright.costs.fit import fit, leave_out, ratios
+from shardwright.costs.runs import MeasuredRun, Runs
+
+pytest.importorskip("scipy")
+
+RATES = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
+SHAPE = Shape.of(find_architecture("llama3-8b"))
+
+
+def test_what_is_calibrated_ships():
+    for family, runtime in (("A100", "megatron"), ("A100", "fsdp"), ("A100", "smp"), ("H100", "fsdp")):
+        found = calibration_of(family, runtime)
+        assert found.provenance.startswith("calibrated on ")
+        assert 0 < found.spread < 0.25
+        low, high = found.interval(10.0)
+        assert low < 10 < high
+
+
+def test_what_nobody_measured_has_a_wider_interval():
+    known = calibration_of("A100", "megatron")
+    other_runtime = calibration_of("A100", "shardwright")
+    other_family = calibration_of("TPU")
+    assert known.spread < other_runtime.spread <= other_family.spread
+    assert "not of shardwright" in other_runtime.provenance
+    assert other_family.provenance.startswith("not calibrated for TPU")
+
+
+def runs_of(truth, rng):
+    found = []
+    for runtime in ("one", "two"):
+        for tensor in (1.0, 2.0, 4.0, 8.0):
+            for microbatch in (1.0, 2.0, 8.0):
+                options = Options(tensor=tensor, data=4.0, microbatch=microbatch, microbatches=8.0)
+                own = replace(truth, matmul_factor=truth.matmul_factor * (0.9 if runtime == "two" else 1.0))
+                seconds = float(step_seconds(SHAPE, options, RATES, own).total) * rng.lognormal(0, 0.01)
+                found.append(
+                    MeasuredRun(
+                        name="run",
+                        group="made up",
+                        accelerator="A100",
+                        runtime=runtime,
+                        shape=SHAPE,
+                        options=options,
+                        rates=RATES,
+                        step_s=seconds,
+                    )
+                )
+    return Runs.of(found)
+
+
+def test_a_fit_predicts_runs_that_it_has_not_seen():
+    truth = Efficiencies(**{name: prior.median for name, prior in PRIORS.items()})
+    runs = runs_of(replace(truth, matmul=0.6, link=0.4), np.random.default_rng(0))
+    fitted = fit(runs)
+    assert abs(ratios(runs, fitted) - 1).max() < 0.04
+    assert abs(leave_out(runs, num_folds=6) - 1).mean() < 0.03
+    factors = [fitted.of_runtimes[name]["matmul_factor"] for name in ("one", "two")]
+    assert factors[1] / factors[0] == pytest.approx(0.9, rel=0.06)
