@@ -1,7 +1,8 @@
 """The command line: ``shardwright COMMAND``.
 
-A command is a function of its own file, and a line in `COMMANDS`; a group of commands is an application of
-its own file. Only the command that is asked for is imported, so that ``shardwright --help`` answers at once.
+A command is a function of its own file (``why-not`` in ``why_not``), and a line in `COMMANDS`; a group of
+commands is an application of its own file. Only the command that is asked for is imported, so that
+``shardwright --help`` answers at once.
 """
 
 import sys
@@ -38,9 +39,8 @@ class Command:
 
     def load(self) -> Any:
         """Imports the function, or the application of a group."""
-        return getattr(
-            import_module(f"shardwright.cli.{self.name}"), "application" if self.is_group else self.name
-        )
+        plain = self.name.replace("-", "_")
+        return getattr(import_module(f"shardwright.cli.{plain}"), "application" if self.is_group else plain)
 
 
 COMMANDS = (
@@ -51,6 +51,10 @@ COMMANDS = (
         settings={"allow_interspersed_args": False},
     ),
     Command(name="plan", summary="Make a plan without running it, show one, compare two.", is_group=True),
+    Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
+    Command(name="why-not", summary="Say why the best way is not the one that you have in mind."),
+    Command(name="what-if", summary="Show what other machines, faster links or longer samples would change."),
+    Command(name="catalogue", summary="List the models and machines that are known by name."),
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
     Command(name="probe", summary="Measure what collectives cost, and show which algorithms are chosen."),

@@ -37,6 +37,7 @@ class BlockSeconds:
         tensor: collectives of tensor parallelism, forward, backward and again.
         context: what exchanging keys and values takes beyond the computing that hides it.
         expert: exchanging tokens between experts.
+        free: the part of the computing behind which nothing of these hides.
     """
 
     forward: Numbers
@@ -46,6 +47,7 @@ class BlockSeconds:
     tensor: Numbers
     context: Numbers
     expert: Numbers
+    free: Numbers
 
     @property
     def computing(self) -> Numbers:
@@ -88,14 +90,17 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     forward = products + attention + elementwise
     full, selective = options.recompute == Recompute.FULL, options.recompute == Recompute.SELECTIVE
     again = np.where(options.flash > 0, 0.0, attention)
+    backward = 2 * products + attention_backward + _ELEMENTWISE_BACKWARD * elementwise
+    recompute = np.where(full, forward, np.where(selective, again, 0.0))
     return BlockSeconds(
         forward=forward,
-        backward=2 * products + attention_backward + _ELEMENTWISE_BACKWARD * elementwise,
-        recompute=np.where(full, forward, np.where(selective, again, 0.0)),
+        backward=backward,
+        recompute=recompute,
         weight=products,
         tensor=_tensor(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
         context=_context(shape, options, rates, reached, tokens, attention),
         expert=_expert(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
+        free=forward + backward + recompute - np.where(options.context > 1, 3 * attention, 0.0),
     )
 
 

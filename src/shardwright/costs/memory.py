@@ -1,12 +1,7 @@
 """Bytes of the neediest rank, in parts that add up to them.
 
-Activations are those that a block keeps for its backward, in 16 bits (Korthikanti et al. 2022,
-arXiv:2205.05198, with heads of keys, widths of MLPs and experts as they are)::
-
-    tokens * (10 h / (t or 1) + (8 h + 16 h + 5 a s) / t)      for h wide blocks with MLPs four times as wide
-
-times the microbatches in flight on the first stage. The first and the last stage are worked out; the one that
-needs more counts.
+Activations are what `kept` says of a block, times the microbatches in flight. The first and the last stage
+are worked out; the one that needs more counts.
 """
 
 from dataclasses import dataclass, fields
@@ -15,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwright.costs.inputs import Numbers, Offload, Options, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.kept import kept_bytes, tokens_of, whole_block_bytes
 
 __all__ = [
     "BF16",
@@ -27,8 +23,6 @@ __all__ = [
     "state_bytes",
 ]
 
-_WHOLE = 10  # bytes of a token and hidden element that tensor parallelism leaves whole
-_SCORES = 5  # bytes of a token, head and key
 _BUCKETS_BYTES = 512 * 2**20
 _LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
 
@@ -111,11 +105,8 @@ def state_bytes(
 
 
 def activation_bytes(shape: Shape, options: Options) -> Numbers:
-    """Bytes that a mean block keeps for the backward of one microbatch."""
-    kept = _block_bytes(shape, options, scores=options.recompute == Recompute.NONE)
-    inputs = 2 * _tokens(shape, options) * shape.hidden / _divided(options)
-    found = np.where(options.recompute == Recompute.FULL, inputs, kept)
-    return np.where(options.offload == Offload.ACTIVATIONS, 0.0, found)
+    """Bytes that a mean block keeps on its accelerator for the backward of one microbatch."""
+    return np.where(options.offload == Offload.ACTIVATIONS, 0.0, kept_bytes(shape, options))
 
 
 def in_flight(options: Options) -> Numbers:
@@ -143,7 +134,7 @@ def _stage_bytes(
     # The last stage begins the backward of a microbatch before it takes the next one.
     flight = np.where(one_stage, 1.0, np.where(last, np.minimum(flight, _in_flight_last(options)), flight))
     live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
-    logits = _tokens(shape, options) * (4 + precision.weight) * shape.vocabulary / t
+    logits = tokens_of(shape, options) * (4 + precision.weight) * shape.vocabulary / t
     return RankBytes(
         parameters=weights,
         gradients=gradients,
@@ -163,22 +154,4 @@ def _in_flight_last(options: Options) -> Numbers:
 def _work_bytes(shape: Shape, options: Options) -> Numbers:
     """Of the block whose backward runs: what it computed again."""
     again = options.recompute != Recompute.NONE
-    return np.where(again, _block_bytes(shape, options, scores=True), 0.0)
-
-
-def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
-    attention = (1 + shape.cross) * (4 * shape.queries + 4 * shape.keys)
-    mlp = 4 * shape.ffn * (1 + shape.gated) * shape.experts_per_token
-    kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
-    of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
-    whole = _WHOLE * shape.hidden / _divided(options)
-    return _tokens(shape, options) * (whole + (attention + mlp + of_scores) / options.tensor)
-
-
-def _divided(options: Options) -> Numbers:
-    """Over how many ranks the residual stream is divided."""
-    return np.where(options.sequence_parallel > 0, options.tensor, 1.0)
-
-
-def _tokens(shape: Shape, options: Options) -> Numbers:
-    return options.microbatch * shape.sequence / options.context
+    return np.where(again, whole_block_bytes(shape, options), 0.0)

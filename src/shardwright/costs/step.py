@@ -7,6 +7,7 @@ import numpy as np
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Rates, ScheduleKind, Shape, Sharded
+from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 
 __all__ = ["StepSeconds", "rank_parameters", "step_seconds"]
@@ -66,7 +67,7 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     mean = blocks * block.total + head / p
     slowest = _slowest_stage(shape, options, block.total, head)
     hop = _hop_seconds(shape, options, rates, reached)
-    gather, scatter = _shard_seconds(shape, options, rates, reached, blocks * block.computing + head / p)
+    gather, scatter = _shard_seconds(shape, options, rates, reached, blocks * block.free + head / p)
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
         recompute=m * blocks * block.recompute,
@@ -80,7 +81,7 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         reduce_scatter=scatter,
         all_reduce=_all_reduce_seconds(shape, options, rates, reached),
         update=_update_seconds(shape, options, rates, reached),
-        offload=_offload_seconds(shape, options, rates, block, m * blocks),
+        offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
 
@@ -114,14 +115,15 @@ def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers
 
 
 def _bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Numbers) -> Numbers:
-    p, v, kind = options.pipeline, options.virtual, options.schedule
+    p, kind = options.pipeline, options.schedule
     full = (p - 1) * (mean + hop)
-    by_kind = np.where(kind == ScheduleKind.INTERLEAVED, full / v, full)
-    by_kind = np.where(
-        kind == ScheduleKind.ZB_H1, np.maximum(0.0, (p - 1) * (mean + hop - 2 * weight)), by_kind
-    )
-    without = (kind == ScheduleKind.ZB_V) | (kind == ScheduleKind.ZB_H2)
-    return np.where(p > 1, np.where(without, 0.0, by_kind), 0.0)
+    by_kind = np.where(kind == ScheduleKind.INTERLEAVED, full / options.virtual, full)
+    filled = np.where(kind == ScheduleKind.ZB_H1, (p - 1) * (mean + hop - 2 * weight), 0.0)
+    # Weight gradients fill what there is of them: a microbatch goes through all stages and back all the same.
+    at_least = (p - 1) * (mean + hop - weight) - (options.microbatches - 1) * weight
+    split = (kind == ScheduleKind.ZB_H1) | (kind == ScheduleKind.ZB_V) | (kind == ScheduleKind.ZB_H2)
+    by_kind = np.where(split, np.maximum(np.maximum(filled, at_least), 0.0), by_kind)
+    return np.where(p > 1, by_kind, 0.0)
 
 
 def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
@@ -203,10 +205,9 @@ def _update_seconds(shape: Shape, options: Options, rates: Rates, reached: Effic
 
 
 def _offload_seconds(
-    shape: Shape, options: Options, rates: Rates, block: BlockSeconds, blocks: Numbers
+    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, block: BlockSeconds
 ) -> Numbers:
-    """Inputs of blocks go to the host and come back, while others are computed."""
-    tokens = options.microbatch * shape.sequence / options.context
-    once = 2 * 2 * tokens * shape.hidden / np.maximum(rates.host_Bps, 1.0)
-    beyond = np.maximum(0.0, once - block.computing)
-    return np.where(options.offload == Offload.ACTIVATIONS, blocks * beyond, 0.0)
+    """What a block keeps goes to the host and comes back, behind the computing that hides nothing else."""
+    once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
+    beyond = np.maximum(0.0, once - np.maximum(0.0, 1 - reached.overlap) * block.free)
+    return np.where(options.offload == Offload.ACTIVATIONS, beyond, 0.0)

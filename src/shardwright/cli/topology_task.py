@@ -1,0 +1,89 @@
+"""What the commands about topologies have in common: the task on the command line."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from shardwright.catalogue import Transformer
+    from shardwright.topology import Task
+
+__all__ = ["Batch", "Dtype", "Machines", "Model", "OnlyWhatRuns", "Pins", "Runtime", "Sequence_", "task_of"]
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name (see: shardwright catalogue), or a config.json of Hugging Face."
+    ),
+]
+Machines = Annotated[
+    str, typer.Argument(metavar="MACHINES", help="Such as p4d.24xlarge*4, or p4d.24xlarge*4+p5.48xlarge*2.")
+]
+Batch = Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")]
+Sequence_ = Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of products: bfloat16, float16 or float32.")]
+Runtime = Annotated[
+    str, typer.Option("--runtime", help="Whose efficiencies count: shardwright, megatron, fsdp, smp, ...")
+]
+OnlyWhatRuns = Annotated[
+    bool, typer.Option("--only-what-runs", help="Leave out what this version's runtime does not have.")
+]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="NAME=VALUE", help="An option that is given: tensor=8, recompute=full."),
+]
+
+
+def task_of(
+    model: str,
+    machines: str,
+    *,
+    batch: int,
+    sequence: int | None,
+    dtype: str,
+    runtime: str,
+    only_what_runs: bool,
+    pins: Sequence[str],
+) -> "Task":
+    """The task that the words of a command describe.
+
+    Raises:
+        ConfigError, UsageError: one of them cannot be read; with what is known.
+    """
+    # Here, because they import numpy: --help answers before.
+    from shardwright.cluster import parse_inventory
+    from shardwright.topology import Task
+    from shardwright.topology.pins import parse_pins
+
+    return Task(
+        model=_model(model),
+        machines=parse_inventory(machines),
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        runtime=runtime,
+        only_what_runs=only_what_runs,
+        pins=parse_pins(pins),
+    )
+
+
+def _model(text: str) -> "Transformer":
+    from shardwright.catalogue import find_architecture, from_hugging_face
+
+    path = Path(text)
+    if path.suffix != ".json":
+        return find_architecture(text)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is no configuration of a model: it must be an object.")
+    return from_hugging_face(document, name=path.parent.name or path.stem)

@@ -1,0 +1,122 @@
+"""``shardwright what-if``: what other machines, faster links, or longer samples would change."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwright.cli.topology_task import (
+    Batch,
+    Dtype,
+    Machines,
+    Model,
+    OnlyWhatRuns,
+    Pins,
+    Runtime,
+    Sequence_,
+    task_of,
+)
+from shardwright.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardwright.topology import Task
+
+__all__ = ["what_if"]
+
+_MOST = 1000.0
+
+
+def what_if(
+    model: Model,
+    machines: Machines,
+    batch: Batch,
+    sequence: Sequence_ = None,
+    dtype: Dtype = "bfloat16",
+    pin: Pins = None,
+    runtime: Runtime = "shardwright",
+    only_what_runs: OnlyWhatRuns = False,
+    other_machines: Annotated[str | None, typer.Option("--machines", help="Others instead.")] = None,
+    other_batch: Annotated[
+        int | None, typer.Option("--other-batch", help="Samples of a step instead.")
+    ] = None,
+    other_sequence: Annotated[int | None, typer.Option("--other-sequence", help="Tokens instead.")] = None,
+    network: Annotated[float, typer.Option("--network", help="Networks this many times as fast.")] = 1.0,
+    links: Annotated[
+        float, typer.Option("--links", help="Links inside of nodes so many times as fast.")
+    ] = 1.0,
+    memory: Annotated[
+        float, typer.Option("--memory", help="Accelerators with so many times the memory.")
+    ] = 1.0,
+) -> None:
+    """Show what other machines, faster links, more memory, or longer samples would change.
+
+    For example: shardwright what-if gpt-neox-20b "p4d.24xlarge*4" --batch 512 --network 4
+    """
+    task = task_of(
+        model,
+        machines,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        runtime=runtime,
+        only_what_runs=only_what_runs,
+        pins=pin or (),
+    )
+    other = _changed(
+        task, other_machines, other_batch, other_sequence, network=network, links=links, memory=memory
+    )
+    if other == task:
+        raise UsageError(
+            "nothing is changed. Say what: --machines, --other-batch, --other-sequence, --network, --links "
+            "or --memory."
+        )
+    from shardwright.plan import align
+    from shardwright.topology import search
+    from shardwright.units import format_bytes, format_seconds
+
+    rows = [["", "way", "step", "tokens/s", "memory"]]
+    rates = []
+    for name, each in (("now", task), ("then", other)):
+        best = search(each).best
+        rates.append(best.tokens_per_s)
+        rate = f"{best.tokens_per_s:,.0f}"
+        rows.append([name, best.title, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes)])
+    print(f"{align(rows)}\n\n{rates[1] / rates[0]:.2f} times as many tokens a second.")
+
+
+def _changed(
+    task: "Task",
+    machines: str | None,
+    batch: int | None,
+    sequence: int | None,
+    *,
+    network: float,
+    links: float,
+    memory: float,
+) -> "Task":
+    from shardwright.cluster import parse_inventory
+
+    for name, factor in (("--network", network), ("--links", links), ("--memory", memory)):
+        if not 1 / _MOST <= factor <= _MOST:
+            raise UsageError(f"{name} is {factor:g}, but it must be from {1 / _MOST:g} to {_MOST:g}.")
+    found = task.machines if machines is None else parse_inventory(machines)
+    nodes = tuple(
+        (
+            replace(
+                kind,
+                network_Bps=kind.network_Bps * network,
+                link_Bps=kind.link_Bps * links,
+                accelerator=replace(
+                    kind.accelerator, memory_bytes=int(kind.accelerator.memory_bytes * memory)
+                ),
+            ),
+            number,
+        )
+        for kind, number in found.nodes
+    )
+    return replace(
+        task,
+        machines=replace(found, nodes=nodes),
+        batch=batch or task.batch,
+        sequence=sequence or task.sequence,
+    )

@@ -1,0 +1,51 @@
+"""``shardwright why-not``: why the best way is not the one that somebody has in mind."""
+
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.topology_task import (
+    Batch,
+    Dtype,
+    Machines,
+    Model,
+    OnlyWhatRuns,
+    Runtime,
+    Sequence_,
+    task_of,
+)
+
+__all__ = ["why_not"]
+
+Wanted = Annotated[
+    list[str], typer.Argument(metavar="NAME=VALUE...", help="What you have in mind: tensor=8 pipeline=4.")
+]
+
+
+def why_not(
+    model: Model,
+    machines: Machines,
+    wanted: Wanted,
+    batch: Batch,
+    sequence: Sequence_ = None,
+    dtype: Dtype = "bfloat16",
+    runtime: Runtime = "shardwright",
+    only_what_runs: OnlyWhatRuns = False,
+) -> None:
+    """Say why the best way to train is not the one that you have in mind: how much slower, or larger, it is.
+
+    For example: shardwright why-not gpt-neox-20b "p4d.24xlarge*4" tensor=8 pipeline=4 --batch 512
+    """
+    task = task_of(
+        model,
+        machines,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        runtime=runtime,
+        only_what_runs=only_what_runs,
+        pins=wanted,
+    )
+    from shardwright.topology.explain import why_not as explain
+
+    print("\n".join(explain(task, dict(task.pins))))

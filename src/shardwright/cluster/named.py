@@ -1,0 +1,103 @@
+"""Machines by name: ``p4d.24xlarge*4``, or several kinds, ``p4d.24xlarge*4 + p5.48xlarge*2``."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
+from shardwright.errors import ConfigError
+from shardwright.units import parse_bytes
+
+__all__ = ["MOST_NODES", "node_kinds", "parse_inventory"]
+
+MOST_NODES = 100_000
+"""Of one kind: more are a slip of the keyboard."""
+
+_LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
+_TERM = re.compile(r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:\s*\*\s*(?P<number>[-+\w.]+))?", re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def node_kinds() -> Mapping[str, NodeKind]:
+    """All kinds of nodes that are known by name."""
+    folder = files("shardwright.cluster").joinpath("presets")
+    accelerators, nodes = (
+        yaml.safe_load(folder.joinpath(name).read_text(encoding="utf-8"))
+        for name in ("accelerators.yaml", "nodes.yaml")
+    )
+    known = {name: _accelerator(name, fields) for name, fields in accelerators.items()}
+    return {name: _node(name, fields, known[fields["accelerator"]]) for name, fields in nodes.items()}
+
+
+def parse_inventory(text: str) -> Inventory:
+    """Machines from a text.
+
+    Args:
+        text: names of kinds of nodes, each with how many there are of it (one, if it is not said), joined
+            by ``+``.
+
+    Raises:
+        ConfigError: a name is not known (the nearest are given), or a number is none or out of range.
+
+    >>> machines = parse_inventory("p4d.24xlarge*4 + p5.48xlarge")
+    >>> machines.num_ranks, machines.num_nodes
+    (40, 5)
+    """
+    nodes = []
+    for term in text.split("+"):
+        match = _TERM.fullmatch(term.strip())
+        if match is None:
+            raise ConfigError(
+                f"{term.strip()!r} in {text!r} is not a kind of node and a number, such as p4d.24xlarge*4."
+            )
+        nodes.append((_kind(match["name"]), _number(match["number"], text)))
+    return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
+
+
+def _kind(name: str) -> NodeKind:
+    kinds = node_kinds()
+    plain = name.lower()
+    if plain in kinds:
+        return kinds[plain]
+    near = difflib.get_close_matches(plain, kinds, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(kinds)}."
+    raise ConfigError(f"there are no machines called {name!r}; {hint}")
+
+
+def _number(text: str | None, whole: str) -> int:
+    if text is None:
+        return 1
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_NODES:
+        raise ConfigError(f"{text!r} in {whole!r} is not a number of nodes: take 1 to {MOST_NODES}.")
+    return int(text)
+
+
+def _accelerator(name: str, fields: Mapping[str, Any]) -> Accelerator:
+    return Accelerator(
+        name=name,
+        family=fields["family"],
+        flops_per_s={dtype: float(rate) for dtype, rate in fields["flops_per_s"].items()},
+        memory_bytes=parse_bytes(fields["memory"]),
+        memory_Bps=float(fields["memory_Bps"]),
+        host_Bps=float(fields["host_Bps"]),
+    )
+
+
+def _node(name: str, fields: Mapping[str, Any], accelerator: Accelerator) -> NodeKind:
+    return NodeKind(
+        name=name,
+        accelerator=accelerator,
+        num_accelerators=fields["accelerators"],
+        link_Bps=float(fields["link_Bps"]),
+        link_latency_s=_LINK_LATENCY_S,
+        network_Bps=float(fields["network_Bps"]),
+        network_latency_s=_NETWORK_LATENCY_S,
+        memory_bytes=parse_bytes(fields["memory"]),
+        price_per_hour=fields.get("price_per_hour"),
+        price_source=fields.get("price_source", ""),
+    )

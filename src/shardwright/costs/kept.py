@@ -1,0 +1,46 @@
+"""What a block keeps for its backward, in 16 bits.
+
+After Korthikanti et al. 2022, arXiv:2205.05198, with heads of keys, widths of MLPs and experts as they are::
+
+    tokens * (10 h / (t or 1) + (8 h + 16 h + 5 a s) / t)      for h wide blocks with MLPs four times as wide
+"""
+
+import numpy as np
+
+from shardwright.costs.inputs import Numbers, Options, Recompute, Shape
+
+__all__ = ["kept_bytes", "tokens_of", "whole_block_bytes"]
+
+_WHOLE = 10  # bytes of a token and hidden element that tensor parallelism leaves whole
+_SCORES = 5  # bytes of a token, head and key
+
+
+def kept_bytes(shape: Shape, options: Options) -> Numbers:
+    """Bytes that a mean block keeps for the backward of one microbatch, wherever they are."""
+    inputs = 2 * tokens_of(shape, options) * shape.hidden / _divided(options)
+    kept = _block_bytes(shape, options, scores=options.recompute == Recompute.NONE)
+    return np.where(options.recompute == Recompute.FULL, inputs, kept)
+
+
+def whole_block_bytes(shape: Shape, options: Options) -> Numbers:
+    """Bytes of a mean block when nothing of it is left to be computed again."""
+    return _block_bytes(shape, options, scores=True)
+
+
+def tokens_of(shape: Shape, options: Options) -> Numbers:
+    """Tokens of a microbatch on a rank."""
+    return options.microbatch * shape.sequence / options.context
+
+
+def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
+    attention = (1 + shape.cross) * (4 * shape.queries + 4 * shape.keys)
+    mlp = 4 * shape.ffn * (1 + shape.gated) * shape.experts_per_token
+    kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
+    of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
+    whole = _WHOLE * shape.hidden / _divided(options)
+    return tokens_of(shape, options) * (whole + (attention + mlp + of_scores) / options.tensor)
+
+
+def _divided(options: Options) -> Numbers:
+    """Over how many ranks the residual stream is divided."""
+    return np.where(options.sequence_parallel > 0, options.tensor, 1.0)

@@ -1,0 +1,122 @@
+"""Why a way was chosen, what limits it, and why not another one: in sentences with numbers."""
+
+from dataclasses import dataclass, replace
+
+from shardwright.costs import rank_bytes, step_seconds
+from shardwright.topology.search import Answer, closest_way, search
+from shardwright.topology.space import all_ways
+from shardwright.topology.task import Task
+from shardwright.topology.way import Way, describe
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = ["Sensitivity", "difference", "reasons", "sensitivities", "why_not"]
+
+_RATES = {
+    "flops_per_s": "faster matrix products",
+    "memory_Bps": "faster memory of the accelerators",
+    "link_Bps": "faster links inside of nodes",
+    "network_Bps": "a faster network between nodes",
+}
+_MORE = 1.1
+_FELT = 0.002
+_NUM_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What a rate that is a tenth higher would spare.
+
+    Attributes:
+        what: the rate, in words.
+        share: of the step.
+    """
+
+    what: str
+    share: float
+
+
+def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
+    """For each rate of the machines, what a tenth more of it would spare; the most first."""
+    found = []
+    for name, what in _RATES.items():
+        better = replace(task.rates, **{name: getattr(task.rates, name) * _MORE})
+        seconds = float(step_seconds(task.shape, way.options, better, task.calibration.efficiencies).total)
+        found.append(Sensitivity(what, 1 - seconds / way.step_s))
+    return sorted(found, key=lambda each: -each.share)
+
+
+def reasons(answer: Answer) -> list[str]:
+    """Why the best is best, what limits it, and what the numbers rest on."""
+    task, best = answer.task, answer.best
+    low, high = best.interval_s
+    found = [
+        f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit: {describe(best)} "
+        f"(eight of ten such runs take {format_seconds(low)} to {format_seconds(high)})."
+    ]
+    if answer.alternatives:
+        found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")
+    found.append(f"Of a step: {_parts(best)}.")
+    felt = [each for each in sensitivities(task, best) if each.share > _FELT]
+    if felt:
+        texts = [f"{each.what} {each.share:.1%}" for each in felt]
+        found.append(f"A tenth more of one rate would spare: {', '.join(texts)}.")
+    share = best.peak_bytes / task.memory_bytes
+    found.append(
+        f"The neediest rank takes {format_bytes(best.peak_bytes)} of {format_bytes(task.memory_bytes)} "
+        f"({share:.0%}): {best.memory_text}."
+    )
+    if best.not_run_yet:
+        parts = " and ".join(best.not_run_yet)
+        found.append(f"This version does not run {parts} yet: --only-what-runs finds the best without.")
+    return [*found, f"The times are {best.provenance}."]
+
+
+def why_not(task: Task, pins: dict[str, int]) -> list[str]:
+    """Why the best way is not one with these options.
+
+    Raises:
+        InfeasiblePlanError: nothing fits without them, either.
+        ConfigError: no way has them.
+    """
+    answer = search(replace(task, pins={}))
+    pinned = replace(task, pins=pins)
+    ways = all_ways(pinned)
+    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
+    found = [f"The best way: {describe(answer.best)}."]
+    if (needed <= task.memory_bytes).any():
+        other = search(pinned).best
+        found.append(f"The best with {_text(pins)}: {difference(answer.best, other)}.")
+        return [*found, *_where(answer.best, other)]
+    closest = closest_way(pinned, ways, needed)
+    over = closest.peak_bytes - task.memory_bytes
+    found.append(
+        f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
+        f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."
+    )
+    return found
+
+
+def difference(best: Way, other: Way) -> str:
+    """Another way, with how much slower it is."""
+    return f"{describe(other)} ({other.step_s / best.step_s - 1:+.1%})"
+
+
+def _where(best: Way, other: Way) -> list[str]:
+    """The parts of a step that differ most."""
+    apart = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
+    most = sorted(apart, key=lambda name: -abs(apart[name]))[:_NUM_PARTS]
+    texts = [
+        f"{name.replace('_', ' ')} {format_seconds(other.seconds[name])} (not "
+        f"{format_seconds(best.seconds[name])})"
+        for name in most
+        if abs(apart[name]) > _FELT * best.step_s
+    ]
+    return [f"It differs in {', '.join(texts)}."] if texts else []
+
+
+def _parts(way: Way) -> str:
+    return ", ".join(f"{name} {seconds / way.step_s:.0%}" for name, seconds in way.waterfall)
+
+
+def _text(pins: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in pins.items())

@@ -1,0 +1,84 @@
+"""Options that are given, as text: ``tensor=8``, ``recompute=full``."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+
+from shardwright.costs import Offload, Recompute, ScheduleKind, Sharded
+from shardwright.errors import ConfigError
+from shardwright.topology.space import NAMES
+
+__all__ = ["parse_pins"]
+
+_CHOICES: Mapping[str, type[IntEnum]] = {
+    "schedule": ScheduleKind,
+    "sharded": Sharded,
+    "recompute": Recompute,
+    "offload": Offload,
+}
+_OTHER_NAMES = {
+    "1f1b": "one_f_one_b",
+    "interleaved_1f1b": "interleaved",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+    "data_parallel_degree": "data",
+    "sharded_data_parallel_degree": "shard",
+    "virtual_stages": "virtual",
+    "pipeline_schedule": "schedule",
+}
+
+
+def parse_pins(texts: Iterable[str]) -> dict[str, int]:
+    """Reads pins.
+
+    Args:
+        texts: each ``name=value``; several may be joined by commas.
+
+    Raises:
+        ConfigError: a name or a value is not known, or a name is given twice with different values.
+
+    >>> parse_pins(["tp=8, recompute=full", "schedule=zb_h1"])
+    {'tensor': 8, 'recompute': 2, 'schedule': 3}
+    """
+    found: dict[str, int] = {}
+    for text in (part.strip() for whole in texts for part in whole.split(",")):
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"{text!r} is no option and value, such as tensor=8.")
+        name = _name(name)
+        number = _value(name, value)
+        if found.setdefault(name, number) != number:
+            raise ConfigError(f"{name} is given as {found[name]} and as {number}. Give it once.")
+    return found
+
+
+def _name(text: str) -> str:
+    plain = text.lower().replace("-", "_")
+    plain = _OTHER_NAMES.get(plain, plain)
+    if plain in NAMES:
+        return plain
+    near = difflib.get_close_matches(plain, [*NAMES, *_OTHER_NAMES], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(NAMES)}."
+    raise ConfigError(f"{text!r} is no option of a topology; {hint}")
+
+
+def _value(name: str, text: str) -> int:
+    if name in _CHOICES and not text.isdecimal():
+        plain = text.lower().replace("-", "_")
+        plain = _OTHER_NAMES.get(plain, plain).upper()
+        choices = _CHOICES[name]
+        if plain not in choices.__members__:
+            known = ", ".join(choice.lower() for choice in choices.__members__)
+            raise ConfigError(f"{name} is {text!r}, but it must be one of {known}.")
+        return int(choices[plain])
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, but it must be a whole number.")
+    number = int(text)
+    if name in _CHOICES and number not in list(_CHOICES[name]):
+        raise ConfigError(f"{name} is {number}, but it must be from 0 to {len(_CHOICES[name]) - 1}.")
+    return number

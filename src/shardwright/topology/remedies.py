@@ -1,0 +1,73 @@
+"""When nothing fits: the smallest changes that would."""
+
+from dataclasses import replace
+
+from shardwright.costs import Recompute, rank_bytes
+from shardwright.errors import ConfigError
+from shardwright.topology.space import all_ways
+from shardwright.topology.task import Task
+from shardwright.topology.way import Way
+from shardwright.units import format_bytes
+
+__all__ = ["remedies"]
+
+_FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
+_LEAST_SEQUENCE = 128
+
+
+def remedies(task: Task, closest: Way) -> list[str]:
+    """One line for each thing that helps by itself, then the memory that would do.
+
+    Args:
+        task: for which nothing fits.
+        closest: the way that takes least memory.
+    """
+    found = _unpinned(task)
+    more = next((f for f in _FACTORS if _fits(_with_nodes(task, f))), None)
+    if more is not None:
+        found.append(
+            f"More machines: {more * task.machines.num_nodes} nodes (now {task.machines.num_nodes})."
+        )
+    sequence = int(task.shape.sequence)
+    shorter = next(
+        (sequence // f for f in _FACTORS if sequence // f >= _LEAST_SEQUENCE and _fits(_shorter(task, f))),
+        None,
+    )
+    if shorter is not None:
+        found.append(f"Shorter samples: {shorter} tokens (now {sequence}).")
+    needed = int(closest.peak_bytes * (1 + task.margin))
+    found.append(f"Larger accelerators: {format_bytes(needed)} each.")
+    return found
+
+
+def _unpinned(task: Task) -> list[str]:
+    """What would help of what the user has fixed."""
+    found = []
+    for name, value in task.pins.items():
+        others = {other: pin for other, pin in task.pins.items() if other != name}
+        if _fits(replace(task, pins=others)):
+            hint = " (2: full)" if name == "recompute" and value != Recompute.FULL else ""
+            found.append(f"Leave {name} to the search (now {value}){hint}.")
+    if task.only_what_runs and _fits(replace(task, only_what_runs=False)):
+        found.append(
+            "Tensor, context or expert parallelism, or offload, which this version does not run yet."
+        )
+    return found
+
+
+def _fits(task: Task) -> bool:
+    try:
+        ways = all_ways(task)
+    except ConfigError:
+        return False  # for example, a batch that more replicas do not divide
+    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
+    return bool((needed <= task.memory_bytes).any())
+
+
+def _with_nodes(task: Task, factor: int) -> Task:
+    nodes = tuple((kind, factor * number) for kind, number in task.machines.nodes)
+    return replace(task, machines=replace(task.machines, nodes=nodes))
+
+
+def _shorter(task: Task, factor: int) -> Task:
+    return replace(task, sequence=int(task.shape.sequence) // factor)

@@ -1,0 +1,135 @@
+"""The best ways to train: everything is priced, what does not fit is dropped, the simplest of equals wins."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.costs import Options, Recompute, Sharded, rank_bytes, step_seconds
+from shardwright.errors import InfeasiblePlanError
+from shardwright.topology.remedies import remedies
+from shardwright.topology.space import NAMES, all_ways
+from shardwright.topology.task import Task
+from shardwright.topology.way import Way, way_of
+from shardwright.units import format_bytes
+
+__all__ = ["Answer", "Objective", "closest_way", "search"]
+
+Objective = Literal["speed", "memory"]
+
+_NEAR_TIE = 1.02
+_NUM_ALTERNATIVES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        task: what was asked.
+        best: the way to take.
+        alternatives: the best of those that differ from it and from one another in their degrees.
+        num_ways: that were priced.
+        num_fitting: of them, those that fit in memory.
+    """
+
+    task: Task
+    best: Way
+    alternatives: tuple[Way, ...]
+    num_ways: int
+    num_fitting: int
+
+
+def search(task: Task, *, objective: Objective = "speed") -> Answer:
+    """Finds the fastest way, or the one that takes least memory.
+
+    Args:
+        task: what is asked for.
+        objective: what counts; the other decides between equals.
+
+    Raises:
+        InfeasiblePlanError: nothing fits; with the smallest changes that would help.
+        ConfigError: the pins contradict one another.
+    """
+    ways = all_ways(task)
+    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
+    fitting = np.flatnonzero(needed <= task.memory_bytes)
+    if not len(fitting):
+        raise InfeasiblePlanError(_nothing_fits(task, ways, needed))
+    some = ways.take(fitting)
+    seconds = np.broadcast_to(_seconds(task, some), fitting.shape)
+    score = seconds if objective == "speed" else needed[fitting]
+    order = _order(score, simplicity(some), seconds)
+    chosen = _apart(some, order)
+    found = [way_of(task, _one(some, number)) for number in chosen]
+    return Answer(
+        task=task,
+        best=found[0],
+        alternatives=tuple(found[1:]),
+        num_ways=len(needed),
+        num_fitting=len(fitting),
+    )
+
+
+def simplicity(ways: Options) -> NDArray[np.float64]:
+    """How many parts a way has; fewer are easier to run and to understand."""
+    found: NDArray[np.float64] = (
+        (ways.tensor > 1).astype(float)
+        + (ways.pipeline > 1)
+        + (ways.virtual > 1)
+        + (ways.context > 1)
+        + (ways.expert > 1)
+        + (ways.sharded >= Sharded.OPTIMIZER)
+        + (ways.sharded >= Sharded.PARAMETERS)
+        + (ways.recompute != Recompute.NONE)
+        + 2 * (ways.offload > 0)
+    )
+    return found
+
+
+def _seconds(task: Task, ways: Options) -> NDArray[np.float64]:
+    return np.asarray(step_seconds(task.shape, ways, task.rates, task.calibration.efficiencies).total)
+
+
+def _order(
+    score: NDArray[np.float64], parts: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> NDArray[np.intp]:
+    """Best first; within 2 % of the best, the simplest."""
+    near = score <= score.min() * _NEAR_TIE
+    return np.lexsort((seconds, score, np.where(near, parts, 0.0), ~near))
+
+
+def _apart(ways: Options, order: NDArray[np.intp]) -> list[int]:
+    """The best, and the best of other degrees."""
+    degrees = np.stack([ways.tensor, ways.pipeline, ways.data, ways.shard, ways.context, ways.expert])
+    found: list[int] = []
+    seen: set[tuple[float, ...]] = set()
+    for number in order.tolist():
+        key = tuple(degrees[:, number].tolist())
+        if key not in seen:
+            seen.add(key)
+            found.append(number)
+        if len(found) > _NUM_ALTERNATIVES:
+            break
+    return found
+
+
+def _one(ways: Options, number: int) -> Options:
+    return Options(**{name: float(getattr(ways, name)[number]) for name in NAMES})
+
+
+def closest_way(task: Task, ways: Options, needed: NDArray[np.float64]) -> Way:
+    """Of ways that need so many bytes, the one that takes least memory."""
+    return way_of(task, _one(ways, int(np.argmin(needed))))
+
+
+def _nothing_fits(task: Task, ways: Options, needed: NDArray[np.float64]) -> str:
+    closest = closest_way(task, ways, needed)
+    lines = [
+        f"nothing of {len(needed)} ways fits in {format_bytes(task.memory_bytes)} a rank. The closest "
+        f"({closest.title}) needs {format_bytes(closest.peak_bytes)}: {closest.memory_text}.",
+        "What would help:",
+        *remedies(task, closest),
+    ]
+    return "\n  ".join(lines)

@@ -1,0 +1,231 @@
+"""All ways to train a model on some machines, as columns.
+
+What can never be better by the formulas is left out unless it is pinned: GPipe (1F1B takes less memory),
+tensor parallelism without dividing the sequence, selective recomputation beside fused attention.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
+from shardwright.errors import ConfigError
+from shardwright.topology.task import NOT_RUN_YET, Task
+
+__all__ = ["NAMES", "all_ways", "divisors"]
+
+NAMES = tuple(field.name for field in fields(Options))
+"""Of the options."""
+
+_LARGEST_MICROBATCH = 64
+_MOST_VIRTUAL = 8
+_MOST_CONTEXT = 64
+_RUN_SHARDED = (Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.PARAMETERS)
+
+
+def all_ways(task: Task) -> Options:
+    """Every way that the machines, the batch, the model and the pins allow.
+
+    Raises:
+        ConfigError: a pin is unknown, out of range, or contradicts the machines or another one.
+    """
+    _check_pins(task)
+    columns: dict[str, list[NDArray[np.float64]]] = {name: [] for name in NAMES}
+    for grid in _grids(task):
+        for name, column in grid.items():
+            columns[name].append(column)
+    if not columns["tensor"]:
+        raise ConfigError(_contradiction(task))
+    return Options(**{name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
+    """For each mesh, columns of all that is left to choose."""
+    ranks = task.machines.num_ranks
+    for tensor, pipeline, context in itertools.product(
+        _tensor_degrees(task), _pipeline_degrees(task), _context_degrees(task)
+    ):
+        data, rest = divmod(ranks, tensor * pipeline * context)
+        if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
+            continue
+        each = task.batch // data
+        sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
+        batches = [(b, each // b) for b in sizes if _pinned(task, "microbatches", each // b)]
+        rows: list[Sequence[Any]] = [
+            batches,
+            _schedules(task, pipeline),
+            _shards(task, data),
+            _chosen(task, "expert", _expert_degrees(task, data * context)),
+            _recomputations(task),
+            _offloads(task),
+        ]
+        if all(rows):
+            yield _grid(task, (tensor, pipeline, context, data), rows)
+
+
+def _grid(
+    task: Task, mesh: tuple[int, int, int, int], rows: Sequence[Sequence[Any]]
+) -> dict[str, NDArray[np.float64]]:
+    index = np.meshgrid(*(np.arange(len(row)) for row in rows), indexing="ij")
+    batches, schedules, shards, experts, recomputations, offloads = (
+        np.array(row, dtype=float)[numbers.ravel()] for row, numbers in zip(rows, index, strict=True)
+    )
+    microbatch, microbatches = batches.T
+    schedule, virtual = schedules.T
+    shard, sharded = shards.T
+    tensor, pipeline, context, data = mesh
+    # Interleaving takes its microbatches in rounds of as many as there are ranks.
+    fits = (schedule != ScheduleKind.INTERLEAVED) | (microbatches % pipeline == 0)
+    same = np.ones(int(fits.sum()))
+    pins = task.pins
+    return {
+        "tensor": tensor * same,
+        "pipeline": pipeline * same,
+        "virtual": virtual[fits],
+        "data": data * same,
+        "shard": shard[fits],
+        "sharded": sharded[fits],
+        "context": context * same,
+        "expert": experts[fits],
+        "microbatch": microbatch[fits],
+        "microbatches": microbatches[fits],
+        "schedule": schedule[fits],
+        "recompute": recomputations[fits],
+        "offload": offloads[fits],
+        "sequence_parallel": pins.get("sequence_parallel", int(tensor > 1)) * same,
+        "flash": pins.get("flash", 1) * same,
+        "hierarchical": pins.get("hierarchical", 1) * same,
+        "whole_layers": pins.get("whole_layers", 0) * same,
+    }
+
+
+def _tensor_degrees(task: Task) -> list[int]:
+    per_node = min(kind.num_accelerators for kind, _ in task.machines.nodes)
+    fitting = [t for t in divisors(task.model.heads) if t <= per_node and per_node % t == 0]
+    pinned = task.pins.get("tensor")
+    if pinned is not None and task.model.heads % pinned == 0:
+        return [pinned]  # over nodes, too, where somebody wants it
+    return _chosen(task, "tensor", fitting)
+
+
+def _pipeline_degrees(task: Task) -> list[int]:
+    layers = task.model.layers + task.model.encoder_layers
+    return _chosen(task, "pipeline", [p for p in divisors(task.machines.num_ranks) if p <= layers])
+
+
+def _context_degrees(task: Task) -> list[int]:
+    sequence = int(task.shape.sequence)
+    degrees = [c for c in (2**n for n in range(7)) if c <= _MOST_CONTEXT and sequence % (2 * c) == 0]
+    return _chosen(task, "context", degrees or [1])
+
+
+def _expert_degrees(task: Task, most: int) -> list[int]:
+    return [e for e in divisors(task.model.experts) if most % e == 0]
+
+
+def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
+    """Families of schedules, each with the stages of a rank."""
+    if pipeline == 1:
+        kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
+    else:
+        most = (task.model.layers + task.model.encoder_layers) // pipeline
+        kinds = [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZB_H1, 1)]
+        kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(most, _MOST_VIRTUAL) + 1)]
+        if most >= 2:
+            kinds.append((ScheduleKind.ZB_V, 2))
+        if task.pins.get("schedule") == ScheduleKind.GPIPE:
+            kinds = [(ScheduleKind.GPIPE, 1)]
+    return [(k, v) for k, v in kinds if _pinned(task, "schedule", k) and _pinned(task, "virtual", v)]
+
+
+def _shards(task: Task, data: int) -> list[tuple[int, int]]:
+    """Shard groups, each with what they divide."""
+    kinds = [k for k in Sharded if k and (not task.only_what_runs or k in _RUN_SHARDED)]
+    ways = [(1, int(Sharded.NOTHING))]
+    ways += [(s, int(kind)) for s in divisors(data)[1:] for kind in kinds]
+    return [(s, k) for s, k in ways if _pinned(task, "shard", s) and _pinned(task, "sharded", k)]
+
+
+def _recomputations(task: Task) -> list[int]:
+    fused = task.pins.get("flash", 1)
+    usual = [Recompute.NONE, Recompute.FULL] if fused else list(Recompute)
+    pinned = task.pins.get("recompute")
+    return [int(pinned)] if pinned is not None else [int(kind) for kind in usual]
+
+
+def _offloads(task: Task) -> list[int]:
+    return _chosen(task, "offload", [int(kind) for kind in Offload])
+
+
+def _chosen(task: Task, name: str, values: Iterable[int]) -> list[int]:
+    """Those that are allowed."""
+    least = 0 if name == "offload" else 1
+    if task.only_what_runs and name in NOT_RUN_YET:
+        values = [value for value in values if value == least]
+    return [value for value in values if _pinned(task, name, value)]
+
+
+def _pinned(task: Task, name: str, value: int) -> bool:
+    return task.pins.get(name, value) == value
+
+
+def _check_pins(task: Task) -> None:
+    for name, value in task.pins.items():
+        if name not in NAMES:
+            raise ConfigError(f"{name!r} is no option of a topology. They are {', '.join(NAMES)}.")
+        if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
+            raise ConfigError(f"{name} is {value}, but it must be at least 1.")
+        if task.only_what_runs and name in NOT_RUN_YET and value > (name != "offload"):
+            raise ConfigError(
+                f"{name} is {value}, but this version does not run {NOT_RUN_YET[name]}. Unpin it, or search "
+                "all ways."
+            )
+
+
+_MAY_BE_ZERO = frozenset(
+    {
+        "sharded",
+        "schedule",
+        "recompute",
+        "offload",
+        "sequence_parallel",
+        "flash",
+        "hierarchical",
+        "whole_layers",
+    }
+)
+
+
+def _contradiction(task: Task) -> str:
+    """Which pins leave nothing: each of them by itself, else two of them, else all."""
+    ranks, layers = task.machines.num_ranks, task.model.layers + task.model.encoder_layers
+    facts = (
+        f"{task.model.name} has {layers} layers and {task.model.heads} heads, the machines {ranks} ranks, "
+        f"and a step {task.batch} samples"
+    )
+    pins = dict(task.pins)
+    for number in (1, 2):
+        for names in itertools.combinations(pins, number):
+            if not _any_way(task, {name: pins[name] for name in names}):
+                text = " and ".join(f"{name}={pins[name]}" for name in names)
+                return f"no way to train has {text}: {facts}. Unpin {'it' if number == 1 else 'one of them'}."
+    text = ", ".join(f"{name}={value}" for name, value in pins.items()) or "these machines"
+    return f"no way to train has {text}: {facts}."
+
+
+def _any_way(task: Task, pins: dict[str, int]) -> bool:
+    return any(len(grid["tensor"]) for grid in _grids(replace(task, pins=pins)))

@@ -1,0 +1,120 @@
+"""What a topology is searched for: a model, machines, a batch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+from shardwright.catalogue import Transformer
+from shardwright.cluster import Inventory
+from shardwright.costs import BF16, FP32, Calibration, Precision, Rates, Shape, calibration_of
+from shardwright.errors import ConfigError
+
+__all__ = ["MOST_RANKS", "NOT_RUN_YET", "Task"]
+
+MOST_RANKS = 1_000_000
+_MOST_BATCH = 10_000_000
+_MOST_SEQUENCE = 100_000_000
+
+NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
+    {
+        "tensor": "tensor parallelism",
+        "context": "context parallelism",
+        "expert": "expert parallelism",
+        "offload": "offload",
+    }
+)
+"""Options that are priced, and that the runtime of this version does not have."""
+
+_DEVICE_MARGIN = 0.06  # of memory, for what an allocator cannot use
+_DEVICE_BASE_BYTES = 1.5 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked for.
+
+    Attributes:
+        model: the architecture.
+        machines: that there are.
+        batch: samples of a step, over all replicas.
+        sequence: tokens of a sample; None: as the model was trained.
+        dtype: of products: ``bfloat16``, ``float16`` or ``float32``.
+        runtime: whose efficiencies count.
+        only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
+        pins: options that are given, by their names in `shardwright.costs.Options`.
+
+    Raises:
+        ConfigError: a number is out of range, or machines have no rate for the dtype.
+    """
+
+    model: Transformer
+    machines: Inventory
+    batch: int
+    sequence: int | None = None
+    dtype: str = "bfloat16"
+    runtime: str = "shardwright"
+    only_what_runs: bool = False
+    pins: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = self.machines.num_ranks
+        for name, value, most in (
+            ("the number of ranks", ranks, MOST_RANKS),
+            ("batch", self.batch, _MOST_BATCH),
+            ("sequence", 1 if self.sequence is None else self.sequence, _MOST_SEQUENCE),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{name} is {value}, but it must be from 1 to {most}.")
+        for kind, _ in self.machines.nodes:
+            rates = kind.accelerator.flops_per_s
+            if self.dtype not in rates:
+                raise ConfigError(
+                    f"{kind.accelerator.name} has no rate for {self.dtype}; take one of {', '.join(rates)}."
+                )
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Of the model."""
+        return Shape.of(self.model, sequence=self.sequence)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """Of the slowest machines."""
+        return Rates.of(self.machines, self.dtype)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Of the machines; of several families, the one with the widest interval."""
+        families = {kind.accelerator.family for kind, _ in self.machines.nodes}
+        return max((calibration_of(family, self.runtime) for family in families), key=lambda c: c.spread)
+
+    @property
+    def precision(self) -> Precision:
+        """Bytes of parameters and updates."""
+        return FP32 if self.dtype == "float32" else BF16
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * int(self.shape.sequence)
+
+    @property
+    def memory_bytes(self) -> int:
+        """That a rank may use, of the smallest accelerators."""
+        least = min(kind.accelerator.memory_bytes for kind, _ in self.machines.nodes)
+        return int(least / (1 + self.margin))
+
+    @property
+    def margin(self) -> float:
+        """Share of what is needed that allocators take on top."""
+        return 0.0 if self._on_cpus else _DEVICE_MARGIN
+
+    @property
+    def base_bytes(self) -> float:
+        """Memory of a rank that is taken before the model is there."""
+        return 0.0 if self._on_cpus else _DEVICE_BASE_BYTES
+
+    @property
+    def _on_cpus(self) -> bool:
+        return all(kind.cores > 0 for kind, _ in self.machines.nodes)

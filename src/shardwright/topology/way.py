@@ -1,0 +1,210 @@
+"""One way to train: its options, what it takes, and how to say so."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwright.costs import (
+    Offload,
+    Options,
+    Recompute,
+    ScheduleKind,
+    Sharded,
+    rank_bytes,
+    step_seconds,
+)
+from shardwright.topology.task import NOT_RUN_YET, Task
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = ["Way", "describe", "way_of"]
+
+_PARTS = {
+    "compute": "computing",
+    "recompute": "recomputation",
+    "imbalance": "imbalance of stages",
+    "tensor": "tensor parallel collectives",
+    "context": "context parallel exchanges",
+    "expert": "expert parallel exchanges",
+    "bubble": "pipeline bubble",
+    "point_to_point": "messages between stages",
+    "gather": "gathers of parameters",
+    "reduce_scatter": "reduce-scatters of gradients",
+    "all_reduce": "all-reduces over replicas",
+    "update": "optimizer",
+    "offload": "transfers to the host",
+    "overhead": "overhead of the runtime",
+}
+_MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "gathered": "gathered parameters",
+    "work": "work",
+    "communication": "buffers",
+    "base": "driver",
+}
+_SCHEDULES = {
+    ScheduleKind.GPIPE: "gpipe",
+    ScheduleKind.ONE_F_ONE_B: "1f1b",
+    ScheduleKind.INTERLEAVED: "interleaved_1f1b",
+    ScheduleKind.ZB_H1: "zb_h1",
+    ScheduleKind.ZB_V: "zb_v",
+    ScheduleKind.ZB_H2: "zb_h2",
+}
+_SHARED = {
+    Sharded.OPTIMIZER: "optimizer state",
+    Sharded.GRADIENTS: "optimizer state and gradients",
+    Sharded.PARAMETERS: "all states",
+}
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to train, priced.
+
+    Attributes:
+        options: of it; each a number.
+        step_s: seconds of a step.
+        interval_s: between these, eight of ten runs should be.
+        seconds: parts that add up to the step.
+        num_bytes: parts that add up to what the neediest rank takes.
+        provenance: what the seconds rest on.
+        tokens_per_s: of all ranks.
+        dollars_per_million_tokens: None where a price is not known.
+    """
+
+    options: Options
+    step_s: float
+    interval_s: tuple[float, float]
+    seconds: dict[str, float]
+    num_bytes: dict[str, int]
+    provenance: str
+    tokens_per_s: float
+    dollars_per_million_tokens: float | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the neediest rank."""
+        return sum(self.num_bytes.values())
+
+    @property
+    def title(self) -> str:
+        """In one line: ``tensor 8, pipeline 4 (1f1b), data 16; 8 microbatches of 2``."""
+        o = self.options
+        degrees = []
+        for name in ("tensor", "context", "expert"):
+            if getattr(o, name) > 1:
+                degrees.append(f"{name} {int(getattr(o, name))}")
+        if o.pipeline > 1:
+            stages = f", {int(o.virtual)} stages a rank" if o.virtual > 1 else ""
+            degrees.append(f"pipeline {int(o.pipeline)} ({self.schedule}{stages})")
+        degrees.append(f"data {int(o.data)}")
+        if o.sharded:
+            degrees.append(f"{_SHARED[Sharded(int(o.sharded))]} shared by {int(o.shard)}")
+        text = f"{', '.join(degrees)}; {_microbatches(o)}"
+        if o.recompute != Recompute.NONE:
+            text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
+        if o.offload:
+            text += f"; {Offload(int(o.offload)).name.lower()} in the host's memory"
+        return text
+
+    @property
+    def schedule(self) -> str:
+        """The family of the pipeline's schedule."""
+        return _SCHEDULES[ScheduleKind(int(self.options.schedule))]
+
+    @property
+    def not_run_yet(self) -> list[str]:
+        """Parts of it that this version's runtime does not have."""
+        return [
+            text
+            for name, text in NOT_RUN_YET.items()
+            if getattr(self.options, name) > (0 if name == "offload" else 1)
+        ]
+
+    @property
+    def memory_text(self) -> str:
+        """The parts of the memory, largest first."""
+        parts = sorted(self.num_bytes.items(), key=lambda part: -part[1])
+        return ", ".join(f"{format_bytes(size)} {_MEMORY[name]}" for name, size in parts if size)
+
+    @property
+    def waterfall(self) -> list[tuple[str, float]]:
+        """The parts of the step that count, largest first, and what is left; they add up to it."""
+        ordered = sorted(self.seconds.items(), key=lambda part: -part[1])
+        shown = [(_PARTS[name], s) for name, s in ordered if s >= _LEAST_SHARE * self.step_s]
+        rest = self.step_s - sum(s for _, s in shown)
+        return [*shown, ("the rest", rest)] if rest > 0 else shown
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a training script sets, as far as this version runs it; see docs/configuration.md."""
+        o = self.options
+        found: dict[str, Any] = {
+            "pipeline_parallel_degree": int(o.pipeline),
+            "data_parallel_degree": int(o.data),
+            "microbatches": int(o.microbatches),
+        }
+        if o.pipeline > 1:
+            found["pipeline"] = self.schedule
+        if o.virtual > 1:
+            found["virtual_stages"] = int(o.virtual)
+        if o.sharded == Sharded.PARAMETERS:
+            found["sharded_data_parallel_degree"] = int(o.shard)
+        elif o.sharded:
+            found["shard_optimizer_state"] = True
+        if o.recompute == Recompute.FULL:
+            found["activation_checkpointing"] = "full"
+        return found
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """For JSON."""
+        return {
+            "title": self.title,
+            "options": {f.name: int(getattr(self.options, f.name)) for f in fields(self.options)},
+            "step_s": self.step_s,
+            "interval_s": list(self.interval_s),
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "bytes": self.num_bytes,
+            "tokens_per_s": self.tokens_per_s,
+            "dollars_per_million_tokens": self.dollars_per_million_tokens,
+            "provenance": self.provenance,
+            "not_run_yet": self.not_run_yet,
+            "settings": self.settings,
+        }
+
+
+def way_of(task: Task, options: Options) -> Way:
+    """Prices one way.
+
+    Args:
+        task: what is asked for.
+        options: numbers.
+    """
+    step = step_seconds(task.shape, options, task.rates, task.calibration.efficiencies)
+    memory = rank_bytes(task.shape, options, precision=task.precision, base=task.base_bytes)
+    total = float(step.total)
+    price = task.machines.price_per_hour
+    return Way(
+        options=options,
+        step_s=total,
+        interval_s=task.calibration.interval(total),
+        seconds={name: float(getattr(step, name)) for name in _PARTS},
+        num_bytes={name: int(getattr(memory, name)) for name in _MEMORY},
+        provenance=task.calibration.provenance,
+        tokens_per_s=task.tokens / total,
+        dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
+    )
+
+
+def _microbatches(options: Options) -> str:
+    number, size = int(options.microbatches), int(options.microbatch)
+    return f"{number} microbatch{'' if number == 1 else 'es'} of {size}"
+
+
+def describe(way: Way) -> str:
+    """In one line, with seconds and bytes."""
+    return f"{way.title}: {format_seconds(way.step_s)} a step, {format_bytes(way.peak_bytes)} a rank"

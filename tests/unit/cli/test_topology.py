@@ -1,0 +1,92 @@
+"""search, why-not, what-if and catalogue on the command line."""
+
+import json
+
+import pytest
+
+from cli.calling import call
+
+NEOX = ("gpt-neox-20b", "p4d.24xlarge*4")
+
+
+def test_search(capsys):
+    code, out, _ = call(capsys, "search", *NEOX, "--batch", "512")
+    assert code == 0
+    assert out.startswith(
+        "gpt-neox-20b, 20.6 billion parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples"
+    )
+    assert "tokens/s" in out
+    assert "dollars a million tokens" in out
+    assert "The neediest rank takes" in out
+
+
+def test_search_as_json(capsys):
+    code, out, _ = call(capsys, "search", *NEOX, "-b", "512", "--only-what-runs", "--json")
+    document = json.loads(out)
+    best = document["best"]
+    assert code == 0
+    assert best["not_run_yet"] == []
+    assert sum(best["seconds"].values()) == pytest.approx(best["step_s"])
+    assert sum(best["bytes"].values()) == best["peak_bytes"]
+    assert len(document["alternatives"]) == 5
+    assert document["fitting"] <= document["ways"]
+
+
+def test_a_configuration_file_as_model(capsys, tmp_path):
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    fields = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    path.write_text(json.dumps(fields | {"n_positions": 1024}))
+    code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
+    assert code == 0
+    assert out.startswith("tiny, 0.1 billion parameters, on rtx4090x4 x 1 (4 ranks)")
+
+
+def test_nothing_fits(capsys):
+    code, _, err = call(capsys, "search", "gpt3-175b", "rtx4090x4", "-b", "8")
+    assert code == 3
+    assert "What would help:" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("gpt-neox-20", "p4d.24xlarge"), "did you mean gpt-neox-20b"),
+        (("gpt-neox-20b", "p4.24xlarge"), "did you mean p4d.24xlarge"),
+        (("gpt-neox-20b", "p4d.24xlarge*0"), "is not a number of nodes"),
+        ((*NEOX, "--pin", "tensor=3"), "no way to train has tensor=3"),
+        ((*NEOX, "--objective", "fun"), "must be one of speed, memory"),
+        (("missing/config.json", "p4d.24xlarge"), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_searched(capsys, words, message):
+    code, _, err = call(capsys, "search", *words, "-b", "512")
+    assert code == 2
+    assert message in err
+
+
+def test_why_not(capsys):
+    code, out, _ = call(capsys, "why-not", *NEOX, "tensor=8", "pipeline=4", "-b", "512")
+    assert code == 0
+    assert "The best with tensor=8, pipeline=4" in out
+
+
+def test_what_if(capsys):
+    code, out, _ = call(capsys, "what-if", *NEOX, "-b", "512", "--network", "4")
+    assert code == 0
+    assert "times as many tokens a second" in out
+    code, _, err = call(capsys, "what-if", *NEOX, "-b", "512")
+    assert code == 2
+    assert "nothing is changed" in err
+    code, _, err = call(capsys, "what-if", *NEOX, "-b", "512", "--memory", "0")
+    assert code == 2
+    assert "--memory is 0, but it must be from 0.001 to 1000" in err
+
+
+def test_catalogue(capsys):
+    code, out, _ = call(capsys, "catalogue")
+    assert code == 0
+    for name in ("mixtral-8x7b", "p5.48xlarge", "8 x H100-80GB", "98.32"):
+        assert name in out
+    code, out, _ = call(capsys, "catalogue", "--json")
+    assert json.loads(out)["machines"]["p4d.24xlarge"]["network_Bps"] == 50e9

@@ -1,0 +1,41 @@
+"""Pins as text."""
+
+import pytest
+
+from shardwright.errors import ConfigError
+from shardwright.topology.pins import parse_pins
+
+
+def test_names_of_others_and_values_by_name():
+    text = [
+        "tensor_parallel_degree=8",
+        "PP=4,schedule=1F1B",
+        "recompute=full, offload=optimizer",
+        "sharded=3",
+    ]
+    assert parse_pins(text) == {
+        "tensor": 8,
+        "pipeline": 4,
+        "schedule": 1,
+        "recompute": 2,
+        "offload": 1,
+        "sharded": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor", "'tensor' is no option and value"),
+        ("tensro=2", "'tensro' is no option of a topology; did you mean tensor"),
+        ("zzz=2", "they are tensor, pipeline"),
+        ("tensor=two", "tensor is 'two', but it must be a whole number"),
+        ("tensor=-2", "tensor is '-2'"),
+        ("recompute=some", "must be one of none, selective, full"),
+        ("sharded=7", "sharded is 7, but it must be from 0 to 3"),
+        ("tensor=2,tp=4", "tensor is given as 2 and as 4"),
+    ],
+)
+def test_what_is_no_pin(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_pins([text])

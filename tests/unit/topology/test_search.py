@@ -1,0 +1,225 @@
+"""The search finds the best of all ways, and goes the way that machines do."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.catalogue import Transformer, find_architecture
+from shardwright.cluster import parse_inventory
+from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
+from shardwright.errors import ConfigError, InfeasiblePlanError
+from shardwright.topology import Task, search, way_of
+from shardwright.topology.explain import reasons, sensitivities, why_not
+
+TIE = 1.02 * (1 + 1e-9)
+
+
+def small_model(layers=6, experts=1):
+    return Transformer(
+        name="small",
+        layers=layers,
+        hidden=2048,
+        heads=4,
+        vocabulary=32000,
+        sequence=512,
+        ffn=8192,
+        experts=experts,
+        experts_per_token=min(2, experts),
+    )
+
+
+def machines(nodes=1, per_node=4, memory=8 * 2**30, **rates):
+    kind, _ = parse_inventory("p4d.24xlarge").nodes[0]
+    device = replace(kind.accelerator, memory_bytes=memory)
+    kind = replace(kind, num_accelerators=per_node, accelerator=device, **rates)
+    return replace(parse_inventory("p4d.24xlarge"), nodes=((kind, nodes),))
+
+
+def every_way(task):
+    """Told apart by plain loops, with all that the search leaves out."""
+    model, ranks = task.model, task.machines.num_ranks
+    per_node = task.machines.nodes[0][0].num_accelerators
+    some = range(1, ranks + 1)
+    for t, p, c, d in product(some, some, some, some):
+        if t * p * c * d != ranks or model.heads % t or per_node % t or p > model.layers or task.batch % d:
+            continue
+        if c > 1 and (model.sequence % (2 * c) or c & (c - 1)):
+            continue
+        each = task.batch // d
+        kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
+        if p > 1:
+            kinds += [(ScheduleKind.ZB_H1, 1), (ScheduleKind.GPIPE, 1)]
+            kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(8, model.layers // p) + 1)]
+            kinds += [(ScheduleKind.ZB_V, 2)] * (model.layers // p >= 2)
+        shards = [(1, 0)] + [(s, z) for s in some if s > 1 and d % s == 0 for z in (1, 2, 3)]
+        experts = [e for e in range(1, model.experts + 1) if model.experts % e == 0 and (d * c) % e == 0]
+        for b, (kind, v), (s, z), e, r, o in product(
+            range(1, 65), kinds, shards, experts, Recompute, Offload
+        ):
+            if each % b or (kind == ScheduleKind.INTERLEAVED and (each // b) % p):
+                continue
+            yield Options(
+                tensor=t,
+                pipeline=p,
+                virtual=v,
+                data=d,
+                shard=s,
+                sharded=int(z),
+                context=c,
+                expert=e,
+                microbatch=b,
+                microbatches=each // b,
+                schedule=int(kind),
+                recompute=int(r),
+                offload=int(o),
+                sequence_parallel=int(t > 1),
+            )
+
+
+@given(
+    nodes=st.sampled_from([1, 2]),
+    per_node=st.sampled_from([1, 2]),
+    batch=st.sampled_from([1, 2, 4]),
+    layers=st.integers(1, 5),
+    experts=st.sampled_from([1, 2]),
+    memory=st.sampled_from([4, 8, 40]),
+)
+@settings(deadline=None, max_examples=12)
+def test_nothing_is_better_than_what_is_found(nodes, per_node, batch, layers, experts, memory):
+    task = Task(
+        model=small_model(layers, experts), machines=machines(nodes, per_node, memory * 2**30), batch=batch
+    )
+    ways = [way_of(task, options) for options in every_way(task)]
+    fitting = [way.step_s for way in ways if way.peak_bytes <= task.memory_bytes]
+    try:
+        best = search(task).best
+    except InfeasiblePlanError:
+        assert not fitting
+        return
+    assert best.peak_bytes <= task.memory_bytes
+    assert min(fitting) * (1 - 1e-9) <= best.step_s <= min(fitting) * TIE
+
+
+@given(
+    rate=st.sampled_from(["link_Bps", "network_Bps"]),
+    factor=st.floats(1, 8),
+    more_memory=st.floats(1, 4),
+    batch=st.sampled_from([8, 16, 64]),
+)
+@settings(deadline=None, max_examples=25)
+def test_better_machines_are_never_slower(rate, factor, more_memory, batch):
+    here = machines(nodes=2, memory=12 * 2**30)
+    kind, number = here.nodes[0]
+    device = replace(kind.accelerator, memory_bytes=int(kind.accelerator.memory_bytes * more_memory))
+    better = replace(kind, accelerator=device, **{rate: getattr(kind, rate) * factor})
+    task = Task(model=small_model(24), machines=here, batch=batch)
+    other = replace(task, machines=replace(here, nodes=((better, number),)))
+    assert search(other).best.step_s <= search(task).best.step_s * TIE
+
+
+def test_parts_add_up():
+    best = search(
+        Task(model=find_architecture("gpt-neox-20b"), machines=machines(8, 8, 40 * 2**30), batch=512)
+    ).best
+    assert sum(seconds for _, seconds in best.waterfall) == pytest.approx(best.step_s)
+    assert sum(best.num_bytes.values()) == best.peak_bytes
+    low, high = best.interval_s
+    assert low < best.step_s < high
+
+
+def test_pins_are_kept_and_what_runs_is_enough():
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb*2"), batch=64)
+    pinned = search(replace(task, pins={"tensor": 2, "pipeline": 4, "recompute": 2})).best.options
+    assert (pinned.tensor, pinned.pipeline, pinned.recompute) == (2, 4, Recompute.FULL)
+    best = search(replace(task, only_what_runs=True)).best
+    assert best.not_run_yet == []
+    assert best.options.sharded in (Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.PARAMETERS)
+    assert best.settings["data_parallel_degree"] * best.settings["pipeline_parallel_degree"] == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"pins": {"tensor": 3}},
+            "no way to train has tensor=3: small has 6 layers and 4 heads, the machines 8",
+        ),
+        ({"pins": {"pipeline": 8}}, "has pipeline=8"),
+        ({"pins": {"tensor": 4, "pipeline": 4}}, "has tensor=4 and pipeline=4"),
+        ({"pins": {"data": 4, "microbatches": 5}}, "microbatches=5"),
+        ({"pins": {"tensors": 4}}, "'tensors' is no option of a topology"),
+        ({"pins": {"tensor": 0}}, "tensor is 0, but it must be at least 1"),
+        ({"pins": {"tensor": 2}, "only_what_runs": True}, "does not run tensor parallelism"),
+        ({"batch": 0}, "batch is 0, but it must be from 1 to"),
+        ({"batch": 10**12}, "batch is 1000000000000"),
+        ({"sequence": -5}, "sequence is -5"),
+        ({"dtype": "int3"}, "A100-40GB has no rate for int3; take one of float32"),
+    ],
+)
+def test_what_cannot_be(change, message):
+    with pytest.raises(ConfigError, match=message):
+        search(replace(Task(model=small_model(), machines=machines(2), batch=8), **change))
+
+
+def test_a_million_ranks_are_too_many():
+    with pytest.raises(ConfigError, match="the number of ranks is 1600000"):
+        Task(model=small_model(), machines=machines(200_000, 8), batch=8)
+
+
+def test_what_does_not_fit_says_what_would_help():
+    task = Task(model=find_architecture("gpt3-175b"), machines=parse_inventory("p4d.24xlarge"), batch=64)
+    with pytest.raises(InfeasiblePlanError, match=r"nothing of \d+ ways fits in 37\.7 GiB a rank") as raised:
+        search(replace(task, pins={"recompute": 0}))
+    text = str(raised.value)
+    assert "More machines: " in text
+    assert "Larger accelerators: " in text
+    nodes = int(text.split("More machines: ")[1].split()[0])
+    for number, fits in ((nodes, True), (nodes // 4, False)):
+        there = replace(
+            task, machines=parse_inventory(f"p4d.24xlarge*{max(1, number)}"), pins={"recompute": 0}
+        )
+        if fits:
+            assert search(there).best.peak_bytes <= there.memory_bytes
+        else:
+            with pytest.raises(InfeasiblePlanError):
+                search(there)
+
+
+def test_reasons_have_the_numbers():
+    task = Task(
+        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
+    )
+    answer = search(task)
+    text = "\n".join(reasons(answer))
+    assert f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit" in text
+    assert answer.best.title in text
+    assert "A tenth more of one rate would spare: faster matrix products" in text
+    assert all(each.share >= -1e-9 for each in sensitivities(task, answer.best))
+    assert len(answer.alternatives) == 5
+    assert all(way.step_s >= answer.best.step_s / 1.02 for way in answer.alternatives)
+
+
+def test_why_not():
+    task = Task(
+        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
+    )
+    slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}))
+    assert "The best with tensor=8, pipeline=4: tensor 8, pipeline 4" in slower
+    assert "It differs in tensor" in slower
+    larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}))
+    assert "nothing fits" in larger
+    assert "too much" in larger
+
+
+def test_several_kinds_of_machines_go_as_fast_as_the_slowest():
+    slow, fast = (
+        Task(model=small_model(24), machines=parse_inventory(text), batch=64)
+        for text in ("p4d.24xlarge*2", "p5.48xlarge*2")
+    )
+    mixed = replace(slow, machines=parse_inventory("p4d.24xlarge + p5.48xlarge"))
+    assert search(fast).best.step_s < search(slow).best.step_s
+    assert search(mixed).best.step_s == pytest.approx(search(slow).best.step_s, rel=0.25)
+    assert search(mixed).best.step_s >= search(fast).best.step_s
