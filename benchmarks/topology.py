@@ -37,18 +37,10 @@ _TRILLION = Transformer(
     source="Narayanan et al. 2021, arXiv:2104.04473",
 )
 _CASES = (
-    # task, seconds
-    (
-        Task(model=find_architecture("gpt-neox-13b"), machines=parse_inventory("p4d.24xlarge*8"), batch=1024),
-        1.0,
-    ),
-    (
-        Task(
-            model=find_architecture("gpt-neox-100b"), machines=parse_inventory("p4d.24xlarge*512"), batch=4096
-        ),
-        5.0,
-    ),
-    (Task(model=_TRILLION, machines=parse_inventory("dgx-h100*2048"), batch=16384), 15.0),
+    # model, machines, samples of a step, seconds
+    (find_architecture("gpt-neox-13b"), "p4d.24xlarge*8", 1024, 1.0),
+    (find_architecture("gpt-neox-100b"), "p4d.24xlarge*512", 4096, 5.0),
+    (_TRILLION, "dgx-h100*2048", 16384, 15.0),
 )
 
 
