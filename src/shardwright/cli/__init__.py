@@ -54,6 +54,7 @@ COMMANDS = (
     Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
     Command(name="why-not", summary="Say why the best way is not the one that you have in mind."),
     Command(name="what-if", summary="Show what other machines, faster links or longer samples would change."),
+    Command(name="cheapest", summary="Find the cheapest number of machines that trains in time."),
     Command(name="catalogue", summary="List the models and machines that are known by name."),
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),

@@ -1,0 +1,80 @@
+"""``shardwright cheapest``: how many machines to take."""
+
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.topology_task import (
+    Batch,
+    Dtype,
+    Machines,
+    Model,
+    OnlyWhatRuns,
+    Pins,
+    Runtime,
+    Sequence_,
+    task_of,
+)
+
+__all__ = ["cheapest"]
+
+Tokens = Annotated[float, typer.Option("--tokens", help="Of the whole training, such as 300e9.")]
+Deadline = Annotated[
+    float | None, typer.Option("--days", min=0.0, help="In which training must end; without it, any time.")
+]
+_DAY_S = 86400.0
+
+
+def cheapest(
+    model: Model,
+    machines: Machines,
+    batch: Batch,
+    tokens: Tokens,
+    days: Deadline = None,
+    sequence: Sequence_ = None,
+    dtype: Dtype = "bfloat16",
+    pin: Pins = None,
+    runtime: Runtime = "shardwright",
+    only_what_runs: OnlyWhatRuns = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the cheapest number of machines, up to MACHINES, that trains so many tokens in time.
+
+    For example: shardwright cheapest llama3-8b "p5.48xlarge*64" --batch 1024 --tokens 300e9 --days 10
+    """
+    task = task_of(
+        model,
+        machines,
+        batch=batch,
+        sequence=sequence,
+        dtype=dtype,
+        runtime=runtime,
+        only_what_runs=only_what_runs,
+        pins=pin or (),
+    )
+    from shardwright.plan import align
+    from shardwright.topology import cheapest as choosing
+
+    found = choosing.offers(task, tokens=tokens)
+    best = choosing.cheapest(found, deadline_s=None if days is None else days * _DAY_S)
+    if as_json:
+        rows = [
+            {
+                "nodes": offer.num_nodes,
+                "ranks": offer.num_ranks,
+                "days": offer.seconds / _DAY_S,
+                "dollars": offer.dollars,
+                "way": offer.way.to_dict(),
+            }
+            for offer in found
+        ]
+        print_json({"nodes": best.num_nodes, "offers": rows})
+        return
+    table = [["", "nodes", "ranks", "days", "dollars", "way"]]
+    for offer in found:
+        dollars = "" if offer.dollars is None else f"{offer.dollars:,.0f}"
+        mark = "->" if offer is best else ""
+        row = [mark, str(offer.num_nodes), str(offer.num_ranks), f"{offer.seconds / _DAY_S:.2f}", dollars]
+        table.append([*row, offer.way.title])
+    print(align(table))

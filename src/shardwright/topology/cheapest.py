@@ -1,0 +1,93 @@
+"""How many machines to take: what training costs, and how long it takes, by their number."""
+
+from dataclasses import dataclass, replace
+
+from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
+from shardwright.topology.search import search
+from shardwright.topology.task import Task
+from shardwright.topology.way import Way
+from shardwright.units import format_seconds
+
+__all__ = ["Offer", "cheapest", "offers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Training on some of the machines.
+
+    Attributes:
+        num_nodes: that are taken.
+        num_ranks: on them.
+        way: the best there.
+        seconds: of the whole training.
+        dollars: of the whole training; None where a price is not known.
+    """
+
+    num_nodes: int
+    num_ranks: int
+    way: Way
+    seconds: float
+    dollars: float | None
+
+
+def offers(task: Task, *, tokens: float) -> list[Offer]:
+    """What training takes on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
+
+    Args:
+        task: with all machines.
+        tokens: of the whole training.
+
+    Raises:
+        UsageError: there are several kinds of machines, or no tokens.
+    """
+    if len(task.machines.nodes) != 1:
+        raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
+    if not 0 < tokens < float("inf"):
+        raise UsageError(f"tokens is {tokens:g}, but it must be more than 0.")
+    kind, most = task.machines.nodes[0]
+    found = []
+    for number in sorted({2**n for n in range(most.bit_length())} | {most}):
+        machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
+        try:
+            way = search(replace(task, machines=machines)).best
+        except (InfeasiblePlanError, ConfigError):
+            continue  # too little memory, or more replicas than the batch has samples
+        seconds = tokens / way.tokens_per_s
+        price = machines.price_per_hour
+        dollars = None if price is None else price * seconds / 3600
+        found.append(
+            Offer(
+                num_nodes=number,
+                num_ranks=machines.num_ranks,
+                way=way,
+                seconds=seconds,
+                dollars=dollars,
+            )
+        )
+    return found
+
+
+def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
+    """The offer to take: of those in time, the one that costs least; without prices, with the fewest nodes.
+
+    Args:
+        found: offers.
+        deadline_s: seconds that training may take; None: any.
+
+    Raises:
+        InfeasiblePlanError: no offer fits in memory, or is in time.
+    """
+    if not found:
+        raise InfeasiblePlanError(
+            "nothing fits on any number of these machines. See what would help: shardwright search, with all."
+        )
+    in_time = [offer for offer in found if deadline_s is None or offer.seconds <= deadline_s]
+    if not in_time:
+        best = min(found, key=lambda offer: offer.seconds)
+        assert deadline_s is not None
+        raise InfeasiblePlanError(
+            f"no number of these machines trains within {format_seconds(deadline_s)}: the fastest, "
+            f"{best.num_nodes} nodes, takes {format_seconds(best.seconds)}. Take more or faster machines, or "
+            "fewer tokens."
+        )
+    return min(in_time, key=lambda offer: (offer.dollars or 0.0, offer.num_nodes))
