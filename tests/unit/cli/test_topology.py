@@ -90,3 +90,13 @@ def test_catalogue(capsys):
         assert name in out
     code, out, _ = call(capsys, "catalogue", "--json")
     assert json.loads(out)["machines"]["p4d.24xlarge"]["network_Bps"] == 50e9
+
+
+def test_cheapest(capsys):
+    words = ("cheapest", "llama3-8b", "p5.48xlarge*4", "--batch", "64", "--tokens", "1e11", "--days", "6")
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert "->" in out
+    code, _, err = call(capsys, *words[:-1], "0.001")
+    assert code == 3
+    assert "no number of these machines trains within" in err

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from cli.calling import call
 from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.errors import InfeasiblePlanError, UsageError
@@ -50,13 +49,3 @@ def test_what_cannot_be_asked():
     large = Task(model=find_architecture("gpt3-175b"), machines=parse_inventory("rtx4090x4*2"), batch=8)
     with pytest.raises(InfeasiblePlanError, match="nothing fits on any number"):
         cheapest(offers(large, tokens=1e9))
-
-
-def test_on_the_command_line(capsys):
-    words = ("cheapest", "llama3-8b", "p5.48xlarge*4", "--batch", "64", "--tokens", "1e11", "--days", "6")
-    code, out, _ = call(capsys, *words)
-    assert code == 0
-    assert "->" in out
-    code, _, err = call(capsys, *words[:-1], "0.001")
-    assert code == 3
-    assert "no number of these machines trains within" in err
