@@ -31,6 +31,12 @@ Machine = Annotated[
     Path | None,
     typer.Option("--machine", metavar="FILE", help="The machines, YAML or JSON; see docs/commands.md."),
 ]
+SearchDegrees = Annotated[
+    bool,
+    typer.Option(
+        "--search-degrees", help="Choose pipeline, data and shard degrees, too, where they are not set."
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan file, for run --plan.")
 ]
@@ -43,6 +49,7 @@ def make(
     config: ConfigFile = None,
     machine: Machine = None,
     output: Output = None,
+    search_degrees: SearchDegrees = False,
     build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
@@ -58,7 +65,15 @@ def make(
     console = Console()
     if machine is None:
         console.status(_assumption())
-    plan = _plan(factory, build_on, config=resolved, world=world, cluster=cluster, console=console)
+    plan = _plan(
+        factory,
+        build_on,
+        config=resolved,
+        world=world,
+        cluster=cluster,
+        search_degrees=search_degrees,
+        console=console,
+    )
     if output is not None:
         try:
             plan.write(output)
@@ -70,7 +85,14 @@ def make(
 
 
 def _plan(
-    factory: str, build_on: str, *, config: Config, world: int, cluster: Cluster, console: Console
+    factory: str,
+    build_on: str,
+    *,
+    config: Config,
+    world: int,
+    cluster: Cluster,
+    search_degrees: bool,
+    console: Console,
 ) -> Plan:
     # Here, because they import torch: the checks above answer before.
     from shardwright.cli.factory import advice_on_meta, build
@@ -86,6 +108,7 @@ def _plan(
             world_size=world,
             cluster=cluster,
             loss=sample.loss,
+            search_degrees=search_degrees,
             **sample.kwargs,
         )
 

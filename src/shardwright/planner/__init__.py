@@ -7,6 +7,7 @@ from shardwright.planner.adopt import overruled_settings, schedule_of, stage_cos
 from shardwright.planner.chain import Chain
 from shardwright.planner.estimate import estimate_profile
 from shardwright.planner.fabric import ACTION_OVERHEAD_S
+from shardwright.planner.meshes import best_of_meshes, meshes
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.search import Candidates, make_plan, microbatch_counts
 
@@ -14,9 +15,11 @@ __all__ = [
     "ACTION_OVERHEAD_S",
     "Candidates",
     "Chain",
+    "best_of_meshes",
     "build_chain",
     "estimate_profile",
     "make_plan",
+    "meshes",
     "microbatch_counts",
     "overruled_settings",
     "schedule_of",

@@ -9,9 +9,17 @@ from torch import Tensor, nn
 from shardwright.cluster import Cluster
 from shardwright.config import Config
 from shardwright.errors import PlanError, UsageError
+from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.planner import (
+    Candidates,
+    best_of_meshes,
+    estimate_profile,
+    make_plan,
+    meshes,
+    microbatch_counts,
+)
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.tracing import trace_parts
@@ -70,6 +78,7 @@ def plan_model(
     world_size: int,
     cluster: Cluster,
     loss: Callable[[Any], Tensor] | None = None,
+    search_degrees: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Makes the plan of a training run from counts: FLOPs and bytes, and the rates of machines.
@@ -81,6 +90,7 @@ def plan_model(
         world_size: ranks of the run.
         cluster: its machines.
         loss: as for `trace_model`.
+        search_degrees: choose the degrees that the settings leave open, too.
         **kwargs: one batch of one replica.
 
     Raises:
@@ -88,23 +98,54 @@ def plan_model(
         PlanError: the settings cannot be met, or nothing fits.
         TraceError: the model cannot be traced; the line is named.
     """
-    mesh = config.resolve_world(world_size)
-    arguments, splitter = _on_device((args, kwargs), "cpu"), Splitter()
-    batch_size = splitter.batch_size(arguments)
-    if batch_size is None:
-        raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-    counts = microbatch_counts(batch_size, config=config, pipeline=mesh.pipeline)
-    traces = trace_parts(
-        model,
-        _step_of(model, loss),
-        {m: splitter.split(arguments, m)[0] for m in counts},
-        device=torch.device("cpu"),
-        num_stages=mesh.pipeline * (config.virtual_stages or 2),
-    )
-    candidates = {
-        m: (trace.graph, estimate_profile(trace.graph, device=cluster.device)) for m, trace in traces.items()
-    }
-    return make_plan(candidates, cluster=cluster, config=config, mesh=mesh)
+    planner = _Offline(model, _on_device((args, kwargs), "cpu"), config=config, cluster=cluster, loss=loss)
+    if not search_degrees:
+        return planner.plan(config.resolve_world(world_size))
+    return best_of_meshes(meshes(world_size, config), planner.plan)
+
+
+class _Offline:
+    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        *,
+        config: Config,
+        cluster: Cluster,
+        loss: Callable[[Any], Tensor] | None,
+    ):
+        self._model = model
+        self._arguments = arguments
+        self._config = config
+        self._cluster = cluster
+        self._loss = loss
+        self._candidates: dict[int, Candidates] = {}
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """The plan for one grid."""
+        if mesh.pipeline not in self._candidates:
+            self._candidates[mesh.pipeline] = self._traced(mesh.pipeline)
+        return make_plan(
+            self._candidates[mesh.pipeline], cluster=self._cluster, config=self._config, mesh=mesh
+        )
+
+    def _traced(self, pipeline: int) -> Candidates:
+        config, splitter = self._config, Splitter()
+        batch_size = splitter.batch_size(self._arguments)
+        if batch_size is None:
+            raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+        counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        traces = trace_parts(
+            self._model,
+            _step_of(self._model, self._loss),
+            {m: splitter.split(self._arguments, m)[0] for m in counts},
+            device=torch.device("cpu"),
+            num_stages=pipeline * (config.virtual_stages or 2),
+        )
+        device = self._cluster.device
+        return {m: (trace.graph, estimate_profile(trace.graph, device=device)) for m, trace in traces.items()}
 
 
 def _step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable[..., Tensor]:
