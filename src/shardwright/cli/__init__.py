@@ -59,6 +59,7 @@ COMMANDS = (
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
     Command(name="probe", summary="Measure what collectives cost, and show which algorithms are chosen."),
+    Command(name="doctor", summary="Show what this machine has: a block to paste into an issue."),
     Command(name="runs", summary="List the runs of a folder."),
     Command(name="show", summary="Show what a run came to, beside what was predicted."),
 )

@@ -207,3 +207,14 @@ def test_the_number_of_ranks_as_torchrun_has_it(capsys, script, option):
     code, out, _ = call(capsys, "run", "--dry-run", option, "2", script)
     assert code == 0
     assert "--nproc-per-node=2" in out
+
+
+def test_doctor(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    code, out, _ = call(capsys, "doctor")
+    assert code == 0
+    assert "shardwright  " in out
+    code, out, _ = call(capsys, "doctor", "--json")
+    document = json.loads(out)
+    assert document["facts"]["shardwright"] == __version__
+    assert document["faults"] == []

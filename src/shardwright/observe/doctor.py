@@ -1,0 +1,223 @@
+"""What this machine has, and what of it will be in the way: a block to paste into an issue.
+
+No framework is imported: their versions are read from what is installed, GPUs from what the driver shows.
+"""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.comm.environment import detect
+from shardwright.errors import LaunchError
+from shardwright.units import format_bytes
+
+__all__ = ["Findings", "examine"]
+
+_PACKAGES = (
+    "shardwright",
+    "torch",
+    "greenlet",
+    "numpy",
+    "pydantic",
+    "scipy",
+    "transformers",
+    "deepspeed",
+    "tensorflow",
+)
+_NEEDED_TO_TRAIN = ("torch", "greenlet")
+_PREFIXES = (
+    "SHARDWRIGHT_",
+    "OMP_",
+    "MKL_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "CUDA_",
+    "SLURM_",
+    "OMPI_COMM",
+    "PMI_",
+    "PET_",
+    "SM_",
+    "MASTER_",
+)
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_FEW_FILES = 4096
+_LITTLE_SHARED = 64 * 2**20
+_LITTLE_DISK = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was found.
+
+    Attributes:
+        facts: by name; in the order in which they are shown.
+        problems: what will be in the way, each with what to do.
+        faults: those of them without which nothing can be trained.
+    """
+
+    facts: dict[str, str]
+    problems: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
+    """Looks at this machine.
+
+    Args:
+        environ: the environment variables.
+        folder: where runs will be written.
+    """
+    versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    facts = {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.platform()}, {platform.machine()}",
+        **versions,
+        "cores": _cores(),
+        "memory": _memory(),
+        "shared memory": _shared_memory(),
+        "open files": str(_open_files()),
+        "GPUs": _gpus(),
+        "host": socket.gethostname(),
+        "run folder": f"{folder.absolute()}, {format_bytes(_free(folder))} free",
+        "ranks": _ranks(environ),
+        **{f"${name}": value for name, value in _variables(environ)},
+    }
+    faults = tuple(
+        f"{name} is not installed, which training needs: pip install 'shardwright[torch]'."
+        for name in _NEEDED_TO_TRAIN
+        if name not in versions
+    )
+    return Findings(facts, (*_problems(environ, folder), *faults), faults)
+
+
+def _problems(environ: Mapping[str, str], folder: Path) -> list[str]:
+    found = []
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > len(_affinity()):
+        found.append(
+            f"OMP_NUM_THREADS is {threads}, but this process may use {len(_affinity())} cores: threads would "
+            "wait for one another. Set it to the cores of a rank."
+        )
+    shared = _shared_bytes()
+    if shared is not None and shared < _LITTLE_SHARED:
+        found.append(
+            f"/dev/shm has {format_bytes(shared)} free, which data loaders with workers may need. In a "
+            "container: --shm-size=1g."
+        )
+    if _open_files() < _FEW_FILES:
+        found.append(f"a process may open {_open_files()} files. With many ranks: ulimit -n 65536.")
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        found.append(
+            f"the name of this host, {socket.gethostname()}, has no address: other hosts, and gloo, cannot "
+            "find it. Add it to /etc/hosts, or set GLOO_SOCKET_IFNAME."
+        )
+    if _free(folder) < _LITTLE_DISK:
+        found.append(f"{folder.absolute()} has {format_bytes(_free(folder))} left for runs. Make room there.")
+    if not os.access(_existing(folder), os.W_OK):
+        found.append(f"{folder.absolute()} cannot be written to. Set run_dir to a folder that can.")
+    try:
+        detect(environ)
+    except LaunchError as error:
+        found.append(f"a run would not start: {error}")
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _cores() -> str:
+    usable, there = len(_affinity()), os.cpu_count() or 1
+    return f"{usable}" if usable == there else f"{usable} of {there} may be used"
+
+
+def _memory() -> str:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "not known"
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
+    text = f"{format_bytes(sizes['MemTotal'])}, {format_bytes(sizes['MemAvailable'])} available"
+    limit = _memory_limit()
+    return text if limit is None else f"{text}; a control group allows {format_bytes(limit)}"
+
+
+def _memory_limit() -> int | None:
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if text.isdecimal() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def _shared_bytes() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None
+
+
+def _shared_memory() -> str:
+    shared = _shared_bytes()
+    return "no /dev/shm" if shared is None else f"{format_bytes(shared)} free in /dev/shm"
+
+
+def _open_files() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def _gpus() -> str:
+    found = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model")]
+    return ", ".join(found) or "none that an NVIDIA driver shows"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the next one above it that is there."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _ranks(environ: Mapping[str, str]) -> str:
+    try:
+        return str(detect(environ))
+    except LaunchError:
+        return "contradictory: see below"
+
+
+def _variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Those that runs look at; without what may be secret."""
+    return [
+        (name, "(not shown)" if any(word in name for word in _SECRETS) else value)
+        for name, value in sorted(environ.items())
+        if name.startswith(_PREFIXES) or name in _NAMES
+    ]
