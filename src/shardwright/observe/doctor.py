@@ -211,7 +211,7 @@ def _ranks(environ: Mapping[str, str]) -> str:
     try:
         return str(detect(environ))
     except LaunchError:
-        return "contradictory: see below"
+        return "not clear: see below"
 
 
 def _variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -9,7 +9,8 @@ from shardwright.observe.doctor import examine
 
 
 def test_facts(tmp_path):
-    found = examine({"RANK": "1", "WORLD_SIZE": "4", "NCCL_DEBUG": "INFO", "HOME": "/root"}, folder=tmp_path)
+    ranks = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    found = examine(ranks | {"NCCL_DEBUG": "INFO", "HOME": "/root"}, folder=tmp_path)
     assert found.facts["torch"] == importlib.metadata.version("torch")
     assert found.facts["ranks"].startswith("rank 1 of 4")
     assert found.facts["$NCCL_DEBUG"] == "INFO"
