@@ -180,6 +180,10 @@ class Config(BaseModel):
     profile: Literal["measured", "estimated"] = Field(
         "measured", description="Time the units, or estimate them from their FLOPs and bytes."
     )
+    plan_one_stage: bool = Field(
+        False,
+        description="With one stage, too, choose microbatches and recomputation, and predict the step.",
+    )
     run_dir: str = Field("runs", description="Folder that holds the run folders.")
     run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")

@@ -15,7 +15,7 @@ from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
-from shardwright.torch.context import context
+from shardwright.torch.context import Context, context
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.delayed_initialization import refuse_half_built
 from shardwright.torch.engine import PipelineEngine
@@ -134,14 +134,19 @@ class DistributedModel(nn.Module):
             if current.device.type != "cpu":
                 move: Any = module._apply
                 move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
-            self._engine = SingleEngine(current, self)
-        else:
-            from shardwright.torch.planning import Planner
-
-            self._engine = PipelineEngine(
-                current, self, Planner(current, module, self._materialiser), self._materialiser
-            )
+        self._engine = self._new_engine(current)
         current.model = self
+
+    def _new_engine(self, current: Context) -> "Engine":
+        several = current.mesh.pipeline > 1
+        if not several and not current.config.plan_one_stage:
+            return SingleEngine(current, self)
+        from shardwright.torch.planning import Planner
+
+        planner = Planner(current, self.module, self._materialiser)
+        if not several:
+            return SingleEngine(current, self, planner)
+        return PipelineEngine(current, self, planner, self._materialiser)
 
     # ---- running ----
 

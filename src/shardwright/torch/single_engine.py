@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward_calls import backward_intercepted
@@ -23,16 +24,24 @@ from shardwright.torch.replica_buffers import ReplicaBuffers
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
+    from shardwright.torch.planning import Planner
 
 __all__ = ["SingleEngine"]
 
 
 class SingleEngine:
-    """Runs every microbatch on this rank, as a plain loop would."""
+    """Runs every microbatch on this rank, as a plain loop would.
 
-    def __init__(self, context: Context, model: "DistributedModel"):
+    Args:
+        context: the run; its plan is set by the first training step where there is a planner.
+        model: the wrapped model.
+        planner: makes the plan from the first batch; None where none is wanted.
+    """
+
+    def __init__(self, context: Context, model: "DistributedModel", planner: "Planner | None" = None):
         self._context = context
         self._model = model
+        self._planner = planner
         self._reducer: GradientReducer | None = None
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
@@ -43,6 +52,8 @@ class SingleEngine:
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs the microbatches one after the other."""
         arguments = to_device(arguments, self._context.device)
+        if self._planner is not None and self._context.plan is None and torch.is_grad_enabled():
+            self._plan(self._planner, function, arguments, splitter)
         num_microbatches = self._context.config.microbatches or 1
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         scale *= self._model.loss_scale
@@ -97,6 +108,17 @@ class SingleEngine:
             row=row,
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
+
+    def _plan(
+        self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter
+    ) -> None:
+        """Makes a plan, and follows it; before parameters are shared, so that units can be timed."""
+        context = self._context
+        plan, _ = planner(function, arguments, splitter)
+        context.plan = plan
+        context.config = Config.merge(context.config, {"microbatches": plan.schedule.microbatches})
+        assert context.reporter is not None
+        context.reporter.plan_made(plan)
 
     @property
     def reduced(self) -> set[int]:
