@@ -1,0 +1,66 @@
+"""What each rank of `planner.py` does: some steps of one configuration, beside what its plan predicts."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this run
+
+import torch.distributed as dist
+
+from models import conv_net, gpt
+from shardwright_side import Ours
+
+__all__ = ["TASKS", "predicted_and_measured"]
+
+TASKS = {
+    "gpt": gpt(batch=8),
+    "wide gpt": gpt(layers=6, width=384, vocab=4096, batch=8),
+    "conv net": conv_net(),
+}
+_WARM_UP = 2
+
+
+def predicted_and_measured(task: str, settings: Mapping[str, Any], steps: int) -> tuple[float, float, str]:
+    """Seconds of a step as the plan has them, their median over some steps, and what was chosen."""
+    trained = TASKS[task]
+    ours = Ours(trained, trained.build(), {"plan_one_stage": True, "log_interval": 10**6, **settings})
+    times = []
+    for number in range(_WARM_UP + steps):
+        dist.barrier()
+        start = time.perf_counter()
+        ours.step()
+        if number >= _WARM_UP:
+            times.append(time.perf_counter() - start)
+    plan = ours.plan
+    assert plan.prediction is not None
+    recomputed = sum(len(stage.recompute) for stage in plan.stages)
+    chosen = f"{plan.schedule.kind}, {plan.schedule.microbatches} microbatches, {len(plan.stages)} stages"
+    return plan.prediction.step_s, statistics.median(times), chosen + (", recomputed" if recomputed else "")
+
+
+def main() -> None:
+    """Under torchrun: rank 0 writes the figures to a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", required=True)
+    parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    found = predicted_and_measured(options.task, options.settings, options.steps)
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
