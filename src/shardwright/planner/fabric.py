@@ -64,6 +64,12 @@ class Fabric:
         return max(1, self.cluster.cores_per_node * self.ranks_per_node // self._ranks_on_host)
 
     @property
+    def crowding(self) -> float:
+        """How much longer ranks compute because the replicas of a host have less than a core each."""
+        cores = self.cluster.cores_per_node
+        return max(1.0, self._ranks_on_host / (cores * self.ranks_per_node)) if cores else 1.0
+
+    @property
     def _ranks_on_host(self) -> int:
         """Ranks of all replicas that share a host."""
         return min(self.cluster.ranks_per_node, self.mesh.world_size)

@@ -344,4 +344,4 @@ class Option:
 
 def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
     """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-    return schedule_s + fabric.tie_seconds(layout) + fabric.replica_seconds(layout) + fabric.step_overhead_s
+    return schedule_s * fabric.crowding + fabric.tie_seconds(layout) + fabric.replica_seconds(layout) + fabric.step_overhead_s

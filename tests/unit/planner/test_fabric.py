@@ -72,3 +72,18 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
 
     assert overhead_s(cores) == pytest.approx(crowd * overhead_s(0))
     assert overhead_s(cores) > 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "mesh", "expected"),
+    [
+        (0, Mesh(world_size=4, data=4), 1.0),
+        (4, Mesh(world_size=4, data=4), 1.0),
+        (2, Mesh(world_size=4, data=4), 2.0),
+        (2, Mesh(world_size=4, pipeline=2, data=2), 1.0),
+        (2, Mesh(world_size=8, pipeline=2, data=4), 2.0),
+        (2, Mesh(world_size=4, pipeline=4), 1.0),
+    ],
+)
+def test_replicas_without_a_core_each_take_longer(cores: int, mesh: Mesh, expected: float) -> None:
+    assert Fabric(machines(cores_per_node=cores), mesh).crowding == expected
