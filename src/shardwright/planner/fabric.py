@@ -84,10 +84,15 @@ class Fabric:
         crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
         return crowd * _STEP_OVERHEAD_S
 
-    def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:
+    def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int], *, at_once: int = 1) -> float:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
 
         ``2 (n - 1) / n * bytes / bandwidth + 2 latency log2(n)`` over the slowest link.
+
+        Args:
+            num_bytes: of each rank.
+            ranks: of the world.
+            at_once: groups of each host that do so at the same time; they share its link to other hosts.
         """
         members = sorted(ranks)
         n = len(members)
@@ -95,7 +100,9 @@ class Fabric:
             return 0.0
         links = [self.cluster.link(a, b) for a, b in zip(members, members[1:] + members[:1], strict=True)]
         slowest = max(links, key=lambda link: link.seconds(num_bytes / n))
-        transfer = 2 * (n - 1) / n * num_bytes / slowest.bandwidth_Bps
+        hosts = {rank // self.cluster.ranks_per_node for rank in members}
+        shared = at_once if len(hosts) > 1 else 1
+        transfer = 2 * (n - 1) / n * num_bytes / slowest.bandwidth_Bps * shared
         return transfer + 2 * slowest.latency_s * math.log2(n)
 
     def tie_seconds(self, layout: Layout) -> float:
@@ -120,7 +127,7 @@ class Fabric:
         gatherings = layout.gatherings()
         for rank, (apart, shared) in enumerate(layout.trained_bytes()):
             first = self.mesh.rank_of(pipeline=rank)
-            own = self.all_reduce_seconds(apart, self.mesh.group("rdp", first))
+            own = self._replicas_seconds(apart, self.mesh.group("rdp", first))
             if shared:
                 own += self._two_hop_seconds(
                     shared, first, reductions=layout.chain.reductions, gatherings=gatherings[rank]
@@ -128,9 +135,13 @@ class Fabric:
             found = max(found, own)
         return found
 
+    def _replicas_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:
+        """Seconds of a sum that every pipeline rank of a host does with its own replicas."""
+        return self.all_reduce_seconds(num_bytes, ranks, at_once=self.ranks_per_node)
+
     def _two_hop_seconds(self, num_bytes: float, rank: int, *, reductions: int, gatherings: int) -> float:
         """Seconds of reduce-scatters, each half an all-reduce, of summing parts, and of gathering."""
         group = self.mesh.group("shard", rank)
-        half = self.all_reduce_seconds(num_bytes, group) / 2
-        parts = self.all_reduce_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
+        half = self._replicas_seconds(num_bytes, group) / 2
+        parts = self._replicas_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
         return (reductions + gatherings) * half + parts

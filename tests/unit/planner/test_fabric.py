@@ -87,3 +87,15 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
 )
 def test_replicas_without_a_core_each_take_longer(cores: int, mesh: Mesh, expected: float) -> None:
     assert Fabric(machines(cores_per_node=cores), mesh).crowding == expected
+
+
+def test_sums_of_several_pipeline_ranks_share_the_link_between_hosts() -> None:
+    cluster = machines(ranks_per_node=2, inter=(0.0, 1e8), intra=(0.0, 1e9))
+    fabric = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2))
+    alone = fabric.all_reduce_seconds(1e8, (0, 2))
+    assert alone == pytest.approx(1.0)
+    assert fabric.all_reduce_seconds(1e8, (0, 2), at_once=2) == pytest.approx(2.0)
+    assert fabric.all_reduce_seconds(1e8, (0, 1), at_once=2) == fabric.all_reduce_seconds(1e8, (0, 1))
+    both = layout((0, 2, 4), (0, 1), tied=False)
+    apart = max(size for size, _ in both.trained_bytes())
+    assert fabric.replica_seconds(both) == pytest.approx(2 * fabric.all_reduce_seconds(apart, (0, 2)))
