@@ -6,7 +6,7 @@ python benchmarks/planner.py --quick             # does it still run?
 
 Every configuration is planned from what it measures itself, and then run. On two hosts, which are network
 namespaces of this machine (root and iproute2 are needed), most of those on four ranks are run again over a
-link of 1 Gbit/s.
+link of 1 Gbit/s, with half of the cores for each host.
 """
 
 import argparse
@@ -100,7 +100,8 @@ def main() -> int:
     if not options.check:
         print("\n".join(f"{key}: {value}" for key, value in where.items()), flush=True)
     steps = 2 if options.quick else options.steps
-    cases = [case for case in _CASES if case.ranks in options.ranks][:: 5 if options.quick else 1]
+    cases = [case for case in _CASES if case.ranks in options.ranks and options.match in str(case)]
+    cases = cases[:: 5 if options.quick else 1]
     rows = [["hosts", "ranks", "configuration", "predicted", "measured", "error", "chosen"]]
     found = []
     for hosts in (1, 2):
@@ -138,7 +139,10 @@ def _on_one_host(case: Case, steps: int) -> tuple[float, float, str]:
 
 def _on_two_hosts(case: Case, steps: int) -> tuple[float, float, str]:
     script = str(Path(__file__).with_name("planner_ranks.py"))
-    with tempfile.TemporaryDirectory() as folder, Cluster(hosts=2, ranks_per_host=2) as machines:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(hosts=2, ranks_per_host=2, own_cores=True) as machines,
+    ):
         machines.network.set_rate(_RATE)
         out = Path(folder, "figures.json")
         words = ["--task", case.task, "--settings", json.dumps(dict(case.settings)), "--steps", str(steps)]
@@ -172,6 +176,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=["one-host", "two-hosts"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--match", default="", help="only configurations whose line has this text")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="few configurations, two steps each")

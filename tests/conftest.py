@@ -1,12 +1,26 @@
 """What every test session needs: one thread a process, a warm fork server, a header that hides no skip."""
 
+import atexit
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 # Before anything imports numpy or torch: with their thread pools ranks would wait for each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What units cost here, and what runs took, is kept between tests, and not between sessions.
+if "SHARDWRIGHT_CACHE" not in os.environ:
+    os.environ["SHARDWRIGHT_CACHE"] = tempfile.mkdtemp(prefix="shardwright-tests-")
+
+    @partial(atexit.register, owner=os.getpid(), cache=os.environ["SHARDWRIGHT_CACHE"])
+    def _remove(owner: int, cache: str) -> None:
+        if os.getpid() == owner:  # ranks are forked
+            shutil.rmtree(cache, ignore_errors=True)
+
 
 import pytest
 

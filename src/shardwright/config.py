@@ -184,6 +184,10 @@ class Config(BaseModel):
         False,
         description="With one stage, too, choose microbatches and recomputation, and predict the step.",
     )
+    calibrate: bool = Field(
+        True,
+        description="Keep what runs take beside the measured costs, and correct predictions by it.",
+    )
     run_dir: str = Field("runs", description="Folder that holds the run folders.")
     run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")

@@ -41,6 +41,7 @@ __all__ = [
     "SchedulePlan",
     "StagePlan",
     "StagePrediction",
+    "Trial",
     "align",
     "identity",
     "stage_of_label",
@@ -48,6 +49,7 @@ __all__ = [
 
 PLAN_VERSION = 1
 
+Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -131,10 +133,10 @@ class StagePlan(_Record):
 class StagePrediction(_Record):
     """Predicted cost of one stage for one microbatch."""
 
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    input_s: float | None = None
+    forward_s: Seconds
+    backward_s: Seconds
+    weight_s: Seconds = 0.0
+    input_s: Seconds | None = None
     send_bytes: NonNegativeInt = 0
     saved_bytes: NonNegativeInt = 0
     weight_bytes: NonNegativeInt | None = None
@@ -169,14 +171,18 @@ class Prediction(_Record):
         stages: cost of each stage.
         memory: peak memory of each pipeline rank.
         provenance: whether the costs were measured or estimated.
+        correction: what `step_s` was multiplied by, as earlier runs on the machines took so much longer.
+        error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
     """
 
-    step_s: float
-    sync_s: float = 0.0
+    step_s: Seconds
+    sync_s: Seconds = 0.0
     bubble: Fraction
     stages: tuple[StagePrediction, ...]
     memory: tuple[MemoryPrediction, ...]
     provenance: Literal["measured", "estimated"]
+    correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    error: Seconds = 0.0
 
 
 class Alternative(_Record):
@@ -185,9 +191,27 @@ class Alternative(_Record):
     schedule: str
     microbatches: PositiveInt
     stages: PositiveInt
-    step_s: float
+    step_s: Seconds
     peak_bytes: NonNegativeInt
     verdict: str
+
+
+class Trial(_Record):
+    """A plan that was tried on the machines that it was made for.
+
+    Attributes:
+        mesh: degrees and rank layout.
+        schedule: order of work.
+        step_s: seconds of a step as it was measured: the median, on the slowest rank, without the optimizer.
+        predicted_s: the same as it was predicted.
+        steps: that were timed.
+    """
+
+    mesh: MeshPlan
+    schedule: SchedulePlan
+    step_s: Seconds
+    predicted_s: Seconds
+    steps: PositiveInt
 
 
 class Plan(_Record):
@@ -205,6 +229,7 @@ class Plan(_Record):
         why: reasons, one sentence each.
         alternatives: the runners-up.
         pins: the settings that the user fixed.
+        trials: plans that were run for some steps before this one was chosen, itself first.
     """
 
     plan_version: Literal[1] = 1
@@ -218,6 +243,7 @@ class Plan(_Record):
     why: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     pins: dict[str, Any] = Field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -9,6 +9,7 @@ _RULES = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "dict_type": "an object",
+    "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",
     "greater_than": "more than {gt}",

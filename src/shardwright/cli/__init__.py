@@ -57,6 +57,7 @@ COMMANDS = (
     Command(name="cheapest", summary="Find the cheapest number of machines that trains in time."),
     Command(name="catalogue", summary="List the models and machines that are known by name."),
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
+    Command(name="profile", summary="Measure what the units of a model cost on this machine."),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
     Command(name="probe", summary="Measure what collectives cost, and show which algorithms are chosen."),
     Command(name="doctor", summary="Show what this machine has: a block to paste into an issue."),

@@ -6,7 +6,10 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, BuildOn, Factory
+from shardwright.cli.application import AsJson, Factory
+from shardwright.cli.measuring_order import Order
+from shardwright.cli.plan_verify import verified_plan
+from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.cluster.machine_file import read_cluster
@@ -15,6 +18,7 @@ from shardwright.errors import UsageError
 from shardwright.observe.console import Console
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.plan import Plan
+from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.units import format_seconds
 
 __all__ = ["make"]
@@ -37,6 +41,29 @@ SearchDegrees = Annotated[
         "--search-degrees", help="Choose pipeline, data and shard degrees, too, where they are not set."
     ),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Measured costs and machines, from shardwright profile."),
+]
+Verify = Annotated[
+    int,
+    typer.Option(
+        "--verify",
+        metavar="N",
+        min=0,
+        max=20,
+        help="Measure on this machine, run the best N plans for some steps, keep the fastest.",
+    ),
+]
+TrialSteps = Annotated[int, typer.Option("--trial-steps", min=1, help="Steps of a trial of --verify.")]
+BuildOnSomething = Annotated[
+    str | None,
+    typer.Option(
+        "--build-on",
+        metavar="DEVICE",
+        help="Where FACTORY runs; meta takes no memory. Default: meta, with --verify cpu.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan file, for run --plan.")
 ]
@@ -50,30 +77,62 @@ def make(
     machine: Machine = None,
     output: Output = None,
     search_degrees: SearchDegrees = False,
-    build_on: BuildOn = "meta",
+    profile: ProfileFile = None,
+    verify: Verify = 0,
+    trial_steps: TrialSteps = 5,
+    num_nodes: NumNodes = 1,
+    node_rank: NodeRank = None,
+    endpoint: Endpoint = None,
+    build_on: BuildOnSomething = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a plan without running it: of any model, for any number of ranks, on this machine.
+    """Make a plan: of any model, for any number of ranks, without running it, or after trials of the best.
 
-    Times are estimated from FLOPs, bytes and the rates of the machines. For example:
+    Times are estimated from FLOPs, bytes and the rates of the machines, taken from a profile, or measured:
 
     shardwright plan make model.py:build --world 512 --machine a100.yaml
+
+    shardwright plan make model.py:build --world 8 --profile profile.json --search-degrees
+
+    shardwright plan make model.py:build --world 2 --verify 3
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     _check(resolved, world)
-    cluster = _ASSUMED if machine is None else read_cluster(machine)
-    console = Console()
-    if machine is None:
-        console.status(_assumption())
-    plan = _plan(
-        factory,
-        build_on,
-        config=resolved,
-        world=world,
-        cluster=cluster,
-        search_degrees=search_degrees,
-        console=console,
-    )
+    if verify:
+        _refuse_with_verify(machine=machine, profile=profile)
+        order = Order(
+            factory=factory,
+            build_on=build_on or "cpu",
+            settings=resolved.model_dump(exclude_defaults=True),
+            most_trials=verify,
+            steps=trial_steps,
+        )
+        plan = verified_plan(order, world=world, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint)
+    else:
+        measured = None if profile is None else MeasuredProfile.read(profile)
+        plan = _plan(
+            factory,
+            build_on or "meta",
+            config=resolved,
+            world=world,
+            cluster=_cluster(machine, measured),
+            measured=measured,
+            search_degrees=search_degrees,
+        )
+    if plan is not None:
+        _hand_out(plan, output=output, world=world, as_json=as_json)
+
+
+def _cluster(machine: Path | None, measured: MeasuredProfile | None) -> Cluster:
+    if machine is not None:
+        return read_cluster(machine)
+    if measured is not None:
+        return measured.cluster
+    Console().status(_assumption())
+    return _ASSUMED
+
+
+def _hand_out(plan: Plan, *, output: Path | None, world: int, as_json: bool) -> None:
     if output is not None:
         try:
             plan.write(output)
@@ -91,13 +150,14 @@ def _plan(
     config: Config,
     world: int,
     cluster: Cluster,
+    measured: MeasuredProfile | None,
     search_degrees: bool,
-    console: Console,
 ) -> Plan:
     # Here, because they import torch: the checks above answer before.
     from shardwright.cli.factory import advice_on_meta, build
     from shardwright.torch.inspection import plan_model
 
+    console = Console()
     with console.phase(f"building {factory}"):
         sample = build(factory, device=build_on)
     with console.phase(f"tracing and planning for {world} ranks"), advice_on_meta(build_on):
@@ -107,10 +167,20 @@ def _plan(
             config=config,
             world_size=world,
             cluster=cluster,
+            measured=measured,
             loss=sample.loss,
             search_degrees=search_degrees,
             **sample.kwargs,
         )
+
+
+def _refuse_with_verify(*, machine: Path | None, profile: Path | None) -> None:
+    for option, value in (("--machine", machine), ("--profile", profile)):
+        if value is not None:
+            raise UsageError(
+                f"--verify measures the present machines itself, so {option} {value} has no use. Drop one of "
+                "the two."
+            )
 
 
 def _check(config: Config, world: int) -> None:
@@ -129,7 +199,7 @@ def _check(config: Config, world: int) -> None:
 def _assumption() -> str:
     device, near, far = _ASSUMED.device, _ASSUMED.intra_node, _ASSUMED.inter_node
     return (
-        f"no --machine: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
+        f"neither --machine nor --profile: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
         f"{device.flops_per_s / 1e9:.0f} GFLOP/s, {device.memory_Bps / 1e9:.0f} GB/s and unlimited memory; "
         f"links in a host {_describe(near)}, between hosts {_describe(far)}"
     )

@@ -19,6 +19,8 @@ def format_plan_in_full(plan: Plan) -> str:
     blocks = [format_plan(plan), _model(plan)]
     if plan.prediction is not None and plan.prediction.memory:
         blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))
+    if plan.trials:
+        blocks.append("\n".join(["tried on the machines", *_indented(_trials(plan))]))
     if plan.alternatives:
         blocks.append("\n".join(["runners-up", *_indented(_alternatives(plan))]))
     return "\n\n".join(blocks)
@@ -34,7 +36,8 @@ def _title(plan: Plan) -> str:
         title += f", {mesh.data} replicas"
     if plan.prediction is not None:
         predicted = plan.prediction
-        title += f"; predicted step {format_seconds(predicted.step_s)}, bubble {predicted.bubble:.0%}"
+        error = f" +- {predicted.error:.0%}" if predicted.error else ""
+        title += f"; predicted step {format_seconds(predicted.step_s)}{error}, bubble {predicted.bubble:.0%}"
     return title
 
 
@@ -64,6 +67,19 @@ def _alternatives(plan: Plan) -> str:
         (a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict)
         for a in plan.alternatives
     ]
+    return align(rows)
+
+
+def _trials(plan: Plan) -> str:
+    rows = [("pipeline", "data", "shared by", "schedule", "microbatches", "step", "predicted")]
+    for trial in plan.trials:
+        mesh, schedule = trial.mesh, trial.schedule
+        degrees = (str(mesh.pipeline), str(mesh.data), str(mesh.shard))
+        error = f" ({trial.predicted_s / trial.step_s - 1:+.0%})" if trial.step_s else ""
+        predicted = format_seconds(trial.predicted_s) + error
+        rows.append(
+            (*degrees, schedule.kind, str(schedule.microbatches), format_seconds(trial.step_s), predicted)
+        )
     return align(rows)
 
 

@@ -14,7 +14,7 @@ _NUM_ALTERNATIVES = 5
 
 def predict(option: Option) -> Prediction:
     """What the simulator expects, in the form of the plan file."""
-    layout = option.layout
+    layout, correction = option.layout, option.workload.fabric.correction
     sends = [0] * layout.num_stages
     for edge in layout.edges():
         sends[edge.source] += edge.num_bytes
@@ -38,6 +38,8 @@ def predict(option: Option) -> Prediction:
         stages=stages,
         memory=option.memory,
         provenance=layout.chain.provenance,
+        correction=correction.factor,
+        error=correction.error_of(layout.chain.provenance),
     )
 
 
@@ -71,7 +73,18 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
         if provenance == "measured"
         else "The times of the units are estimated from FLOPs and bytes: expect an error of 25 % or more."
     )
+    found += _correction(best)
     return tuple(found)
+
+
+def _correction(best: Option) -> list[str]:
+    correction = best.workload.fabric.correction
+    if not correction.runs:
+        return []
+    by = f"{correction.factor - 1:+.1%}"
+    text = f"{correction.runs} earlier runs like it on this machine correct the step by {by}"
+    inside = "" if correction.error is None else f"; nine of ten took that within {correction.error:.0%}"
+    return [f"{text}{inside}."]
 
 
 def _sharing(best: Option) -> list[str]:

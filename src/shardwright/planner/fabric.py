@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from shardwright.cluster import Cluster, Link
 from shardwright.mesh import Mesh
 from shardwright.planner.layout import Layout
+from shardwright.planner.past_runs import NO_CORRECTION, Correction
 
 __all__ = ["ACTION_OVERHEAD_S", "Fabric"]
 
@@ -32,10 +33,12 @@ class Fabric:
     Attributes:
         cluster: the machines.
         mesh: which rank does what.
+        correction: what earlier runs on them say about predictions.
     """
 
     cluster: Cluster
     mesh: Mesh
+    correction: Correction = NO_CORRECTION
 
     def link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks of a replica."""

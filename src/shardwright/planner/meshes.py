@@ -1,6 +1,6 @@
 """Which grid of ranks to take: each is planned, and the one with most samples a second is kept."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.config import Config
@@ -9,7 +9,7 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.units import format_seconds
 
-__all__ = ["best_of_meshes", "meshes"]
+__all__ = ["best_of_meshes", "best_plans", "meshes"]
 
 _NEAR_TIE = 1.01
 _NUM_RIVALS = 5
@@ -68,22 +68,52 @@ def best_of_meshes(candidates: Sequence[Mesh], make: Callable[[Mesh], Plan]) -> 
         InfeasiblePlanError: none fits in memory; the message is that of the one that is closest to it.
         PlanError: no grid can be planned; the message of the last.
     """
-    found: list[_Planned] = []
-    failures: list[PlanError] = []
-    for mesh in candidates:
-        try:
-            found.append(_Planned(mesh, make(mesh)))
-        except PlanError as error:
-            failures.append(error)
-    if not found:
-        too_large = [error for error in failures if isinstance(error, InfeasiblePlanError)]
-        raise (too_large or failures)[-1]
+    found, failures = _planned(candidates, lambda mesh: (make(mesh),))
     least = min(each.replica_s for each in found)
     near = [each for each in found if each.replica_s <= least * _NEAR_TIE]
     best = min(near, key=lambda each: (each.simplicity, each.replica_s))
     rivals = sorted((each for each in found if each is not best), key=lambda each: each.replica_s)
     why = (*best.plan.why, _choice(best, rivals, num_failed=len(failures)))
     return best.plan.model_copy(update={"why": why})
+
+
+def best_plans(
+    candidates: Sequence[Mesh], make: Callable[[Mesh], Iterable[Plan]], *, most: int
+) -> list[Plan]:
+    """The plans with most samples a second over all grids, the best first.
+
+    Args:
+        candidates: grids.
+        make: makes the plans of one.
+        most: how many are wanted.
+
+    Raises:
+        as `best_of_meshes`.
+    """
+    found, _ = _planned(candidates, make)
+    ranked = sorted(found, key=lambda each: (each.replica_s, each.simplicity))
+    return [each.plan for each in ranked[:most]]
+
+
+def _planned(
+    candidates: Sequence[Mesh], make: Callable[[Mesh], Iterable[Plan]]
+) -> tuple[list[_Planned], list[PlanError]]:
+    """The plans of all grids, and why others have none.
+
+    Raises:
+        PlanError: no grid has one.
+    """
+    found: list[_Planned] = []
+    failures: list[PlanError] = []
+    for mesh in candidates:
+        try:
+            found += [_Planned(mesh, plan) for plan in make(mesh)]
+        except PlanError as error:
+            failures.append(error)
+    if not found:
+        too_large = [error for error in failures if isinstance(error, InfeasiblePlanError)]
+        raise (too_large or failures)[-1]
+    return found, failures
 
 
 def _choice(best: _Planned, rivals: Sequence[_Planned], *, num_failed: int) -> str:

@@ -345,4 +345,5 @@ class Option:
 def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
     """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
     sums_s = fabric.tie_seconds(layout) + fabric.replica_seconds(layout)
-    return schedule_s * fabric.crowding + sums_s + fabric.step_overhead_s
+    step_s = schedule_s * fabric.crowding + sums_s + fabric.step_overhead_s
+    return step_s * fabric.correction.factor

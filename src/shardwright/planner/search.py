@@ -29,6 +29,7 @@ from shardwright.planner.infeasible import infeasible
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.option import Demands, Draft, Option, Workload
 from shardwright.planner.partition import manual_stages
+from shardwright.planner.past_runs import NO_CORRECTION, Correction
 from shardwright.planner.refine import refine
 from shardwright.planner.sharing import Sharing
 from shardwright.profile import Profile
@@ -91,6 +92,7 @@ def make_plan(
     mesh: Mesh,
     placement: Mapping[str, int] | None = None,
     optimizer_factor: float = 2.0,
+    correction: Correction = NO_CORRECTION,
 ) -> Plan:
     """Chooses microbatches, schedule, stages and recomputation.
 
@@ -101,13 +103,14 @@ def make_plan(
         mesh: the grid of ranks.
         placement: pipeline rank of units that the user placed, by name; heeded where `auto_partition` is off.
         optimizer_factor: bytes of optimizer state for each byte of a trained parameter; Adam has 2.
+        correction: what earlier runs on the machines say about predictions.
 
     Raises:
         InfeasiblePlanError: nothing fits in memory; the message says what is missing and what would help.
         PlanError: the settings cannot be met, for example with more stages than units.
     """
     chosen = _chosen_counts(candidates, config)
-    fabric = Fabric(cluster=cluster, mesh=mesh)
+    fabric = Fabric(cluster=cluster, mesh=mesh, correction=correction)
     demands = Demands(
         limit_bytes=config.memory_limit or cluster.device.memory_bytes,
         memory_weight=config.balance_weight,

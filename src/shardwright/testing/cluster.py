@@ -14,6 +14,7 @@ one machine; only rates are limited.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shardwright.errors import LaunchError
+from shardwright.errors import LaunchError, UsageError
 from shardwright.testing.hosts_network import HostsNetwork, Traffic, missing_for_networks
 
 __all__ = ["Cluster", "HostOutcome", "Traffic", "missing_for_networks"]
@@ -61,6 +62,7 @@ class Cluster:
         hosts: how many.
         ranks_per_host: ranks that `torchrun` starts on each.
         rate_bit_per_s: of each host's link, in either direction; None for no limit.
+        own_cores: each host has cores that no other has, as real ones do; else all share the cores.
 
     Raises:
         UsageError: this machine cannot have one.
@@ -69,7 +71,15 @@ class Cluster:
         network: the hosts and their links: rates, addresses, cables to be drawn.
     """
 
-    def __init__(self, *, hosts: int = 2, ranks_per_host: int = 1, rate_bit_per_s: float | None = None):
+    def __init__(
+        self,
+        *,
+        hosts: int = 2,
+        ranks_per_host: int = 1,
+        rate_bit_per_s: float | None = None,
+        own_cores: bool = False,
+    ):
+        self._cores = _cores_of_hosts(hosts) if own_cores else None
         self.network = HostsNetwork(hosts, rate_bit_per_s=rate_bit_per_s)
         self.ranks_per_host = ranks_per_host
 
@@ -118,6 +128,9 @@ class Cluster:
             raise LaunchError("\n".join(map(_told, failed)))
         return [outcome.output for outcome in outcomes]
 
+    def _on_its_cores(self, host: int, command: Sequence[str]) -> Sequence[str]:
+        return command if self._cores is None else ["taskset", "--cpu-list", self._cores[host], *command]
+
     def run(
         self,
         commands: Sequence[Sequence[str]],
@@ -148,7 +161,7 @@ class Cluster:
                     with files[host].open("wb") as output:
                         processes.append(
                             subprocess.Popen(
-                                self.network.command(host, command),
+                                self.network.command(host, self._on_its_cores(host, command)),
                                 env=whole,
                                 stdin=subprocess.DEVNULL,
                                 stdout=output,
@@ -165,6 +178,18 @@ class Cluster:
                 HostOutcome(host, code, files[host].read_text(errors="replace"), seconds)
                 for host, (code, seconds) in enumerate(ends)
             ]
+
+
+def _cores_of_hosts(hosts: int) -> list[str]:
+    """The cores of each host, as ``taskset`` takes them."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // hosts
+    if not each or shutil.which("taskset") is None:
+        raise UsageError(
+            f"{hosts} hosts with cores of their own need {hosts} cores and taskset (of util-linux), but here "
+            f"are {len(cores)} cores. Take fewer hosts, or own_cores=False."
+        )
+    return [",".join(map(str, cores[host * each : (host + 1) * each])) for host in range(hosts)]
 
 
 def _wait(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwright.cluster import Cluster
 from shardwright.config import Config
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import PlanError, StalePlanError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -20,12 +20,14 @@ from shardwright.planner import (
     meshes,
     microbatch_counts,
 )
+from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.profile import Profile
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.tracing import trace_parts
 from shardwright.torch.tree import flatten, leaves
 
-__all__ = ["plan_model", "trace_model"]
+__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data"]
 
 
 def trace_model(
@@ -64,9 +66,9 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    arguments = _on_device((args, kwargs), device)
+    arguments = with_data((args, kwargs), device)
     traces = trace_parts(
-        model, _step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
+        model, step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
     )
     return traces[1].graph
 
@@ -77,11 +79,12 @@ def plan_model(
     config: Config,
     world_size: int,
     cluster: Cluster,
+    measured: MeasuredProfile | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     search_degrees: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Makes the plan of a training run from counts: FLOPs and bytes, and the rates of machines.
+    """Makes the plan of a training run from what was measured before, or from FLOPs, bytes and rates.
 
     Args:
         model: any module; under ``torch.device("meta")`` it takes no memory.
@@ -89,6 +92,7 @@ def plan_model(
         config: the settings of the run.
         world_size: ranks of the run.
         cluster: its machines.
+        measured: what units of the model cost; of others, and without it, that is estimated.
         loss: as for `trace_model`.
         search_degrees: choose the degrees that the settings leave open, too.
         **kwargs: one batch of one replica.
@@ -96,9 +100,12 @@ def plan_model(
     Raises:
         ConfigError: the degrees do not multiply to the number of ranks.
         PlanError: the settings cannot be met, or nothing fits.
+        StalePlanError: another model was measured.
         TraceError: the model cannot be traced; the line is named.
     """
-    planner = _Offline(model, _on_device((args, kwargs), "cpu"), config=config, cluster=cluster, loss=loss)
+    planner = _Offline(
+        model, with_data((args, kwargs), "cpu"), config=config, cluster=cluster, measured=measured, loss=loss
+    )
     if not search_degrees:
         return planner.plan(config.resolve_world(world_size))
     return best_of_meshes(meshes(world_size, config), planner.plan)
@@ -114,12 +121,14 @@ class _Offline:
         *,
         config: Config,
         cluster: Cluster,
+        measured: MeasuredProfile | None,
         loss: Callable[[Any], Tensor] | None,
     ):
         self._model = model
         self._arguments = arguments
         self._config = config
         self._cluster = cluster
+        self._measured = measured
         self._loss = loss
         self._candidates: dict[int, Candidates] = {}
 
@@ -139,20 +148,32 @@ class _Offline:
         counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
         traces = trace_parts(
             self._model,
-            _step_of(self._model, self._loss),
+            step_of(self._model, self._loss),
             {m: splitter.split(self._arguments, m)[0] for m in counts},
             device=torch.device("cpu"),
             num_stages=pipeline * (config.virtual_stages or 2),
         )
-        device = self._cluster.device
-        return {m: (trace.graph, estimate_profile(trace.graph, device=device)) for m, trace in traces.items()}
+        return {m: (trace.graph, self._profile(trace.graph)) for m, trace in traces.items()}
+
+    def _profile(self, graph: ModelGraph) -> Profile:
+        estimated = estimate_profile(graph, device=self._cluster.device)
+        if self._measured is None:
+            return estimated
+        if graph.model_fingerprint != self._measured.fingerprint:
+            raise StalePlanError(
+                f"the profile is of a model with fingerprint {self._measured.fingerprint}, but this one has "
+                f"{graph.model_fingerprint}: other parameters, or other shapes, types or ties of them. "
+                "Measure this one: shardwright profile"
+            )
+        known = {key: cost for key, cost in self._measured.costs.items() if key in estimated.costs}
+        return Profile(costs={**estimated.costs, **known}, device=self._cluster.device.name)
 
 
-def _step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable[..., Tensor]:
+def step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable[..., Tensor]:
     """A training step: the model, the loss, the backward."""
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
-        value = _loss_of(model(*args, **kwargs), loss)
+        value = loss_of(model(*args, **kwargs), loss)
         handler = active_handler()
         if handler is not None and value.requires_grad:
             with plain_torch():
@@ -162,7 +183,7 @@ def _step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable
     return step
 
 
-def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if loss is not None:
         return loss(output)
     own = getattr(output, "loss", None)
@@ -177,14 +198,14 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     )
 
 
-def _on_device(arguments: Arguments, device: torch.device | str) -> Arguments:
+def with_data(arguments: Arguments, device: torch.device | str) -> Arguments:
     """Arguments with data: operations between units look at values, so zeros stand for meta tensors."""
     items, structure = flatten(arguments)
-    args, kwargs = structure.rebuild([_with_data(item, device) for item in items])
+    args, kwargs = structure.rebuild([_tensor_with_data(item, device) for item in items])
     return args, kwargs
 
 
-def _with_data(item: Any, device: torch.device | str) -> Any:
+def _tensor_with_data(item: Any, device: torch.device | str) -> Any:
     if isinstance(item, Tensor) and item.is_meta:
         return torch.zeros(item.shape, dtype=item.dtype, device=device)
     return item

@@ -21,7 +21,15 @@ from shardwright.cluster import Cluster
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.planner import (
+    NO_CORRECTION,
+    Correction,
+    RunKind,
+    correction_of,
+    estimate_profile,
+    make_plan,
+    microbatch_counts,
+)
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import Context
@@ -31,6 +39,7 @@ from shardwright.torch.materialise import Materialiser
 from shardwright.torch.precision import low_precision
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
+from shardwright.torch.run_history import history_of
 from shardwright.torch.tracing import trace_parts
 
 __all__ = ["Planner"]
@@ -80,6 +89,7 @@ class Planner:
                     mesh=context.mesh,
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
+                    correction=_correction(context),
                 )
             )
         as_it_runs = gradients == torch.is_grad_enabled()
@@ -157,6 +167,14 @@ class Planner:
                     placement[name] = rank
                     break
         return placement
+
+
+def _correction(context: Context) -> Correction:
+    """What earlier runs of this kind on this machine say; nothing where units are not measured."""
+    history = history_of(context)
+    if history is None or context.config.profile == "estimated":
+        return NO_CORRECTION
+    return correction_of(history.read(), RunKind.of(context.mesh, ranks_per_node=context.local_size))
 
 
 def _optimizer_factor(context: Context) -> float:

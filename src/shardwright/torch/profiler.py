@@ -24,7 +24,7 @@ from shardwright.torch.machine import cores_of_host, device_name
 from shardwright.torch.measure import Timing, measure_class, unit_cost
 from shardwright.torch.recording import Trace
 
-__all__ = ["Profiler", "cache_folder", "rounds_of", "typical"]
+__all__ = ["Profiler", "cache_folder", "machine_key", "rounds_of", "typical"]
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright"
 
 
+def machine_key(context: Context) -> str:
+    """The same for machines on which units cost the same: device, versions, ranks and cores of a host."""
+    described = [
+        _FORMAT,
+        device_name(context.device),
+        torch.__version__,
+        torch.get_num_threads(),
+        context.local_size,
+        cores_of_host(),
+    ]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+
 class Profiler:
     """Measures the cost classes of traces; collective over all ranks."""
 
     def __init__(self, context: Context):
         self._context = context
         self._cores = OwnCores(context)
-        self._file = cache_folder() / "profile" / f"{self._machine_key()}.json"
+        self._file = cache_folder() / "profile" / f"{machine_key(context)}.json"
 
     def measure(self, traces: Sequence[Trace], *, phase: Phase) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
@@ -128,17 +141,6 @@ class Profiler:
         return gathered
 
     # ---- the cache ----
-
-    def _machine_key(self) -> str:
-        described = [
-            _FORMAT,
-            device_name(self._context.device),
-            torch.__version__,
-            torch.get_num_threads(),
-            self._context.local_size,
-            cores_of_host(),
-        ]
-        return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
     def _agreed_cache(self) -> dict[str, Any]:
         """The first rank's cache, on all ranks, so that all measure the same classes."""

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from shardwright.observe.observer import Observer
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import idle_share, measured_events
 from shardwright.plan import Plan
-from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
+from shardwright.planner import ACTION_OVERHEAD_S, RunKind, stage_costs_of
 from shardwright.schedule import simulate
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
+from shardwright.torch.run_history import RunRecorder, history_of
 
 __all__ = ["Reporter"]
 
@@ -36,6 +38,7 @@ class Reporter:
     def __init__(self, context: Context):
         self._context = context
         self._observer: Observer | None = None
+        self._recorder: RunRecorder | None = None
         self.num_steps = 0
 
     @property
@@ -82,6 +85,7 @@ class Reporter:
                 parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
             )
         )
+        self._write_down(seconds, memory)
         # The first step plans; the third is the first that an impatient user can look at.
         if context.config.trace and step.schedule is not None and (number == 3 or number % interval == 0):
             self._write_timeline(step)
@@ -92,6 +96,19 @@ class Reporter:
             self._observer.close()
 
     # ---- inside ----
+
+    def _write_down(self, seconds: float, memory: Sequence[int]) -> None:
+        """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
+        context = self._context
+        prediction = context.plan.prediction if context.plan is not None else None
+        if context.rank or context.cluster is None or prediction is None:
+            return
+        if prediction.provenance == "measured":
+            assert context.plan is not None
+            if self._recorder is None:
+                kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
+                self._recorder = RunRecorder(history_of(context), kind)
+            self._recorder.step_done(seconds, context.plan, memory_bytes=max(memory, default=0))
 
     def _start(self) -> Observer:
         context = self._context

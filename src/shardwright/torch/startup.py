@@ -14,7 +14,7 @@ from shardwright.torch.grad_scaler import scalers_agree
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 
-__all__ = ["init", "shutdown"]
+__all__ = ["begin", "init", "shutdown"]
 
 
 def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
@@ -49,6 +49,11 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     settings = Config.merge(given, *settings_from(os.environ))
     if settings.plan is not None:
         plan = Plan.read(settings.plan)
+    begin(settings, plan)
+
+
+def begin(settings: Config, plan: Plan | None) -> None:
+    """Starts a run with settings that are known, and a plan to follow if there is one."""
     made = make_context(settings, plan)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)

@@ -1,0 +1,151 @@
+"""What runs on these machines took, beside what was predicted: later predictions are corrected by it.
+
+The measured over the predicted step differs little between runs of one kind on one machine: what a machine
+shares with others, what the cost model leaves out. So the median of the latest runs corrects the next ones,
+the more the more there are, and how far they lie from it is the interval that plans state.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwright.mesh import Mesh
+
+__all__ = ["NO_CORRECTION", "Correction", "PastRun", "RunKind", "correction_of"]
+
+_LATEST = 20
+_FEWEST = 3
+# As if so many runs had come out as predicted.
+_CAUTION = 2
+_FEWEST_FOR_INTERVAL = 5
+_SHARE_INSIDE = 0.9
+_NARROWEST = 0.02
+
+_MEASURED, _ESTIMATED = 0.15, 0.5
+"""Where no run has told better: the worst of ``benchmarks/planner.py`` on one host, and what is common where
+units were not measured; docs/benchmarks.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunKind:
+    """What runs have in common whose predictions err alike.
+
+    Attributes:
+        ranks: of the job.
+        ranks_per_node: of a host.
+        pipelined: there are several pipeline ranks.
+        replicated: there are several replicas.
+        shared: replicas share their parameters.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    pipelined: bool
+    replicated: bool
+    shared: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, ranks_per_node: int) -> "RunKind":
+        """The kind of a run on a grid of ranks."""
+        return cls(
+            ranks=mesh.world_size,
+            ranks_per_node=ranks_per_node,
+            pipelined=mesh.pipeline > 1,
+            replicated=mesh.data > 1,
+            shared=mesh.shard > 1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PastRun:
+    """A run that is over, or has gone on for a while.
+
+    Attributes:
+        run: tells it from others; of two entries of one run, the later counts.
+        kind: what it has in common with others.
+        model: fingerprint.
+        predicted_s: seconds of a step, before any correction.
+        measured_s: the median of its steps.
+        steps: that were timed.
+        predicted_bytes: peak memory of the rank that needs most.
+        measured_bytes: the same, as the operating system or the device counts it, libraries included.
+        when: date and time, UTC.
+    """
+
+    run: str
+    kind: RunKind
+    model: str
+    predicted_s: float
+    measured_s: float
+    steps: int
+    predicted_bytes: int
+    measured_bytes: int
+    when: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Any) -> "PastRun":
+        """What `to_dict` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            found = cls(**{**document, "kind": RunKind(**document["kind"])})
+            usable = 0 < found.predicted_s < math.inf and 0 < found.measured_s < math.inf
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"this is no past run: {error}") from error
+        if not usable:
+            raise ValueError("this is no past run: its seconds are no positive numbers")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """By what predictions of a kind of run are multiplied.
+
+    Attributes:
+        factor: measured over predicted.
+        error: half of an interval that held nine of ten runs, relative; None where too few are known.
+        runs: that it rests on.
+    """
+
+    factor: float = 1.0
+    error: float | None = None
+    runs: int = 0
+
+    def error_of(self, provenance: str) -> float:
+        """The same; what is common for measured, or for estimated units, where too few runs are known."""
+        if self.error is not None:
+            return self.error
+        return _MEASURED if provenance == "measured" else _ESTIMATED
+
+
+NO_CORRECTION = Correction()
+
+
+def correction_of(runs: Iterable[PastRun], kind: RunKind) -> Correction:
+    """What the latest runs of a kind say.
+
+    Args:
+        runs: in the order in which they were written down.
+        kind: of the run that is planned.
+    """
+    latest = {run.run: run for run in runs if run.kind == kind}
+    ratios = [math.log(run.measured_s / run.predicted_s) for run in latest.values()][-_LATEST:]
+    if len(ratios) < _FEWEST:
+        return NO_CORRECTION
+    factor = statistics.median(ratios) * len(ratios) / (len(ratios) + _CAUTION)
+    return Correction(factor=math.exp(factor), error=_interval(ratios, factor), runs=len(ratios))
+
+
+def _interval(ratios: Sequence[float], factor: float) -> float | None:
+    if len(ratios) < _FEWEST_FOR_INTERVAL:
+        return None
+    errors = sorted(abs(math.expm1(factor - ratio)) for ratio in ratios)
+    return max(_NARROWEST, errors[math.ceil(_SHARE_INSIDE * len(errors)) - 1])

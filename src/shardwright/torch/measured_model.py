@@ -1,0 +1,137 @@
+"""What a model costs on the present machines: its units are timed for every grid of ranks that it may run on.
+
+::
+
+    for each number of pipeline ranks:  units ─► traces, one for each number of microbatches ─┐
+                                                                                              ▼
+                                        candidates for the planner ◄── costs ◄── all units, timed together
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import PlanError
+from shardwright.mesh import Mesh
+from shardwright.plan import Plan
+from shardwright.planner import Candidates, estimate_profile, make_plan, microbatch_counts
+from shardwright.profile import Profile, UnitCost
+from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.context import context
+from shardwright.torch.engine_run import to_device
+from shardwright.torch.inspection import step_of, with_data
+from shardwright.torch.machine import present_cluster
+from shardwright.torch.profiler import Profiler
+from shardwright.torch.recording import Trace
+from shardwright.torch.tracing import trace_parts
+
+__all__ = ["MeasuredModel", "measure_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModel:
+    """A model with what its units cost here.
+
+    Attributes:
+        candidates: for each number of pipeline ranks, what the planner takes.
+        costs: what was measured, by cost class.
+        cluster: the present machines.
+    """
+
+    candidates: Mapping[int, Candidates]
+    costs: Mapping[str, UnitCost]
+    cluster: Cluster
+
+    def plans(self, mesh: Mesh, config: Config) -> list[Plan]:
+        """The best plan of one grid for each number of microbatches.
+
+        Raises:
+            PlanError: there is none; the message is that of the last.
+        """
+        found: list[Plan] = []
+        failures: list[PlanError] = []
+        for number, candidate in self.candidates[mesh.pipeline].items():
+            try:
+                found.append(make_plan({number: candidate}, cluster=self.cluster, config=config, mesh=mesh))
+            except PlanError as error:
+                failures.append(error)
+        if not found:
+            raise failures[-1]
+        return found
+
+
+def measure_model(
+    model: nn.Module,
+    arguments: Arguments,
+    *,
+    loss: Callable[[Any], Tensor] | None,
+    config: Config,
+    grids: Sequence[Mesh],
+) -> MeasuredModel:
+    """Times the units of a model; collective over all ranks, in a run of one pipeline.
+
+    Args:
+        model: any module, with data or on the meta device.
+        arguments: one batch of one replica.
+        loss: as for `shardwright.torch.trace_model`.
+        config: settings; a pinned number of microbatches is the only one.
+        grids: that it may run on.
+
+    Raises:
+        PlanError: the batch cannot be cut into microbatches.
+        TraceError: the model cannot be traced; the line is named.
+    """
+    run = context()
+    assert run.reporter is not None
+    arguments = to_device(with_data(arguments, "cpu"), run.device)
+    pipelines = sorted({mesh.pipeline for mesh in grids})
+    with run.reporter.phase("tracing the model"):
+        traces = {p: _traces(model, arguments, loss, config, p, run.device) for p in pipelines}
+    cluster = present_cluster(run)
+    with run.reporter.phase("measuring units") as phase:
+        together = [trace for of_pipeline in traces.values() for trace in of_pipeline.values()]
+        costs = Profiler(run).measure(together, phase=phase)
+    return MeasuredModel(
+        candidates={p: _candidates(traces[p], costs, cluster) for p in pipelines},
+        costs=costs,
+        cluster=cluster,
+    )
+
+
+def _traces(
+    model: nn.Module,
+    arguments: Arguments,
+    loss: Callable[[Any], Tensor] | None,
+    config: Config,
+    pipeline: int,
+    device: torch.device,
+) -> dict[int, Trace]:
+    """A trace for each number of microbatches."""
+    splitter = Splitter()
+    batch_size = splitter.batch_size(arguments)
+    if batch_size is None:
+        raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+    counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+    return trace_parts(
+        model,
+        step_of(model, loss),
+        {m: splitter.split(arguments, m)[0] for m in counts},
+        device=device,
+        num_stages=pipeline * (config.virtual_stages or 2),
+        splitter=splitter,
+        count_memory=True,
+    )
+
+
+def _candidates(traces: Mapping[int, Trace], costs: Mapping[str, UnitCost], cluster: Cluster) -> Candidates:
+    found: dict[int, Any] = {}
+    for number, trace in traces.items():
+        estimated = estimate_profile(trace.graph, device=cluster.device)
+        profile = Profile(costs={**estimated.costs, **costs}, device=cluster.device.name)
+        found[number] = (trace.graph, profile)
+    return found

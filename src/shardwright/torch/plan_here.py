@@ -1,0 +1,234 @@
+"""Plans a run on the present machines: measures the model, tries the best plans, keeps the fastest.
+
+::
+
+    measure ─► plan every grid of ranks, with every number of microbatches ─► the best few by prediction
+                                                                                        │ run some steps
+                                                                                        ▼ of each
+                                                              the plan with most samples a second, as measured
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.config import Config
+from shardwright.observe.console import Console, Phase
+from shardwright.plan import Plan, Trial
+from shardwright.planner import best_plans, meshes
+from shardwright.torch.batch import Arguments
+from shardwright.torch.context import context
+from shardwright.torch.inspection import loss_of, with_data
+from shardwright.torch.measured_model import MeasuredModel, measure_model
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.startup import begin, shutdown
+from shardwright.torch.step import step
+from shardwright.units import format_seconds
+
+__all__ = ["Training", "measure_here", "plan_here"]
+
+_NEAR_TIE = 1.01
+_QUIET = "SHARDWRIGHT_QUIET"
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained.
+
+    Attributes:
+        build: makes the model, the same on every rank.
+        arguments: one batch of one replica.
+        loss: makes one number of what the model returns; None as for `shardwright.torch.trace_model`.
+    """
+
+    build: Callable[[], nn.Module]
+    arguments: Arguments
+    loss: Callable[[Any], Tensor] | None = None
+
+
+def plan_here(training: Training, *, config: Config, most: int, steps: int) -> Plan:
+    """Finds the fastest plan on the present machines; collective over all ranks, without a run.
+
+    Each replica has a batch of its own, as a training script loads it: what counts are samples a second.
+
+    Args:
+        training: what is trained.
+        config: settings; degrees that it leaves open are chosen.
+        most: of the plans that are predicted to be fastest, so many are tried.
+        steps: that each takes, after two that warm up.
+
+    Returns:
+        The plan, the same on every rank, with its trials.
+
+    Raises:
+        PlanError: the settings cannot be met, or nothing fits.
+        TraceError: the model cannot be traced; the line is named.
+    """
+    with _run_of_one_pipeline(config):
+        measured = _measured(training, config)
+        run = context()
+        grids = meshes(run.mesh.world_size, config)
+        make = partial(measured.plans, config=config)
+        finalists = run.from_first_rank(lambda: best_plans(grids, make, most=most))
+    seconds = []
+    for number, plan in enumerate(finalists, start=1):
+        seconds.append(
+            _tried(training, plan, config, steps, title=f"trying plan {number} of {len(finalists)}")
+        )
+    return _verdict(finalists, seconds, steps)
+
+
+def measure_here(training: Training, *, config: Config) -> MeasuredModel:
+    """Times the model of a training on the present machines; collective over all ranks, without a run.
+
+    Raises:
+        as `plan_here`.
+    """
+    with _run_of_one_pipeline(config):
+        return _measured(training, config)
+
+
+def _measured(training: Training, config: Config) -> MeasuredModel:
+    grids = meshes(context().mesh.world_size, config)
+    return measure_model(training.build(), training.arguments, loss=training.loss, config=config, grids=grids)
+
+
+@contextmanager
+def _run_of_one_pipeline(config: Config) -> Iterator[None]:
+    """A run in which every rank is a part of one pipeline, whatever the degrees are to be."""
+    degrees = {
+        "pipeline_parallel_degree": None,
+        "data_parallel_degree": None,
+        "sharded_data_parallel_degree": 1,
+    }
+    begin(_traceless(config).model_copy(update=degrees), None)
+    try:
+        yield
+    finally:
+        shutdown()
+
+
+def _traceless(config: Config) -> Config:
+    """Settings of a run that leaves nothing behind."""
+    return Config.merge(config, {"run_dir": "off", "log_interval": 10**9})
+
+
+def _tried(training: Training, plan: Plan, config: Config, steps: int, *, title: str) -> float:
+    """Seconds of a step: the median over some steps, of the slowest rank."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    console = Console(prints=is_first)
+    with console.phase(f"{title}: {_title(plan)}") as phase, _silence():
+        begin(_traceless(config), plan)
+        try:
+            return _timed(training, steps, phase)
+        finally:
+            shutdown()
+
+
+def _timed(training: Training, steps: int, phase: Phase) -> float:
+    device = context().device
+    model = DistributedModel(training.build())
+    args, kwargs = with_data(training.arguments, "cpu")
+
+    @step
+    def trial_step(model: DistributedModel, *args: Any, **kwargs: Any) -> Tensor:
+        value = loss_of(model(*args, **kwargs), training.loss)
+        model.backward(value)
+        return value
+
+    times = []
+    for number in range(_WARM_UP_STEPS + steps):
+        phase.update(number + 1, total=_WARM_UP_STEPS + steps)
+        model.zero_grad(set_to_none=True)
+        _wait_for_all(device)
+        start = time.perf_counter()
+        trial_step(model, *args, **kwargs)
+        _wait_for_device(device)
+        times.append(time.perf_counter() - start)
+    return _slowest(statistics.median(times[_WARM_UP_STEPS:]), device)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Runs say nothing: of a trial, only that it goes on is of interest."""
+    before = os.environ.get(_QUIET)
+    os.environ[_QUIET] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_QUIET]
+        else:
+            os.environ[_QUIET] = before
+
+
+def _wait_for_all(device: torch.device) -> None:
+    _wait_for_device(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    if not dist.is_initialized():
+        return seconds
+    found = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def _verdict(plans: Sequence[Plan], seconds: Sequence[float], steps: int) -> Plan:
+    """The plan with most samples a second; of near ties, the one that was predicted to be faster."""
+    of_sample = [s / plan.mesh.data for plan, s in zip(plans, seconds, strict=True)]
+    best = next(n for n, each in enumerate(of_sample) if each <= min(of_sample) * _NEAR_TIE)
+    trials = tuple(_trial(plan, s, steps) for plan, s in zip(plans, seconds, strict=True))
+    winner = plans[best]
+    trials = (trials[best], *trials[:best], *trials[best + 1 :])
+    return winner.model_copy(
+        update={"trials": trials, "why": (*winner.why, _sentence(plans, of_sample, best))}
+    )
+
+
+def _trial(plan: Plan, seconds: float, steps: int) -> Trial:
+    assert plan.prediction is not None
+    return Trial(
+        mesh=plan.mesh,
+        schedule=plan.schedule,
+        step_s=seconds,
+        predicted_s=plan.prediction.step_s,
+        steps=steps,
+    )
+
+
+def _sentence(plans: Sequence[Plan], of_sample: Sequence[float], best: int) -> str:
+    others = [
+        f"{_title(plan)} {each / of_sample[best] - 1:+.1%}"
+        for number, (plan, each) in enumerate(zip(plans, of_sample, strict=True))
+        if number != best
+    ]
+    text = f"Tried on the present machines: {_title(plans[best])}, {format_seconds(of_sample[best])} a batch"
+    return f"{text}; {', '.join(others)}." if others else f"{text}."
+
+
+def _title(plan: Plan) -> str:
+    mesh = plan.mesh
+    shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
+    stages = len(plan.stages)
+    how = f", {plan.schedule.kind} with {stages} stages" if stages > 1 else ""
+    return (
+        f"pipeline {mesh.pipeline} x data {mesh.data}{shared}, {plan.schedule.microbatches} microbatches{how}"
+    )

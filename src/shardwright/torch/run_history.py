@@ -1,0 +1,123 @@
+"""What runs took on this machine, kept beside the measured costs: each run writes, and plans read.
+
+A line of JSON for each run, and a second one where it went on for longer. Lines that cannot be read are left
+out: a torn one, or one of another version.
+"""
+
+import datetime
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from shardwright.plan import Plan
+from shardwright.planner import PastRun, RunKind
+from shardwright.torch.context import Context
+from shardwright.torch.profiler import cache_folder, machine_key
+
+__all__ = ["RunHistory", "RunRecorder", "history_of"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MOST_LINES = 2000
+_KEPT_LINES = 1000
+
+_WARM_UP_STEPS = 2
+_WRITTEN_AFTER = frozenset({8, 40})
+
+
+class RunHistory:
+    """The runs of one kind of machine.
+
+    Args:
+        folder: where costs are kept.
+        machine: key of the machine: its device, versions, ranks and cores.
+    """
+
+    def __init__(self, folder: Path, machine: str):
+        self._file = folder / "runs" / f"{machine}.jsonl"
+
+    def read(self) -> list[PastRun]:
+        """All runs that are known, the oldest first."""
+        found = []
+        for line in self._lines():
+            try:
+                document = json.loads(line)
+                if isinstance(document, dict) and document.pop("version", None) == _VERSION:
+                    found.append(PastRun.from_dict(document))
+            except ValueError:
+                continue
+        return found
+
+    def append(self, run: PastRun) -> None:
+        """Adds a run; a disk that is full or cannot be written is noted in the log alone."""
+        line = json.dumps({"version": _VERSION, **run.to_dict()}) + "\n"
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(line)
+            self._shorten()
+        except OSError as error:
+            log.warning("what this run took cannot be kept in %s: %s", self._file, error)
+
+    def _shorten(self) -> None:
+        lines = self._lines()
+        if len(lines) > _MOST_LINES:
+            temporary = self._file.with_suffix(f".tmp-{os.getpid()}")
+            temporary.write_text("".join(f"{line}\n" for line in lines[-_KEPT_LINES:]), encoding="utf-8")
+            temporary.replace(self._file)
+
+    def _lines(self) -> list[str]:
+        try:
+            return self._file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+
+
+def history_of(context: Context) -> RunHistory | None:
+    """The runs of the present machine; None where none are to be kept."""
+    if not context.config.calibrate or os.environ.get("SHARDWRIGHT_CACHE") == "off":
+        return None
+    return RunHistory(cache_folder(), machine_key(context))
+
+
+@dataclass(slots=True)
+class RunRecorder:
+    """Writes down what one run takes, once it has gone on for a while, and again later.
+
+    Attributes:
+        history: where to; None writes nothing.
+        kind: of the run.
+    """
+
+    history: RunHistory | None
+    kind: RunKind
+    _seconds: list[float] = field(default_factory=list)
+    _run: str = ""
+
+    def step_done(self, seconds: float, plan: Plan, *, memory_bytes: int) -> None:
+        """A training step ended, in all `seconds` long; the first ones plan and warm up."""
+        self._seconds.append(seconds)
+        number = len(self._seconds)
+        prediction = plan.prediction
+        if self.history is None or prediction is None or number not in _WRITTEN_AFTER:
+            return
+        now = datetime.datetime.now(datetime.UTC)
+        self._run = self._run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}"
+        timed = self._seconds[_WARM_UP_STEPS:]
+        self.history.append(
+            PastRun(
+                run=self._run,
+                kind=self.kind,
+                model=plan.model.fingerprint,
+                predicted_s=prediction.step_s / prediction.correction,
+                measured_s=median(timed),
+                steps=len(timed),
+                predicted_bytes=max((rank.peak for rank in prediction.memory), default=0),
+                measured_bytes=memory_bytes,
+                when=f"{now:%Y-%m-%d %H:%M UTC}",
+            )
+        )

@@ -1,0 +1,56 @@
+"""Measured costs, as a file."""
+
+import json
+
+import pytest
+
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.errors import ConfigError
+from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.profile import UnitCost
+
+
+@pytest.fixture
+def profile():
+    link = Link(latency_s=1e-5, bandwidth_Bps=1e9, occupancy=0.5)
+    return MeasuredProfile(
+        fingerprint="f",
+        costs={"Linear-1": UnitCost(forward_s=1e-3, backward_s=2e-3, input_s=1e-3, provenance="measured")},
+        cluster=Cluster(device=Device(name="cpu"), ranks_per_node=2, intra_node=link, inter_node=link),
+        num_ranks=2,
+        when="2026-11-23 12:00 UTC",
+    )
+
+
+def test_what_is_written_is_read(profile, tmp_path):
+    profile.write(tmp_path / "p.json")
+    assert MeasuredProfile.read(tmp_path / "p.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"version": 2}, "version"),
+        ({"format": "shardwright-prices"}, "format"),
+        ({"costs": {"Linear-1": {"forward_s": -1, "backward_s": 1}}}, r"costs.Linear-1.forward_s is -1"),
+        ({"costs": {"Linear-1": {"forward_s": "NaN", "backward_s": 1}}}, "costs.Linear-1.forward_s"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"more": 1}, "more is not a field"),
+    ],
+)
+def test_what_is_wrong_is_named(profile, change, names, tmp_path):
+    profile.write(tmp_path / "p.json")
+    document = json.loads((tmp_path / "p.json").read_text())
+    (tmp_path / "p.json").write_text(json.dumps({**document, **change}))
+    with pytest.raises(ConfigError, match=names):
+        MeasuredProfile.read(tmp_path / "p.json")
+
+
+def test_a_file_that_is_cut_off_or_missing(profile, tmp_path):
+    profile.write(tmp_path / "p.json")
+    text = (tmp_path / "p.json").read_text()
+    (tmp_path / "cut.json").write_text(text[:-20])
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    for name in ("cut.json", "bytes.json", "none.json", "."):
+        with pytest.raises(ConfigError, match="profile"):
+            MeasuredProfile.read(tmp_path / name)
