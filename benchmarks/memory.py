@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from check import Check
+from live_bytes import LiveBytes
 from models import Task, conv_net, gpt
 from shardwright.testing import run_ranks
 from shardwright.torch.context import context
@@ -33,7 +34,6 @@ from shardwright_side import STAGES_PER_RANK, Ours
 __all__ = ["Footprint", "measure_memory", "memory_check", "memory_table"]
 
 _MICROBATCHES = 8
-_MEASURED = "the measured step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +143,14 @@ def memory_check(found: Sequence[Footprint]) -> list[Check]:
 
 def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
     settings = {"microbatches": _MICROBATCHES, "profile": "estimated", **settings}
-    with _Allocator() as allocator:
+    with LiveBytes() as allocator:
         ours = Ours(task, task.build(), settings)
         optimizer = torch.optim.AdamW(ours.model.local_parameters())
         for _ in range(2):
             ours.step()
             optimizer.step()
         gc.collect()
-        with torch.profiler.record_function(_MEASURED):
+        with allocator.counted():
             ours.step()
             optimizer.step()
     peers = context().local_peers
@@ -168,37 +168,8 @@ def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
         predicted_saved=predicted.activations,
         saved=ledger.peak,
         predicted_peak=predicted.peak,
-        live=allocator.peak_bytes() + shared,
+        live=allocator.peak + shared,
     )
-
-
-class _Allocator:
-    """Follows every block that PyTorch's CPU allocator gives out while it is open."""
-
-    def __init__(self) -> None:
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        self._profiler = torch.profiler.profile(activities=cpu, profile_memory=True)
-
-    def __enter__(self) -> "_Allocator":
-        self._profiler.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._profiler.__exit__(*exc_info)
-
-    def peak_bytes(self) -> int:
-        """The most bytes alive at a time in the part of the recording that is named `_MEASURED`."""
-        kineto = self._profiler.profiler
-        assert kineto is not None
-        events = kineto.kineto_results.events()
-        (span,) = [event for event in events if event.name() == _MEASURED]
-        blocks = sorted((e for e in events if e.name() == "[memory]"), key=lambda event: event.start_ns())
-        alive = peak = 0
-        for block in blocks:
-            alive += block.nbytes()
-            if span.start_ns() <= block.start_ns() <= span.end_ns():
-                peak = max(peak, alive)
-        return peak
 
 
 class _Ledger:

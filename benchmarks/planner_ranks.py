@@ -1,6 +1,7 @@
 """What each rank of `planner.py` does: some steps of one configuration, beside what its plan predicts."""
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -13,12 +14,16 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this run
 
+import torch
 import torch.distributed as dist
 
+import shardwright.torch as sw
+from live_bytes import LiveBytes
 from models import conv_net, gpt
+from shardwright.torch.context import context
 from shardwright_side import Ours
 
-__all__ = ["TASKS", "predicted_and_measured"]
+__all__ = ["TASKS", "predicted_and_live_bytes", "predicted_and_measured"]
 
 TASKS = {
     "gpt": gpt(batch=8),
@@ -44,6 +49,27 @@ def predicted_and_measured(task: str, settings: Mapping[str, Any], steps: int) -
     recomputed = sum(len(stage.recompute) for stage in plan.stages)
     chosen = f"{plan.schedule.kind}, {plan.schedule.microbatches} microbatches, {len(plan.stages)} stages"
     return plan.prediction.step_s, statistics.median(times), chosen + (", recomputed" if recomputed else "")
+
+
+def predicted_and_live_bytes(task: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Peak bytes of this rank as the plan has them, and live ones over a step with AdamW; see `memory`."""
+    trained = TASKS[task]
+    settings = {"plan_one_stage": True, "profile": "estimated", **settings}
+    with LiveBytes() as live:
+        ours = Ours(trained, trained.build(), settings)
+        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(ours.model.local_parameters()))
+        for _ in range(_WARM_UP):
+            ours.step()
+            optimizer.step()
+        gc.collect()
+        with live.counted():
+            ours.step()
+            optimizer.step()
+    run = context()
+    peers = run.local_peers
+    shared = 0 if peers is None else peers.num_bytes
+    assert ours.plan.prediction is not None
+    return ours.plan.prediction.memory[run.pipeline_rank].peak, live.peak + shared
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """``shardwright plan make``: a plan without running anything."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from shardwright.cli.measuring_order import Order
 from shardwright.cli.plan_verify import verified_plan
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.cluster import Cluster, Device, Link
+from shardwright.cluster import Cluster, Device, Link, cluster_of, find_machines
 from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
 from shardwright.errors import UsageError
@@ -34,6 +35,17 @@ World = Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks of the r
 Machine = Annotated[
     Path | None,
     typer.Option("--machine", metavar="FILE", help="The machines, YAML or JSON; see docs/commands.md."),
+]
+Machines = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="MACHINES",
+        help="The machines by name, p4d.24xlarge*4, or a cluster file of shardwright probe.",
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="With --cluster: whose rates count: bfloat16, float16 or float32.")
 ]
 SearchDegrees = Annotated[
     bool,
@@ -75,6 +87,8 @@ def make(
     settings: Settings = None,
     config: ConfigFile = None,
     machine: Machine = None,
+    machines: Machines = None,
+    dtype: Dtype = "float32",
     output: Output = None,
     search_degrees: SearchDegrees = False,
     profile: ProfileFile = None,
@@ -90,7 +104,7 @@ def make(
 
     Times are estimated from FLOPs, bytes and the rates of the machines, taken from a profile, or measured:
 
-    shardwright plan make model.py:build --world 512 --machine a100.yaml
+    shardwright plan make model.py:build --world 512 --cluster p4d.24xlarge*64 --dtype bfloat16
 
     shardwright plan make model.py:build --world 8 --profile profile.json --search-degrees
 
@@ -99,7 +113,7 @@ def make(
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     _check(resolved, world)
     if verify:
-        _refuse_with_verify(machine=machine, profile=profile)
+        _refuse_with_verify({"--machine": machine, "--cluster": machines, "--profile": profile})
         order = Order(
             factory=factory,
             build_on=build_on or "cpu",
@@ -115,7 +129,7 @@ def make(
             build_on or "meta",
             config=resolved,
             world=world,
-            cluster=_cluster(machine, measured),
+            cluster=_cluster(machine, machines, dtype, measured),
             measured=measured,
             search_degrees=search_degrees,
         )
@@ -123,9 +137,15 @@ def make(
         _hand_out(plan, output=output, world=world, as_json=as_json)
 
 
-def _cluster(machine: Path | None, measured: MeasuredProfile | None) -> Cluster:
+def _cluster(
+    machine: Path | None, machines: str | None, dtype: str, measured: MeasuredProfile | None
+) -> Cluster:
+    if machine is not None and machines is not None:
+        raise UsageError("--machine and --cluster both say what the machines are. Drop one of the two.")
     if machine is not None:
         return read_cluster(machine)
+    if machines is not None:
+        return cluster_of(find_machines(machines), dtype=dtype)
     if measured is not None:
         return measured.cluster
     Console().status(_assumption())
@@ -174,8 +194,8 @@ def _plan(
         )
 
 
-def _refuse_with_verify(*, machine: Path | None, profile: Path | None) -> None:
-    for option, value in (("--machine", machine), ("--profile", profile)):
+def _refuse_with_verify(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
         if value is not None:
             raise UsageError(
                 f"--verify measures the present machines itself, so {option} {value} has no use. Drop one of "
@@ -199,7 +219,7 @@ def _check(config: Config, world: int) -> None:
 def _assumption() -> str:
     device, near, far = _ASSUMED.device, _ASSUMED.intra_node, _ASSUMED.inter_node
     return (
-        f"neither --machine nor --profile: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
+        f"no --cluster and no --profile: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
         f"{device.flops_per_s / 1e9:.0f} GFLOP/s, {device.memory_Bps / 1e9:.0f} GB/s and unlimited memory; "
         f"links in a host {_describe(near)}, between hosts {_describe(far)}"
     )

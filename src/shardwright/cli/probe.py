@@ -1,23 +1,28 @@
-"""``shardwright probe``: measure what collectives cost here."""
+"""``shardwright probe``: measure the present machines."""
 
-import sys
-import tempfile
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import yaml
 
+from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.machines_text import format_machines
+from shardwright.cli.on_ranks import run_on_ranks
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
+from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
-from shardwright.launch.request import LaunchRequest
-from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import align
 
 __all__ = ["probe"]
 
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
 NumRanks = Annotated[int, typer.Option("--num-ranks", "-n", min=1, help="Ranks on this host.")]
+ClusterOption = Annotated[
+    Path, typer.Option("--cluster", metavar="FILE", help="Where the machines go, as YAML.")
+]
 Show = Annotated[bool, typer.Option("--show", help="Measure nothing: show what FILE makes of collectives.")]
 
 
@@ -27,44 +32,55 @@ def probe(
     num_nodes: NumNodes = 1,
     node_rank: NodeRank = None,
     endpoint: Endpoint = None,
+    cluster: ClusterOption = Path("cluster.yaml"),
     show: Show = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure what copies, sums and messages between ranks cost, and show which algorithms that makes best.
+    """Measure the present machines: devices, memory, links, collectives; and show what follows.
 
-    Where each rank has a GPU for itself, NCCL's collectives, too.
-
-    Runs that find the file in SHARDWRIGHT_PRICES choose their collectives by it. For example:
+    Products of matrices by size and type, alone and with all ranks busy, memory, links and collectives go
+    into a cluster file, which plan make --cluster and search take. What collectives are made of goes into
+    FILE: runs that find it in SHARDWRIGHT_PRICES choose their algorithms by it. For example:
 
     shardwright probe -n 4 prices.json
     """
     if not show:
-        with tempfile.TemporaryDirectory(prefix="shardwright-probe-") as folder:
-            request = LaunchRequest(
-                target="shardwright.comm.probe_ranks",
-                is_module=True,
-                arguments=(str(out.absolute()),),
-                num_ranks=num_ranks,
-                num_nodes=num_nodes,
-                node_rank=node_rank,
-                endpoint=endpoint,
-                run_folder=RunFolder.create(Path(folder), name="probe", environ={}).path,
-                quiet=True,
-            )
-            # Here, because it imports torch: --help answers before.
-            from shardwright.launch.agent import launch
-
-            code = launch(request, report=lambda text: print(text, file=sys.stderr))
-            if code:
-                sys.exit(code)
+        run_on_ranks(
+            "shardwright.torch.probing_ranks",
+            [str(out.absolute()), str(cluster.absolute())],
+            num_ranks=num_ranks,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            endpoint=endpoint,
+        )
         if node_rank not in (None, 0):
-            return  # the host of rank 0 has the file
-    prices, topology = read_prices(out)
-    for each in (prices, prices.devices):
-        if each is None:
-            continue
-        print(f"{topology}; prices {each.source}")
-        choices = choices_by_size(topology, each)
-        print(align(choice_rows(choices)))
-        print("\n".join(crossovers(choices)))
+            return  # the host of rank 0 has the files
+    alone = num_ranks * num_nodes == 1 and not show
+    if as_json:
+        print_json(
+            {
+                "cluster": None if show else yaml.safe_load(cluster.read_text(encoding="utf-8")),
+                "prices": None if alone else json.loads(out.read_text(encoding="utf-8")),
+            }
+        )
+        return
     if not show:
-        print(f"\nexport {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
+        print(format_machines(read_inventory(cluster)))
+        print()
+    if not alone:
+        print(_choices(out))
+    if not show:
+        print(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
+        if not alone:
+            print(f"export {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
+
+
+def _choices(path: Path) -> str:
+    """Which algorithms collectives take, by size."""
+    prices, topology = read_prices(path)
+    lines = []
+    for each in (prices, prices.devices):
+        if each is not None:
+            choices = choices_by_size(topology, each)
+            lines += [f"{topology}; prices {each.source}", align(choice_rows(choices)), *crossovers(choices)]
+    return "\n".join(lines)

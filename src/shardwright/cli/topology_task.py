@@ -22,7 +22,11 @@ Model = Annotated[
     ),
 ]
 Machines = Annotated[
-    str, typer.Argument(metavar="MACHINES", help="Such as p4d.24xlarge*4, or p4d.24xlarge*4+p5.48xlarge*2.")
+    str,
+    typer.Argument(
+        metavar="MACHINES",
+        help="Such as p4d.24xlarge*4, or p4d.24xlarge*4+p5.48xlarge*2; or the path of a cluster file.",
+    ),
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")]
 Sequence_ = Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")]
@@ -56,13 +60,13 @@ def task_of(
         ConfigError, UsageError: one of them cannot be read; with what is known.
     """
     # Here, because they import numpy: --help answers before.
-    from shardwright.cluster import parse_inventory
+    from shardwright.cluster import find_machines
     from shardwright.topology import Task
     from shardwright.topology.pins import parse_pins
 
     return Task(
         model=_model(model),
-        machines=parse_inventory(machines),
+        machines=find_machines(machines),
         batch=batch,
         sequence=sequence,
         dtype=dtype,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
     Dtype,
@@ -47,6 +48,7 @@ def what_if(
     memory: Annotated[
         float, typer.Option("--memory", help="Accelerators with so many times the memory.")
     ] = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """Show what other machines, faster links, more memory, or longer samples would change.
 
@@ -74,14 +76,16 @@ def what_if(
     from shardwright.topology import search
     from shardwright.units import format_bytes, format_seconds
 
+    now, then = (search(each).best for each in (task, other))
+    ratio = then.tokens_per_s / now.tokens_per_s
+    if as_json:
+        print_json({"now": now.to_dict(), "then": then.to_dict(), "times_the_tokens_per_s": ratio})
+        return
     rows = [["", "way", "step", "tokens/s", "memory"]]
-    rates = []
-    for name, each in (("now", task), ("then", other)):
-        best = search(each).best
-        rates.append(best.tokens_per_s)
+    for name, best in (("now", now), ("then", then)):
         rate = f"{best.tokens_per_s:,.0f}"
         rows.append([name, best.title, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes)])
-    print(f"{align(rows)}\n\n{rates[1] / rates[0]:.2f} times as many tokens a second.")
+    print(f"{align(rows)}\n\n{ratio:.2f} times as many tokens a second.")
 
 
 def _changed(
@@ -94,12 +98,12 @@ def _changed(
     links: float,
     memory: float,
 ) -> "Task":
-    from shardwright.cluster import parse_inventory
+    from shardwright.cluster import find_machines
 
     for name, factor in (("--network", network), ("--links", links), ("--memory", memory)):
         if not 1 / _MOST <= factor <= _MOST:
             raise UsageError(f"{name} is {factor:g}, but it must be from {1 / _MOST:g} to {_MOST:g}.")
-    found = task.machines if machines is None else parse_inventory(machines)
+    found = task.machines if machines is None else find_machines(machines)
     nodes = tuple(
         (
             replace(

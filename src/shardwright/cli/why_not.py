@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
     Dtype,
@@ -31,6 +32,7 @@ def why_not(
     dtype: Dtype = "bfloat16",
     runtime: Runtime = "shardwright",
     only_what_runs: OnlyWhatRuns = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say why the best way to train is not the one that you have in mind: how much slower, or larger, it is.
 
@@ -48,4 +50,9 @@ def why_not(
     )
     from shardwright.topology.explain import why_not as explain
 
-    print("\n".join(explain(task, dict(task.pins))))
+    found = explain(task, dict(task.pins))
+    if as_json:
+        ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
+        print_json(ways | {"sentences": found.sentences})
+    else:
+        print("\n".join(found.sentences))

@@ -1,7 +1,8 @@
 """Machines as data: devices, their memory and rates, the links between them."""
 
 from shardwright.cluster.cluster import Cluster, Device, Link
-from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
+from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate
+from shardwright.cluster.machines import cluster_of, find_machines
 from shardwright.cluster.named import node_kinds, parse_inventory
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "Inventory",
     "Link",
     "NodeKind",
+    "Rate",
+    "cluster_of",
+    "find_machines",
     "node_kinds",
     "parse_inventory",
 ]

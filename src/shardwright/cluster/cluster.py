@@ -5,7 +5,7 @@ from dataclasses import dataclass
 __all__ = ["Cluster", "Device", "Link"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """What one rank computes with.
 
@@ -13,6 +13,7 @@ class Device:
         name: for display.
         memory_bytes: memory that one rank may use; 0 means unknown (no limit is checked).
         flops_per_s: peak rate of a large matrix product in the model's dtype.
+        reached: share of it that products reach; 1 where it was measured, and is no peak of a data sheet.
         memory_Bps: memory bandwidth, bytes per second.
         overhead_s: time that one unit call takes however small it is.
     """
@@ -20,6 +21,7 @@ class Device:
     name: str
     memory_bytes: int = 0
     flops_per_s: float = 5e10
+    reached: float = 0.7
     memory_Bps: float = 1e10
     overhead_s: float = 2e-5
 

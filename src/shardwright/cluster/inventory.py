@@ -5,13 +5,30 @@ with data-sheet or measured rates, and how many there are of each.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Accelerator", "Inventory", "NodeKind", "Source"]
+__all__ = ["Accelerator", "Inventory", "NodeKind", "Rate", "Source"]
 
-Source = Literal["data sheet", "measured"]
+Source = Literal["data sheet", "measured", "typical"]
 """Where rates are from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast matrix products of one size are.
+
+    Attributes:
+        rows, inner, columns: of (rows, inner) times (inner, columns).
+        alone: FLOPs a second while the other ranks of the host wait.
+        together: while they do the same.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    alone: float
+    together: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +43,7 @@ class Accelerator:
         memory_Bps: bandwidth of its memory.
         host_Bps: bandwidth to the host's memory, in one direction; 0 where it has no other memory.
         source: where the rates are from.
+        products: by dtype, the rates of matrix products that were measured; empty where none were.
     """
 
     name: str
@@ -35,6 +53,7 @@ class Accelerator:
     memory_Bps: float
     host_Bps: float = 0.0
     source: Source = "data sheet"
+    products: Mapping[str, tuple[Rate, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +97,15 @@ class Inventory:
         name: for display.
         nodes: kinds of nodes with how many there are of each, in the order of their ranks.
         between_kinds_Bps: of a node to nodes of another kind, in one direction; None: the slower network.
+        measured: when, by what, with which versions; empty where nothing was measured.
+        collectives: seconds of collectives over all ranks by the bytes of the whole, as they were measured.
     """
 
     name: str
     nodes: tuple[tuple[NodeKind, int], ...]
     between_kinds_Bps: float | None = None
+    measured: str = ""
+    collectives: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:

@@ -1,6 +1,7 @@
 """Machines by name: ``p4d.24xlarge*4``, or several kinds, ``p4d.24xlarge*4 + p5.48xlarge*2``."""
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -13,10 +14,18 @@ from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.units import parse_bytes
 
-__all__ = ["MOST_NODES", "node_kinds", "parse_inventory"]
+__all__ = ["MOST_NODES", "THIS_CPU", "kind_called", "node_kinds", "parse_inventory"]
 
 MOST_NODES = 100_000
 """Of one kind: more are a slip of the keyboard."""
+
+THIS_CPU = "this-cpu"
+"""The machine that this runs on, with typical rates; ``shardwright probe`` measures them."""
+
+_CORE_FLOPS_PER_S, _CORE_MEMORY_BPS = 5e10, 1e10
+_CPU_LINK_BPS, _CPU_LINK_LATENCY_S = 2e9, 5e-5
+_CPU_NETWORK_BPS, _CPU_NETWORK_LATENCY_S = 1.25e9, 1e-4  # 10 Gbit/s
+_UNKNOWN_MEMORY = 8 * 2**30
 
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
 _TERM = re.compile(r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:\s*\*\s*(?P<number>[-+\w.]+))?", re.IGNORECASE)
@@ -31,7 +40,8 @@ def node_kinds() -> Mapping[str, NodeKind]:
         for name in ("accelerators.yaml", "nodes.yaml")
     )
     known = {name: _accelerator(name, fields) for name, fields in accelerators.items()}
-    return {name: _node(name, fields, known[fields["accelerator"]]) for name, fields in nodes.items()}
+    kinds = {name: _node(name, fields, known[fields["accelerator"]]) for name, fields in nodes.items()}
+    return {**kinds, THIS_CPU: _this_cpu()}
 
 
 def parse_inventory(text: str) -> Inventory:
@@ -55,11 +65,16 @@ def parse_inventory(text: str) -> Inventory:
             raise ConfigError(
                 f"{term.strip()!r} in {text!r} is not a kind of node and a number, such as p4d.24xlarge*4."
             )
-        nodes.append((_kind(match["name"]), _number(match["number"], text)))
+        nodes.append((kind_called(match["name"]), _number(match["number"], text)))
     return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
 
 
-def _kind(name: str) -> NodeKind:
+def kind_called(name: str) -> NodeKind:
+    """The kind of nodes of a name.
+
+    Raises:
+        ConfigError: there is none; the nearest names are given.
+    """
     kinds = node_kinds()
     plain = name.lower()
     if plain in kinds:
@@ -75,6 +90,39 @@ def _number(text: str | None, whole: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_NODES:
         raise ConfigError(f"{text!r} in {whole!r} is not a number of nodes: take 1 to {MOST_NODES}.")
     return int(text)
+
+
+def _this_cpu() -> NodeKind:
+    """The machine that this runs on: a rank for each core, with rates that are typical for one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = _memory_of_host()
+    core = Accelerator(
+        name="CPU core",
+        family="cpu",
+        flops_per_s=dict.fromkeys(("float32", "bfloat16", "float16"), _CORE_FLOPS_PER_S),
+        memory_bytes=memory // cores,
+        memory_Bps=_CORE_MEMORY_BPS,
+        source="typical",
+    )
+    return NodeKind(
+        name=THIS_CPU,
+        accelerator=core,
+        num_accelerators=cores,
+        link_Bps=_CPU_LINK_BPS,
+        link_latency_s=_CPU_LINK_LATENCY_S,
+        network_Bps=_CPU_NETWORK_BPS,
+        network_latency_s=_CPU_NETWORK_LATENCY_S,
+        memory_bytes=memory,
+        cores=cores,
+        source="typical",
+    )
+
+
+def _memory_of_host() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return _UNKNOWN_MEMORY
 
 
 def _accelerator(name: str, fields: Mapping[str, Any]) -> Accelerator:

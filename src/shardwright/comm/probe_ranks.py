@@ -27,7 +27,7 @@ from shardwright.comm.process_group import default_store, tell_all
 
 log = logging.getLogger(__name__)
 
-__all__ = ["main"]
+__all__ = ["device_prices", "main"]
 
 _TIMEOUT_S = 120.0
 
@@ -41,7 +41,7 @@ def main() -> None:
         num_ranks=dist.get_world_size(),
         timeout_s=_TIMEOUT_S,
     )
-    prices = replace(measure_prices(group), devices=_device_prices(group))
+    prices = replace(measure_prices(group), devices=device_prices(group))
     if dist.get_rank() == 0:
         write_prices(sys.argv[1], prices, group.topology)
     dist.barrier()
@@ -49,7 +49,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _device_prices(group: Communicator) -> DevicePrices | None:
+def device_prices(group: Communicator) -> DevicePrices | None:
     """Prices of GPUs; None where not every rank has one for itself."""
     place = detect(os.environ)
     number = torch.cuda.device_count() if has_nccl() else 0

@@ -12,9 +12,6 @@ from shardwright.profile import Profile, UnitCost
 
 __all__ = ["estimate_profile"]
 
-# Large matrix products rarely reach the peak rate of a data sheet.
-_EFFICIENCY = 0.7
-
 
 def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
     """Estimates the cost of every class of units and operations.
@@ -39,7 +36,7 @@ def _cost(graph: ModelGraph, node: Node, device: Device) -> UnitCost:
     num_bytes = input_bytes + sum(spec.num_bytes for spec in (*outputs, *(p.spec for p in held)))
     forward_s = (
         device.overhead_s * (node.kind == "unit")
-        + node.flops / (device.flops_per_s * _EFFICIENCY)
+        + node.flops / (device.flops_per_s * device.reached)
         + num_bytes / device.memory_Bps
     )
     backward_s = 2 * forward_s if any(spec.requires_grad for spec in outputs) else 0.0

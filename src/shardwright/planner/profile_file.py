@@ -109,6 +109,7 @@ class _Device(_Record):
     name: str
     memory_bytes: NonNegativeInt
     flops_per_s: Positive
+    reached: Annotated[float, Field(gt=0, le=1)] = 0.7
     memory_Bps: Positive
     overhead_s: Seconds
 

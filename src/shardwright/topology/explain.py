@@ -9,7 +9,7 @@ from shardwright.topology.task import Task
 from shardwright.topology.way import Way, describe
 from shardwright.units import format_bytes, format_seconds
 
-__all__ = ["Sensitivity", "difference", "reasons", "sensitivities", "why_not"]
+__all__ = ["Comparison", "Sensitivity", "difference", "reasons", "sensitivities", "why_not"]
 
 _RATES = {
     "flops_per_s": "faster matrix products",
@@ -33,6 +33,23 @@ class Sensitivity:
 
     what: str
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best way beside one with options that somebody has in mind.
+
+    Attributes:
+        best: of all ways.
+        wanted: the best with these options; where nothing fits with them, the one that takes least memory.
+        fits: it fits in memory.
+        sentences: what tells them apart.
+    """
+
+    best: Way
+    wanted: Way
+    fits: bool
+    sentences: tuple[str, ...]
 
 
 def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
@@ -71,7 +88,7 @@ def reasons(answer: Answer) -> list[str]:
     return [*found, f"The times are {best.provenance}."]
 
 
-def why_not(task: Task, pins: dict[str, int]) -> list[str]:
+def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     """Why the best way is not one with these options.
 
     Raises:
@@ -82,18 +99,18 @@ def why_not(task: Task, pins: dict[str, int]) -> list[str]:
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)
     needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
-    found = [f"The best way: {describe(answer.best)}."]
+    first = f"The best way: {describe(answer.best)}."
     if (needed <= task.memory_bytes).any():
         other = search(pinned).best
-        found.append(f"The best with {_text(pins)}: {difference(answer.best, other)}.")
-        return [*found, *_where(answer.best, other)]
+        second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
+        return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
     closest = closest_way(pinned, ways, needed)
     over = closest.peak_bytes - task.memory_bytes
-    found.append(
+    second = (
         f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
         f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."
     )
-    return found
+    return Comparison(answer.best, closest, False, (first, second))
 
 
 def difference(best: Way, other: Way) -> str:

@@ -69,12 +69,20 @@ def test_why_not(capsys):
     code, out, _ = call(capsys, "why-not", *NEOX, "tensor=8", "pipeline=4", "-b", "512")
     assert code == 0
     assert "The best with tensor=8, pipeline=4" in out
+    code, out, _ = call(capsys, "why-not", *NEOX, "tensor=8", "pipeline=4", "-b", "512", "--json")
+    found = json.loads(out)
+    assert found["fits"] is True
+    assert found["wanted"]["step_s"] > found["best"]["step_s"]
 
 
 def test_what_if(capsys):
     code, out, _ = call(capsys, "what-if", *NEOX, "-b", "512", "--network", "4")
     assert code == 0
     assert "times as many tokens a second" in out
+    code, out, _ = call(capsys, "what-if", *NEOX, "-b", "512", "--network", "4", "--json")
+    found = json.loads(out)
+    assert found["times_the_tokens_per_s"] > 1.0
+    assert found["then"]["step_s"] < found["now"]["step_s"]
     code, _, err = call(capsys, "what-if", *NEOX, "-b", "512")
     assert code == 2
     assert "nothing is changed" in err

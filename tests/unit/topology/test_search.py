@@ -206,10 +206,10 @@ def test_why_not():
     task = Task(
         model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
     )
-    slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}))
+    slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}).sentences)
     assert "The best with tensor=8, pipeline=4: tensor 8, pipeline 4" in slower
     assert "It differs in tensor" in slower
-    larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}))
+    larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
     assert "nothing fits" in larger
     assert "too much" in larger
 

@@ -1,0 +1,283 @@
+"""Machines as a file: what ``shardwright probe`` measures, and what a person writes or edits.
+
+::
+
+    cluster_version: 1
+    name: two boxes and a rented node
+    nodes:
+    - kind: p4d.24xlarge            # one that is known by name
+      number: 1
+    - name: box                     # or one with all that counts
+      number: 2
+      accelerators: 4
+      accelerator:
+        name: RTX 4090
+        family: RTX4090
+        memory: 24GiB
+        memory_Bps: 1.0e+12
+        flops_per_s: {bfloat16: 1.6e+14, float32: 8.0e+13}
+      link_Bps: 2.5e+10             # of an accelerator to others of its node, one direction
+      network_Bps: 1.25e+9          # of the node, one direction
+
+Where a field is not given, what `NodeKind` and `Accelerator` say counts.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    field_validator,
+)
+
+from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate, Source
+from shardwright.cluster.named import MOST_NODES, kind_called
+from shardwright.errors import ConfigError
+from shardwright.problems import describe, join
+from shardwright.units import parse_bytes
+
+__all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
+
+CLUSTER_VERSION = 1
+_MOST_KINDS = 1000
+_MOST_BYTES = 4 * 2**20
+_ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format:"
+
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=0, le=2**60)]
+
+
+def read_inventory(path: str | os.PathLike[str]) -> Inventory:
+    """Reads a cluster file; the text above is one.
+
+    Raises:
+        ConfigError: it cannot be read, is of another version, or fields are missing, unknown or out of range;
+            all are named.
+    """
+    document = _document(Path(path))
+    version = document.get("cluster_version")
+    if version != CLUSTER_VERSION:
+        raise ConfigError(
+            f"cluster file {path} has cluster_version {version!r}, but this version reads {CLUSTER_VERSION}. "
+            "Other files of machines are for plan make --machine."
+        )
+    try:
+        return _File.model_validate(document).inventory()
+    except ValidationError as error:
+        findings = [
+            {**finding, "loc": [part for part in finding["loc"] if part not in (_NAMED, _WHOLE)]}
+            for finding in error.errors()
+        ]
+        problems = describe(findings, root="the file")
+        raise ConfigError(join(f"cluster file {path} cannot be used; {_ADVICE}", problems)) from error
+
+
+def write_inventory(path: str | os.PathLike[str], machines: Inventory) -> None:
+    """Writes a cluster file, whole or not at all; `read_inventory` makes the same of it."""
+    path = Path(path)
+    text = yaml.safe_dump(_plain(machines), sort_keys=False, width=110)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ConfigError(f"cluster file {path} has more than {_MOST_BYTES} bytes, so it is none.")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cluster file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cluster file {path} is no text: {error}.") from error
+    try:
+        document = yaml.load(text, Loader=_PlainLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"cluster file {path} is no YAML: {error}") from error
+    if not isinstance(document, dict):
+        raise ConfigError(f"cluster file {path} holds no fields. {_ADVICE[:-1]}.")
+    return document
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Reads no aliases: nested ones make gigabytes of a few lines."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias (*name), which cluster files do not need: write it out")
+        return super().compose_node(parent, index)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", str_max_length=1000)
+
+    @field_validator("memory", mode="before", check_fields=False)
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        try:
+            return parse_bytes(value)
+        except (ConfigError, OverflowError):
+            raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
+
+
+class _Product(_Record):
+    rows: PositiveInt
+    inner: PositiveInt
+    columns: PositiveInt
+    alone: Positive
+    together: Positive
+
+
+class _Accelerator(_Record):
+    name: str
+    family: str
+    memory: Size
+    memory_Bps: Positive
+    host_Bps: NonNegative = 0.0
+    flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
+    source: Source = "data sheet"
+    products: dict[str, tuple[_Product, ...]] = Field(default_factory=dict)
+
+    def accelerator(self) -> Accelerator:
+        return Accelerator(
+            name=self.name,
+            family=self.family,
+            flops_per_s=self.flops_per_s,
+            memory_bytes=self.memory,
+            memory_Bps=self.memory_Bps,
+            host_Bps=self.host_Bps,
+            source=self.source,
+            products={
+                dtype: tuple(Rate(**each.model_dump()) for each in rates)
+                for dtype, rates in self.products.items()
+            },
+        )
+
+
+class _Named(_Record):
+    kind: str
+    number: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
+
+    def node_kind(self) -> NodeKind:
+        return kind_called(self.kind)
+
+
+class _Node(_Record):
+    name: str
+    number: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
+    accelerators: PositiveInt
+    accelerator: _Accelerator
+    link_Bps: Positive
+    link_latency_s: NonNegative = 1e-5
+    network_Bps: Positive
+    network_latency_s: NonNegative = 2e-5
+    memory: Size = 0
+    cores: NonNegativeInt = 0
+    price_per_hour: NonNegativeFloat | None = None
+    price_source: str = ""
+    source: Source = "data sheet"
+
+    def node_kind(self) -> NodeKind:
+        return NodeKind(
+            name=self.name,
+            accelerator=self.accelerator.accelerator(),
+            num_accelerators=self.accelerators,
+            link_Bps=self.link_Bps,
+            link_latency_s=self.link_latency_s,
+            network_Bps=self.network_Bps,
+            network_latency_s=self.network_latency_s,
+            memory_bytes=self.memory,
+            cores=self.cores,
+            price_per_hour=self.price_per_hour,
+            price_source=self.price_source,
+            source=self.source,
+        )
+
+
+def _form(node: Any) -> str:
+    """Nodes are read as what they look like, so that a mistake is told once."""
+    return _NAMED if isinstance(node, Mapping) and "kind" in node else _WHOLE
+
+
+_NAMED, _WHOLE = "by name", "whole"
+_AnyNode = Annotated[Annotated[_Named, Tag(_NAMED)] | Annotated[_Node, Tag(_WHOLE)], Discriminator(_form)]
+
+
+class _File(_Record):
+    cluster_version: Literal[1]
+    name: str = ""
+    nodes: tuple[_AnyNode, ...]
+    between_kinds_Bps: Positive | None = None
+    measured: str = ""
+    collectives: dict[str, tuple[tuple[Size, Positive], ...]] = Field(default_factory=dict)
+
+    @field_validator("nodes")
+    @classmethod
+    def _some(cls, nodes: tuple[_AnyNode, ...]) -> tuple[_AnyNode, ...]:
+        if not 1 <= len(nodes) <= _MOST_KINDS:
+            raise ValueError(f"there must be 1 to {_MOST_KINDS} kinds of nodes")
+        return nodes
+
+    def inventory(self) -> Inventory:
+        nodes = tuple((node.node_kind(), node.number) for node in self.nodes)
+        return Inventory(
+            name=self.name or " + ".join(f"{kind.name} x {number}" for kind, number in nodes),
+            nodes=nodes,
+            between_kinds_Bps=self.between_kinds_Bps,
+            measured=self.measured,
+            collectives=self.collectives,
+        )
+
+
+def _plain(machines: Inventory) -> dict[str, Any]:
+    document: dict[str, Any] = {"cluster_version": CLUSTER_VERSION, "name": machines.name}
+    if machines.measured:
+        document["measured"] = machines.measured
+    document["nodes"] = [_plain_node(kind, number) for kind, number in machines.nodes]
+    if machines.between_kinds_Bps is not None:
+        document["between_kinds_Bps"] = machines.between_kinds_Bps
+    if machines.collectives:
+        document["collectives"] = {
+            name: [list(point) for point in points] for name, points in machines.collectives.items()
+        }
+    return document
+
+
+def _plain_node(kind: NodeKind, number: int) -> dict[str, Any]:
+    fields, chip = asdict(kind), asdict(kind.accelerator)
+    products = {dtype: [asdict(rate) for rate in rates] for dtype, rates in kind.accelerator.products.items()}
+    accelerator = {
+        "name": chip["name"],
+        "family": chip["family"],
+        "memory": chip["memory_bytes"],
+        "memory_Bps": chip["memory_Bps"],
+        "host_Bps": chip["host_Bps"],
+        "flops_per_s": dict(chip["flops_per_s"]),
+        "source": chip["source"],
+        **({"products": products} if products else {}),
+    }
+    return {
+        "name": fields["name"],
+        "number": number,
+        "accelerators": fields["num_accelerators"],
+        "accelerator": accelerator,
+        **{key: fields[key] for key in ("link_Bps", "link_latency_s", "network_Bps", "network_latency_s")},
+        "memory": fields["memory_bytes"],
+        "cores": fields["cores"],
+        "price_per_hour": fields["price_per_hour"],
+        "price_source": fields["price_source"],
+        "source": fields["source"],
+    }

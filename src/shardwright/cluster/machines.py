@@ -1,0 +1,73 @@
+"""Machines as a command takes them, by name or as a file; and an inventory as one run sees it."""
+
+from pathlib import Path
+
+from shardwright.cluster.cluster import Cluster, Device, Link
+from shardwright.cluster.cluster_file import read_inventory
+from shardwright.cluster.inventory import Inventory, NodeKind
+from shardwright.cluster.named import parse_inventory
+from shardwright.errors import ConfigError
+
+__all__ = ["cluster_of", "find_machines"]
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+def find_machines(text: str) -> Inventory:
+    """Machines by name, such as ``p4d.24xlarge*4``, or the path of a cluster file.
+
+    Raises:
+        ConfigError: there are none of the name, or the file cannot be used.
+    """
+    return read_inventory(text) if Path(text).suffix in _FILES else parse_inventory(text)
+
+
+def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
+    """What a run of one rank an accelerator sees of some machines; of several kinds, the slowest.
+
+    Args:
+        machines: by kinds of nodes.
+        dtype: of matrix products.
+
+    Raises:
+        ConfigError: the rate for the dtype is not known, or nodes have different numbers of accelerators.
+    """
+    kinds = [kind for kind, _ in machines.nodes]
+    sizes = sorted({kind.num_accelerators for kind in kinds})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"nodes of {machines.name} have {', '.join(map(str, sizes))} accelerators, and runs lay out "
+            "their ranks over nodes of one size. Plan for each kind alone, or take as many of each node."
+        )
+    chips = [kind.accelerator for kind in kinds]
+    for chip in chips:
+        if dtype not in chip.flops_per_s:
+            raise ConfigError(
+                f"{chip.name} has no rate for {dtype}; take one of {', '.join(chip.flops_per_s)}."
+            )
+    slowest = min(chips, key=lambda chip: chip.flops_per_s[dtype])
+    network = [kind.network_Bps for kind in kinds]
+    if len(kinds) > 1 and machines.between_kinds_Bps is not None:
+        network.append(machines.between_kinds_Bps)
+    return Cluster(
+        device=Device(
+            name=slowest.name,
+            memory_bytes=min(chip.memory_bytes for chip in chips),
+            flops_per_s=slowest.flops_per_s[dtype],
+            reached=1.0 if slowest.products else Device.reached,
+            memory_Bps=min(chip.memory_Bps for chip in chips),
+        ),
+        ranks_per_node=sizes[0],
+        cores_per_node=min(kind.cores for kind in kinds),
+        intra_node=Link(
+            latency_s=max(kind.link_latency_s for kind in kinds),
+            bandwidth_Bps=min(kind.link_Bps for kind in kinds),
+            occupancy=_occupancy(kinds),
+        ),
+        inter_node=Link(latency_s=max(kind.network_latency_s for kind in kinds), bandwidth_Bps=min(network)),
+    )
+
+
+def _occupancy(kinds: list[NodeKind]) -> float:
+    """On CPUs, messages inside of a node are copied by the cores of its ranks."""
+    return 1.0 if any(kind.cores for kind in kinds) else 0.0

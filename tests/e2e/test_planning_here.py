@@ -1,0 +1,90 @@
+"""`shardwright profile` and `plan make --verify` with real ranks: results, mistakes, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
+
+MODEL = """
+    import torch
+    from torch import nn
+
+    def build():
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(6))
+        return nn.Sequential(*blocks), torch.ones(8, 48), lambda y: y.square().mean()
+
+    def build_that_fails():
+        raise RuntimeError("the data are not there")
+
+    def build_another():
+        return nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 1)), torch.ones(8, 48)
+"""
+
+
+@pytest.fixture
+def shardwright(tmp_path):
+    (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def run(*words):
+        command = [*SHARDWRIGHT, *words]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+
+    run.folder = tmp_path
+    return run
+
+
+def test_a_plan_from_a_profile(shardwright):
+    found = shardwright("profile", "model.py:build", "-n", "2", "-o", "profile.json")
+    assert found.returncode == 0, found.stderr
+    assert "Linear" in found.stdout or "Sequential" in found.stdout
+    assert "plan make model.py:build -n 2 --profile profile.json" in found.stderr
+    made = shardwright(
+        "plan", "make", "model.py:build", "--world", "2", "--profile", "profile.json", "--search-degrees"
+    )
+    assert made.returncode == 0, made.stderr
+    assert "The times of the units were measured." in made.stdout
+    stale = shardwright("plan", "make", "model.py:build_another", "-n", "2", "--profile", "profile.json")
+    assert stale.returncode == 2
+    assert "the profile is of a model with fingerprint" in stale.stderr
+    text = (shardwright.folder / "profile.json").read_text()
+    (shardwright.folder / "profile.json").write_text(text.replace('"latency_s": ', '"latency_s": -'))
+    damaged = shardwright("plan", "make", "model.py:build", "-n", "2", "--profile", "profile.json")
+    assert damaged.returncode == 2
+    assert "cluster.intra_node.latency_s is -" in damaged.stderr
+
+
+def test_the_best_of_the_plans_that_were_tried(shardwright):
+    words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--trial-steps", "2")
+    found = shardwright(*words, "-o", "plan.json")
+    assert found.returncode == 0, found.stderr
+    assert "trying plan 2 of 2" in found.stderr
+    assert "tried on the machines" in found.stdout
+    plan = json.loads((shardwright.folder / "plan.json").read_text())
+    assert len(plan["trials"]) == 2
+    assert plan["trials"][0]["mesh"] == plan["mesh"]
+
+
+def test_what_cannot_be_tried_is_said_once(shardwright):
+    failing = shardwright("plan", "make", "model.py:build_that_fails", "-n", "2", "--verify", "2")
+    assert failing.returncode == 2
+    assert failing.stderr.count("the data are not there") == 1
+    both = shardwright("plan", "make", "model.py:build", "--verify", "2", "--profile", "p.json")
+    assert both.returncode == 2
+    assert "--profile p.json has no use" in both.stderr
+    odd = shardwright("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
+    assert odd.returncode == 2
+    assert "--world 3 on --nnodes 2" in odd.stderr
+
+
+def test_nothing_that_fits_ends_with_three(shardwright):
+    words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--set", "memory_limit=1KiB")
+    found = shardwright(*words)
+    assert found.returncode == 3, found.stderr
+    assert "1.0 KiB" in found.stderr or "1 KiB" in found.stderr
