@@ -1,4 +1,8 @@
-"""Predicted steps against measured ones: pipelines, replicas, shards, recomputation, microbatches.
+"""Is the planner right? Predicted steps, memory and choices against measured ones.
+
+P  steps of pipelines, replicas, shards, recomputation, microbatches
+M  peak memory of the same
+B  the plan that it chooses, against everything that two ranks can do
 
 python benchmarks/planner.py
 python benchmarks/planner.py --only one-host --ranks 2
@@ -14,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +28,15 @@ os.environ["PYTHONWARNINGS"] = "ignore"
 
 from check import Check, lines
 from machine import circumstances
-from planner_ranks import predicted_and_measured
+from planner_ranks import TASKS, all_tried, predicted_and_measured, predicted_and_used_bytes
 from shardwright.plan import align
 from shardwright.testing import run_ranks
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.units import format_seconds
+from shardwright.units import format_bytes, format_seconds
 
 _RATE = 1e9
-_TIMEOUT_S = 600
+_TIMEOUT_S = 900
+_VERIFIED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +104,49 @@ def main() -> int:
     where = circumstances()
     if not options.check:
         print("\n".join(f"{key}: {value}" for key, value in where.items()), flush=True)
-    steps = 2 if options.quick else options.steps
-    cases = [case for case in _CASES if case.ranks in options.ranks and options.match in str(case)]
-    cases = cases[:: 5 if options.quick else 1]
-    rows = [["hosts", "ranks", "configuration", "predicted", "measured", "error", "chosen"]]
-    found = []
+    checks: list[Check] = []
+    figures: dict[str, Any] = {}
+    for section, run in (("P", _steps), ("M", _memory), ("B", _choices)):
+        if options.section in (None, section):
+            found, table, section_checks = run(options)
+            figures[section] = found
+            checks += section_checks
+            if not options.check and found:
+                print(f"\n{align(table)}", flush=True)
+    print("\n" + "\n".join(lines(checks)))
+    if options.json is not None:
+        verdicts = [asdict(check) | {"passes": check.passes} for check in checks]
+        document = {"circumstances": where, "figures": figures, "checks": verdicts}
+        options.json.write_text(json.dumps(document, indent=1))
+    return 1 if options.check and not all(check.passes for check in checks) else 0
+
+
+_Section = tuple[list[dict[str, Any]], list[list[str]], list[Check]]
+"""Figures, a table, and what is checked."""
+
+
+def _hosts(options: argparse.Namespace) -> Iterator[int]:
+    """Numbers of hosts that are asked for, and that this machine can have."""
     for hosts in (1, 2):
         if options.only not in (None, ("one-host", "two-hosts")[hosts - 1]):
             continue
         if hosts == 2 and (missing := missing_for_networks()) is not None:
             print(f"two hosts: not measured, {missing}")
             continue
-        for case in cases:
+        yield hosts
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    cases = [case for case in _CASES if case.ranks in options.ranks and options.match in str(case)]
+    return cases[:: 5 if options.quick else 1]
+
+
+def _steps(options: argparse.Namespace) -> _Section:
+    steps = 2 if options.quick else options.steps
+    rows = [["hosts", "ranks", "configuration", "predicted", "measured", "error", "chosen"]]
+    found = []
+    for hosts in _hosts(options):
+        for case in _cases(options):
             if hosts == 2 and not case.on_two_hosts:
                 continue
             predicted, measured, chosen = (_on_one_host if hosts == 1 else _on_two_hosts)(case, steps)
@@ -118,16 +154,81 @@ def main() -> int:
             found.append({"hosts": hosts, "case": str(case), "predicted": predicted, "measured": measured})
             times = (format_seconds(predicted), format_seconds(measured))
             rows.append([str(hosts), str(case.ranks), str(case), *times, f"{error:+.1%}", chosen])
-            print(f"... {case} on {hosts}: {error:+.1%}", file=sys.stderr, flush=True)
-    if not options.check:
-        print(f"\n{align(rows)}\n")
-    checks = _checks(found)
-    print("\n".join(lines(checks)))
-    if options.json is not None:
-        verdicts = [asdict(check) | {"passes": check.passes} for check in checks]
-        document = {"circumstances": where, "figures": found, "checks": verdicts}
-        options.json.write_text(json.dumps(document, indent=1))
-    return 1 if options.check and not all(check.passes for check in checks) else 0
+            _tell(f"{case} on {hosts}: {error:+.1%}")
+    return found, rows, _error_checks("P", "steps", found, targets=(0.07, 0.15))
+
+
+def _memory(options: argparse.Namespace) -> _Section:
+    rows = [["ranks", "configuration", "rank", "predicted", "in use", "error"]]
+    found = []
+    for case in _cases(options):
+        figures = run_ranks(
+            predicted_and_used_bytes, case.ranks, case.task, dict(case.settings), timeout_s=_TIMEOUT_S
+        )
+        for rank, (predicted, measured) in enumerate(figures):
+            name = f"{case}, rank {rank}"
+            found.append({"hosts": 1, "case": name, "predicted": predicted, "measured": measured})
+            sizes = (format_bytes(predicted), format_bytes(measured))
+            rows.append([str(case.ranks), str(case), str(rank), *sizes, f"{predicted / measured - 1:+.1%}"])
+        _tell(f"memory of {case}")
+    return found, rows, _error_checks("M", "peak memory", found, targets=(0.05, None))
+
+
+def _choices(options: argparse.Namespace) -> _Section:
+    """Everything that two ranks can do, on one host and on two: is the best by prediction the best?"""
+    steps = 2 if options.quick else options.steps
+    rows = [["hosts", "model", "tried", "by prediction", "slower than the best", "of the best three"]]
+    found = []
+    for hosts in _hosts(options):
+        for task in list(TASKS)[: 1 if options.quick else None]:
+            tried = _tried_on_one_host(task, steps) if hosts == 1 else _tried_on_two_hosts(task, steps)
+            measured = [seconds for _, _, seconds in tried]
+            chosen, verified = (min(measured[:most]) / min(measured) - 1 for most in (1, _VERIFIED))
+            found.append(
+                {"hosts": hosts, "task": task, "tried": tried, "chosen": chosen, "verified": verified}
+            )
+            rows.append(
+                [str(hosts), task, str(len(tried)), tried[0][0], f"{chosen:+.1%}", f"{verified:+.1%}"]
+            )
+            _tell(f"{task} on {hosts}: {chosen:+.1%}, {verified:+.1%}")
+    checks = [
+        Check(
+            section="B",
+            what=f"{what}: slower than the best",
+            value=max((each[key] for each in found), default=0.0),
+            target=0.03,
+            percent=True,
+        )
+        for key, what in (("chosen", "plan by prediction"), ("verified", "plan make --verify 3"))
+    ]
+    return found, rows, checks if found else []
+
+
+def _tell(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def _tried_on_one_host(task: str, steps: int) -> list[tuple[str, float, float]]:
+    found: list[tuple[str, float, float]] = run_ranks(all_tried, 2, task, steps, timeout_s=_TIMEOUT_S)[0]
+    return found
+
+
+def _tried_on_two_hosts(task: str, steps: int) -> list[tuple[str, float, float]]:
+    found: list[tuple[str, float, float]] = _under_torchrun(
+        ["--task", task, "--steps", str(steps)], ranks_per_host=1
+    )
+    return found
+
+
+def _under_torchrun(words: list[str], *, ranks_per_host: int) -> Any:
+    """What `planner_ranks` writes on two hosts with a slow link and cores of their own."""
+    script = str(Path(__file__).with_name("planner_ranks.py"))
+    machines = Cluster(hosts=2, ranks_per_host=ranks_per_host, own_cores=True)
+    with tempfile.TemporaryDirectory() as folder, machines:
+        machines.network.set_rate(_RATE)
+        out = Path(folder, "figures.json")
+        machines.torchrun([script, *words, "--out", str(out)], timeout_s=_TIMEOUT_S)
+        return json.loads(out.read_text())
 
 
 def _on_one_host(case: Case, steps: int) -> tuple[float, float, str]:
@@ -138,20 +239,15 @@ def _on_one_host(case: Case, steps: int) -> tuple[float, float, str]:
 
 
 def _on_two_hosts(case: Case, steps: int) -> tuple[float, float, str]:
-    script = str(Path(__file__).with_name("planner_ranks.py"))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Cluster(hosts=2, ranks_per_host=2, own_cores=True) as machines,
-    ):
-        machines.network.set_rate(_RATE)
-        out = Path(folder, "figures.json")
-        words = ["--task", case.task, "--settings", json.dumps(dict(case.settings)), "--steps", str(steps)]
-        machines.torchrun([script, *words, "--out", str(out)], timeout_s=_TIMEOUT_S)
-        predicted, measured, chosen = json.loads(out.read_text())
-        return predicted, measured, chosen
+    words = ["--task", case.task, "--settings", json.dumps(dict(case.settings)), "--steps", str(steps)]
+    predicted, measured, chosen = _under_torchrun(words, ranks_per_host=case.ranks // 2)
+    return predicted, measured, chosen
 
 
-def _checks(found: list[dict[str, Any]]) -> list[Check]:
+def _error_checks(
+    section: str, what: str, found: list[dict[str, Any]], *, targets: tuple[float, float | None]
+) -> list[Check]:
+    """The mean error and the worst one, which has no target where that is None."""
     if not found:
         return []
     errors = {
@@ -159,21 +255,27 @@ def _checks(found: list[dict[str, Any]]) -> list[Check]:
     }
     worst = max(errors, key=lambda name: abs(errors[name]))
     mean = sum(map(abs, errors.values())) / len(errors)
-    return [
-        Check(section="P", what="steps: mean error", value=mean, target=0.07, percent=True),
-        Check(
-            section="P",
-            what="steps: worst error",
-            value=abs(errors[worst]),
-            target=0.15,
-            percent=True,
-            where=worst,
-        ),
+    mean_target, worst_target = targets
+    checks = [
+        Check(section=section, what=f"{what}: mean error", value=mean, target=mean_target, percent=True)
     ]
+    if worst_target is not None:
+        checks.append(
+            Check(
+                section=section,
+                what=f"{what}: worst error",
+                value=abs(errors[worst]),
+                target=worst_target,
+                percent=True,
+                where=worst,
+            )
+        )
+    return checks
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--section", choices=["P", "M", "B"], help="steps, memory, or the best plan")
     parser.add_argument("--only", choices=["one-host", "two-hosts"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--match", default="", help="only configurations whose line has this text")

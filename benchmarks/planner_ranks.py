@@ -16,21 +16,28 @@ os.environ.setdefault("SHARDWRIGHT_CACHE", "off")  # costs are measured in this 
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import shardwright.torch as sw
-from live_bytes import LiveBytes
-from models import conv_net, gpt
+from live_bytes import HeapBytes
+from models import Task, conv_net, gpt
+from shardwright.config import Config
+from shardwright.plan import Trial
 from shardwright.torch.context import context
+from shardwright.torch.plan_here import Training, plan_here
+from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright_side import Ours
 
-__all__ = ["TASKS", "predicted_and_live_bytes", "predicted_and_measured"]
+__all__ = ["TASKS", "all_tried", "predicted_and_measured", "predicted_and_used_bytes"]
 
 TASKS = {
     "gpt": gpt(batch=8),
     "wide gpt": gpt(layers=6, width=384, vocab=4096, batch=8),
     "conv net": conv_net(),
+    "large vocabulary": gpt(layers=4, vocab=16384, batch=8),
 }
 _WARM_UP = 2
+_ALL = 50
 
 
 def predicted_and_measured(task: str, settings: Mapping[str, Any], steps: int) -> tuple[float, float, str]:
@@ -51,37 +58,91 @@ def predicted_and_measured(task: str, settings: Mapping[str, Any], steps: int) -
     return plan.prediction.step_s, statistics.median(times), chosen + (", recomputed" if recomputed else "")
 
 
-def predicted_and_live_bytes(task: str, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Peak bytes of this rank as the plan has them, and live ones over a step with AdamW; see `memory`."""
+def predicted_and_used_bytes(task: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Peak bytes of this rank as the plan has them, and those in use over a step with AdamW."""
     trained = TASKS[task]
-    settings = {"plan_one_stage": True, "profile": "estimated", **settings}
-    with LiveBytes() as live:
-        ours = Ours(trained, trained.build(), settings)
-        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(ours.model.local_parameters()))
-        for _ in range(_WARM_UP):
-            ours.step()
+    with HeapBytes() as live:
+        sw.init({"run_dir": "off", "plan_one_stage": True, "profile": "estimated", **settings})
+        model = sw.DistributedModel(trained.build())
+        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @sw.step
+        def train(model: sw.DistributedModel, x: Tensor, y: Tensor) -> None:
+            model.backward(trained.loss(model(x), y))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            train(model, *batch)
             optimizer.step()
+
+        batch = trained.batch()
+        for _ in range(_WARM_UP):
+            step()
         gc.collect()
         with live.counted():
-            ours.step()
-            optimizer.step()
+            step()
     run = context()
-    peers = run.local_peers
-    shared = 0 if peers is None else peers.num_bytes
-    assert ours.plan.prediction is not None
-    return ours.plan.prediction.memory[run.pipeline_rank].peak, live.peak + shared
+    assert run.plan is not None
+    assert run.plan.prediction is not None
+    shared = 0 if run.local_peers is None else run.local_peers.num_bytes
+    shared += sum(_shared_part(parameter) for parameter in model.local_parameters())
+    return run.plan.prediction.memory[run.pipeline_rank].peak, live.peak + shared
+
+
+def _shared_part(parameter: Tensor) -> int:
+    """Bytes of the rows of a shared parameter: they are in memory that ranks share, not the allocator's."""
+    return parameter.local.nbytes if isinstance(parameter, ShardedTensor) else 0
+
+
+class _WithLoss(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, trained: Task):
+        super().__init__()
+        self.model = trained.build()
+        self._loss = trained.loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of inputs and targets."""
+        return self._loss(self.model(x), y)
+
+
+def all_tried(task: str, steps: int) -> list[tuple[str, float, float]]:
+    """What every grid of ranks with every number of microbatches takes, the best by prediction first.
+
+    Returns:
+        For each, its name and the seconds for a batch of a replica: predicted and measured.
+    """
+    trained = TASKS[task]
+    training = Training(build=lambda: _WithLoss(trained), arguments=(trained.batch(), {}))
+    plan = plan_here(training, config=Config(), most=_ALL, steps=steps)
+    found = [
+        (_name_of(trial), trial.predicted_s / trial.mesh.data, trial.step_s / trial.mesh.data)
+        for trial in plan.trials
+    ]
+    return sorted(found, key=lambda row: row[1])
+
+
+def _name_of(trial: Trial) -> str:
+    mesh, schedule = trial.mesh, trial.schedule
+    shard = f", shard {mesh.shard}" if mesh.shard > 1 else ""
+    return f"pipeline {mesh.pipeline} x data {mesh.data}{shard}, {schedule.microbatches} of {schedule.kind}"
 
 
 def main() -> None:
     """Under torchrun: rank 0 writes the figures to a file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--settings", type=json.loads, help="without them, everything is tried")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    found = predicted_and_measured(options.task, options.settings, options.steps)
+    found: Any = (
+        all_tried(options.task, options.steps)
+        if options.settings is None
+        else predicted_and_measured(options.task, options.settings, options.steps)
+    )
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(found))
     dist.barrier()

@@ -75,7 +75,7 @@ def test_what_cannot_be_tried_is_said_once(shardwright):
     failing = shardwright("plan", "make", "model.py:build_that_fails", "-n", "2", "--verify", "2")
     assert failing.returncode == 2
     assert failing.stderr.count("RuntimeError: the data are not there") == 1
-    both = shardwright("plan", "make", "model.py:build", "--verify", "2", "--profile", "p.json")
+    both = shardwright("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
     assert both.returncode == 2
     assert "--profile p.json has no use" in both.stderr
     odd = shardwright("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
