@@ -27,6 +27,7 @@ from shardwright import __version__
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
+from shardwright.plan_conditions import Conditions
 from shardwright.problems import describe, join
 from shardwright.units import format_bytes, format_seconds
 
@@ -131,10 +132,11 @@ class StagePlan(_Record):
 
 
 class StagePrediction(_Record):
-    """Predicted cost of one stage for one microbatch."""
+    """Predicted cost of one stage for one microbatch; `recompute_s` is a part of `backward_s`."""
 
     forward_s: Seconds
     backward_s: Seconds
+    recompute_s: Seconds = 0.0
     weight_s: Seconds = 0.0
     input_s: Seconds | None = None
     send_bytes: NonNegativeInt = 0
@@ -173,6 +175,7 @@ class Prediction(_Record):
         provenance: whether the costs were measured or estimated.
         correction: what `step_s` was multiplied by, as earlier runs on the machines took so much longer.
         error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
+        conditions: what the step was simulated with; None in plans of versions that did not keep it.
     """
 
     step_s: Seconds
@@ -183,6 +186,7 @@ class Prediction(_Record):
     provenance: Literal["measured", "estimated"]
     correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
     error: Seconds = 0.0
+    conditions: Conditions | None = None
 
 
 class Alternative(_Record):
@@ -271,10 +275,27 @@ class Plan(_Record):
                 f"prediction.stages has {len(self.prediction.stages)} entries, but there are "
                 f"{len(self.stages)} stages: remove prediction, which is not needed to run a plan"
             )
+        self._check_conditions()
         placed = [unit for stage in self.stages for unit in stage.units]
         if placed != list(self.model.units):
             raise ValueError(_placement_difference(self.model.units, placed))
         return self
+
+    def _check_conditions(self) -> None:
+        conditions = self.prediction.conditions if self.prediction is not None else None
+        if conditions is None:
+            return
+        if len(conditions.hosts) != self.mesh.pipeline:
+            raise ValueError(
+                f"prediction.conditions.hosts has {len(conditions.hosts)} entries, but mesh.pipeline is "
+                f"{self.mesh.pipeline}: give the host of each pipeline rank"
+            )
+        for index, flow in enumerate(conditions.flows):
+            if not flow.source < flow.target < len(self.stages):
+                raise ValueError(
+                    f"prediction.conditions.flows.{index} leads from stage {flow.source} to {flow.target}, "
+                    f"but flows lead to a later stage and the last is {len(self.stages) - 1}"
+                )
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:

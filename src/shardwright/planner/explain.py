@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from shardwright.config import Config
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
+from shardwright.planner.conditions import conditions_of
 from shardwright.planner.option import Option
 from shardwright.units import format_bytes, format_seconds
 
@@ -22,6 +23,7 @@ def predict(option: Option) -> Prediction:
         StagePrediction(
             forward_s=cost.forward_s,
             backward_s=cost.backward_s + cost.recompute_s,
+            recompute_s=cost.recompute_s,
             weight_s=cost.weight_s,
             input_s=None if cost.input_s is None else cost.input_s + cost.recompute_s,
             send_bytes=sent,
@@ -40,6 +42,7 @@ def predict(option: Option) -> Prediction:
         provenance=layout.chain.provenance,
         correction=correction.factor,
         error=correction.error_of(layout.chain.provenance),
+        conditions=conditions_of(option),
     )
 
 

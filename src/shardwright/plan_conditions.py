@@ -1,0 +1,77 @@
+"""What a prediction rests on besides the costs of stages: flows between stages, links, cores, overheads.
+
+It stands in the plan file, so that a plan can be played out again, under the same conditions or others,
+on a machine that has neither the model nor the cluster.
+"""
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+__all__ = ["Conditions", "FlowConditions", "LinkConditions"]
+
+
+class _Record(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FlowConditions(_Record):
+    """What one stage sends to another for one microbatch.
+
+    Attributes:
+        source: the stage that sends.
+        target: the stage that receives; larger than `source`.
+        num_bytes: bytes sent forward.
+        gradient_bytes: bytes of gradients sent back; 0 where none returns.
+    """
+
+    source: NonNegativeInt
+    target: NonNegativeInt
+    num_bytes: NonNegativeInt
+    gradient_bytes: NonNegativeInt = 0
+
+
+class LinkConditions(_Record):
+    """A link between two pipeline ranks, as `shardwright.cluster.Link` has it.
+
+    Attributes:
+        latency_s: seconds that a message of no bytes takes.
+        bandwidth_Bps: bytes per second; None where bytes take no time.
+        occupancy: share of a message's time for which each end cannot compute.
+    """
+
+    latency_s: NonNegativeFloat
+    bandwidth_Bps: PositiveFloat | None
+    occupancy: NonNegativeFloat = 0.0
+
+
+class Conditions(_Record):
+    """What the step of a plan was simulated with.
+
+    Attributes:
+        flows: what flows between stages.
+        hosts: the host of each pipeline rank of the first replica.
+        intra_node: link between two ranks of a host.
+        inter_node: link between two hosts.
+        cores: CPU cores that the ranks of one replica share on a host; 0 where each has a device.
+        ranks_per_node: pipeline ranks of one replica on a host.
+        crowding: how much longer ranks compute because several replicas share a host's cores; 1 or more.
+        action_overhead_s: seconds that every action takes on top.
+        step_overhead_s: seconds before the first action of a step and after the last one.
+        tie_s: the part of ``sync_s`` in which parameters of several stages are summed.
+        sync_latency_s: the part of ``sync_s`` that stays however fast bytes travel.
+        memory_limit_bytes: memory that a rank may use; 0: no limit was known.
+    """
+
+    flows: tuple[FlowConditions, ...] = ()
+    hosts: tuple[NonNegativeInt, ...]
+    intra_node: LinkConditions
+    inter_node: LinkConditions
+    cores: NonNegativeInt = 0
+    ranks_per_node: PositiveInt = 1
+    crowding: PositiveFloat = 1.0
+    action_overhead_s: NonNegativeFloat = 0.0
+    step_overhead_s: NonNegativeFloat = 0.0
+    tie_s: NonNegativeFloat = 0.0
+    sync_latency_s: NonNegativeFloat = 0.0
+    memory_limit_bytes: NonNegativeInt = 0

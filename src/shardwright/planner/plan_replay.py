@@ -1,0 +1,258 @@
+"""A plan played out again, as it is or under other conditions: a slow rank, another link, other microbatches.
+
+::
+
+    plan ─► base_setting ─► change(...) ─► play ─► Replay: timeline, step, memory
+               │
+               └─► waterfall: the same rows, with one effect after the other taken away
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwright.cluster import Link
+from shardwright.errors import PlanError
+from shardwright.plan import Plan, Prediction
+from shardwright.plan_conditions import Conditions, LinkConditions
+from shardwright.planner.adopt import schedule_of, stage_costs_of
+from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
+
+__all__ = ["Change", "Replay", "Setting", "base_setting", "change_setting", "play"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything that a step is played out with.
+
+    Attributes:
+        schedule: the order of work, without transfers.
+        costs: of each stage.
+        edges: what flows between stages; None where the plan does not say.
+        link: from one pipeline rank to another; None where messages take no time.
+        cores: that the ranks of a host share; 0 where each has a device.
+        ranks_per_node: ranks of a host; 0: all are on one.
+        action_overhead_s: on top of every action.
+        crowding: factor on the time of the schedule.
+        sync_s: sums of gradients.
+        step_overhead_s: before the first action and after the last one.
+    """
+
+    schedule: Schedule
+    costs: tuple[StageCost, ...]
+    edges: tuple[Edge, ...] | None = None
+    link: Callable[[int, int], Link] | None = None
+    cores: int = 0
+    ranks_per_node: int = 0
+    action_overhead_s: float = 0.0
+    crowding: float = 1.0
+    sync_s: float = 0.0
+    step_overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Other conditions than those of the plan.
+
+    Attributes:
+        num_microbatches: into which the same batch is split; costs, messages and activations of one are
+            taken to shrink in proportion. None: as planned.
+        kind: another schedule family for the same stages on the same ranks; None: as planned.
+        slow: pipeline rank -> factor on the seconds of its actions.
+        compute_rate: how many times as fast every rank computes.
+        bandwidth: factor on the bandwidth of all links.
+        latency: factor on the latency of all links.
+    """
+
+    num_microbatches: int | None = None
+    kind: str | None = None
+    slow: Mapping[int, float] = field(default_factory=dict)
+    compute_rate: float = 1.0
+    bandwidth: float = 1.0
+    latency: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches is not None and self.num_microbatches < 1:
+            raise PlanError(
+                f"{self.num_microbatches} microbatches were asked for, but a batch has at least 1."
+            )
+        factors = {f"slow rank {rank}": factor for rank, factor in self.slow.items()}
+        factors |= {"compute_rate": self.compute_rate, "bandwidth": self.bandwidth}
+        for name, factor in factors.items():
+            if not 0 < factor < float("inf"):
+                raise PlanError(f"the factor of {name} is {factor:g}, but it must be more than 0 and finite.")
+        if not 0 <= self.latency < float("inf"):
+            raise PlanError(
+                f"the factor of latency is {self.latency:g}, but it must be 0 or more and finite."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A setting played out.
+
+    Attributes:
+        setting: what was played.
+        simulation: the timeline of the schedule alone.
+        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead.
+    """
+
+    setting: Setting
+    simulation: Simulation
+    step_s: float
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """For each rank, the seconds of the schedule in which it computes nothing."""
+        return tuple(max(0.0, self.simulation.step_s - busy_s) for busy_s in self.simulation.busy_s)
+
+
+def base_setting(plan: Plan) -> Setting:
+    """The conditions that a plan was made with, as far as it tells.
+
+    Raises:
+        PlanError: the plan has no prediction.
+    """
+    prediction = _prediction(plan)
+    schedule, costs = schedule_of(plan), stage_costs_of(plan)
+    assert costs is not None
+    conditions = prediction.conditions
+    if conditions is None:
+        return Setting(schedule=schedule, costs=costs, sync_s=prediction.sync_s)
+    return Setting(
+        schedule=schedule,
+        costs=costs,
+        edges=_edges(conditions),
+        link=_links(conditions, Change()),
+        cores=conditions.cores,
+        ranks_per_node=conditions.ranks_per_node,
+        action_overhead_s=conditions.action_overhead_s,
+        crowding=conditions.crowding,
+        sync_s=prediction.sync_s,
+        step_overhead_s=conditions.step_overhead_s,
+    )
+
+
+def change_setting(plan: Plan, change: Change) -> Setting:
+    """The conditions of a plan with something changed.
+
+    Raises:
+        PlanError: the plan has no prediction, or does not say what would have to change.
+        ScheduleError: the schedule cannot be built for these stages.
+    """
+    base, conditions = base_setting(plan), _prediction(plan).conditions
+    if conditions is None and (change.bandwidth, change.latency) != (1.0, 1.0):
+        raise PlanError(
+            "other links were asked for, but this plan does not say which links it was made for: an older "
+            "version wrote it. Make it anew: shardwright plan make, or run the script again."
+        )
+    _check_ranks(plan, change)
+    microbatches = change.num_microbatches or plan.schedule.microbatches
+    share = plan.schedule.microbatches / microbatches
+    costs = tuple(
+        _scaled(cost, seconds=share * change.slow.get(rank, 1.0) / change.compute_rate, num_bytes=share)
+        for cost, rank in zip(base.costs, plan.stage_ranks, strict=True)
+    )
+    same_order = change.kind in (None, plan.schedule.kind) and microbatches == plan.schedule.microbatches
+    schedule = base.schedule
+    if not same_order:
+        schedule = build_schedule(
+            change.kind or plan.schedule.kind,
+            stage_ranks=plan.stage_ranks,
+            num_microbatches=microbatches,
+            active_microbatches=plan.schedule.active_microbatches,
+            costs=tuple(_scaled(cost, seconds=share, num_bytes=share) for cost in base.costs),
+        )
+    changed = replace(base, schedule=schedule, costs=costs)
+    if conditions is None:
+        return changed
+    return replace(
+        changed,
+        edges=_edges(conditions, share=share),
+        link=_links(conditions, change),
+        sync_s=_sync_s(plan, change),
+    )
+
+
+def play(setting: Setting) -> Replay:
+    """Plays a setting out.
+
+    Raises:
+        ScheduleError: it deadlocks, or a number cannot be used.
+    """
+    simulation = simulate(
+        setting.schedule,
+        setting.costs,
+        edges=setting.edges,
+        link=setting.link,
+        cores=setting.cores,
+        ranks_per_node=setting.ranks_per_node,
+        action_overhead_s=setting.action_overhead_s,
+    )
+    step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
+    return Replay(setting=setting, simulation=simulation, step_s=step_s)
+
+
+def _prediction(plan: Plan) -> Prediction:
+    if plan.prediction is None:
+        raise PlanError(
+            "the plan has no prediction, so it says nothing about seconds and bytes: it was written by hand, "
+            "or the field was removed. Make a plan with one: shardwright plan make model.py:build --world N"
+        )
+    return plan.prediction
+
+
+def _check_ranks(plan: Plan, change: Change) -> None:
+    for rank in change.slow:
+        if not 0 <= rank < plan.mesh.pipeline:
+            raise PlanError(
+                f"rank {rank} was to be slow, but the plan has the pipeline ranks 0 to "
+                f"{plan.mesh.pipeline - 1}. Name one of them."
+            )
+
+
+def _scaled(cost: StageCost, *, seconds: float, num_bytes: float) -> StageCost:
+    if seconds == num_bytes == 1.0:
+        return cost
+    return StageCost(
+        forward_s=cost.forward_s * seconds,
+        backward_s=cost.backward_s * seconds,
+        weight_s=cost.weight_s * seconds,
+        saved_bytes=round(cost.saved_bytes * num_bytes),
+        recompute_s=cost.recompute_s * seconds,
+        weight_bytes=None if cost.weight_bytes is None else round(cost.weight_bytes * num_bytes),
+        input_s=None if cost.input_s is None else cost.input_s * seconds,
+    )
+
+
+def _edges(conditions: Conditions, *, share: float = 1.0) -> tuple[Edge, ...]:
+    return tuple(
+        Edge(
+            source=flow.source,
+            target=flow.target,
+            num_bytes=round(flow.num_bytes * share),
+            gradient_bytes=round(flow.gradient_bytes * share),
+            has_gradient=flow.gradient_bytes > 0,
+        )
+        for flow in conditions.flows
+    )
+
+
+def _links(conditions: Conditions, change: Change) -> Callable[[int, int], Link]:
+    intra, inter = (_link(each, change) for each in (conditions.intra_node, conditions.inter_node))
+    hosts = conditions.hosts
+    return lambda a, b: intra if hosts[a] == hosts[b] else inter
+
+
+def _link(link: LinkConditions, change: Change) -> Link:
+    bandwidth_Bps = float("inf") if link.bandwidth_Bps is None else link.bandwidth_Bps * change.bandwidth
+    return Link(
+        latency_s=link.latency_s * change.latency, bandwidth_Bps=bandwidth_Bps, occupancy=link.occupancy
+    )
+
+
+def _sync_s(plan: Plan, change: Change) -> float:
+    """The sums of gradients, over links of another kind: what is not latency is bytes."""
+    prediction = _prediction(plan)
+    assert prediction.conditions is not None
+    latency_s = min(prediction.sync_s, prediction.conditions.sync_latency_s)
+    return latency_s * change.latency + (prediction.sync_s - latency_s) / change.bandwidth

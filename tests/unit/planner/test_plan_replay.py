@@ -1,0 +1,127 @@
+"""Plans played out again: as they are, and under other conditions."""
+
+import pytest
+from hypothesis import given, settings
+from planned import planned, plans
+
+from planner.test_search import candidates, machines
+from planner.test_search import plan as make
+from shardwright.errors import PlanError
+from shardwright.plan import Plan
+from shardwright.plan_conditions import LinkConditions
+from shardwright.planner.memory_over_time import memory_over_time
+from shardwright.planner.plan_replay import Change, base_setting, change_setting, play
+from shardwright.planner.sensitivity import sensitivities
+from shardwright.planner.waterfall import break_down
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("cores", [0, 2])
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v", "gpipe"])
+def test_a_planned_step_is_that_of_its_replay(ranks: int, cores: int, pipeline: str) -> None:
+    cluster = machines(cores_per_node=cores, ranks_per_node=2)
+    found = make(candidates(4, tied=True), ranks, replicas=2, cluster=cluster, pipeline=pipeline)
+    assert found.prediction is not None
+    read = Plan.parse(found.to_json())
+    assert play(base_setting(read)).step_s == pytest.approx(found.prediction.step_s, rel=1e-9)
+    assert break_down(read).seconds("remainder") == 0.0
+
+
+def test_recomputation_is_kept_in_the_plan() -> None:
+    found = make(candidates(4), 2, activation_checkpointing="full", pipeline="1f1b")
+    assert found.prediction is not None
+    # The forward of a unit is repeated: 0.8 s a batch and block, 6 blocks, embedding and head, on 2 ranks.
+    assert break_down(found).seconds("recomputation") == pytest.approx((6 * 0.8 + 0.4 + 0.8) / 2)
+
+
+@settings(max_examples=30)
+@given(plan=plans)
+def test_memory_over_time_reaches_the_predicted_peak(plan: Plan) -> None:
+    assert plan.prediction is not None
+    replay = play(base_setting(plan))
+    rows = memory_over_time(replay.simulation, replay.setting.costs, plan.prediction.memory)
+    assert [row.peak_activation_bytes for row in rows] == [m.activations for m in plan.prediction.memory]
+    assert all(row.moments[-1][1] == 0 for row in rows)
+    assert all(list(row.moments) == sorted(row.moments, key=lambda moment: moment[0]) for row in rows)
+    assert {row.lasting_bytes for row in rows} == {3200}
+
+
+@settings(max_examples=30)
+@given(plan=plans)
+def test_nothing_changed_gives_the_same_step(plan: Plan) -> None:
+    base = play(base_setting(plan))
+    again = play(change_setting(plan, Change(num_microbatches=plan.schedule.microbatches)))
+    assert again.step_s == pytest.approx(base.step_s, rel=1e-12)
+
+
+def test_a_straggler_costs_what_its_work_takes_more() -> None:
+    free = LinkConditions(latency_s=0.0, bandwidth_Bps=None)
+    plan = planned(ranks=2, action_overhead_s=0.0, intra_node=free)
+    base = play(base_setting(plan))
+    slow = play(change_setting(plan, Change(slow={1: 2.0})))
+    # Rank 1 is the bottleneck: 4 microbatches of 0.3 s take 0.3 s more each.
+    assert slow.step_s - base.step_s == pytest.approx(4 * 0.3)
+    assert slow.idle_s[0] > base.idle_s[0]
+    assert slow.setting.schedule == base.setting.schedule
+
+
+def test_links_change_messages_and_sums() -> None:
+    plan = planned(ranks=2, slow_stage=2.0)
+    base = play(base_setting(plan)).step_s
+    # Half of 2 messages of 1 ms, and of the 40 ms of sums that are not latency.
+    assert base - play(change_setting(plan, Change(bandwidth=2.0))).step_s == pytest.approx(1e-3 + 20e-3)
+    assert base - play(change_setting(plan, Change(latency=0.0))).step_s == pytest.approx(2e-3 + 10e-3)
+
+
+def test_microbatches_share_the_batch() -> None:
+    plan = planned(ranks=2, action_overhead_s=0.0, message_bytes=0)
+    more = play(change_setting(plan, Change(num_microbatches=8)))
+    assert more.setting.schedule.num_microbatches == 8
+    assert more.setting.costs[0].forward_s == pytest.approx(0.05)
+    assert more.simulation.step_s < play(base_setting(plan)).simulation.step_s
+    assert max(more.simulation.peak_bytes) == 100
+
+
+def test_another_schedule_keeps_the_stages() -> None:
+    plan = planned(ranks=3)
+    gpipe = play(change_setting(plan, Change(kind="gpipe")))
+    assert gpipe.setting.schedule.stage_ranks == plan.stage_ranks
+    assert gpipe.simulation.peak_bytes == (400, 400, 400)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_microbatches": 0}, "0 microbatches were asked for"),
+        ({"slow": {7: 2.0}}, r"rank 7 was to be slow, but the plan has the pipeline ranks 0 to 1"),
+        ({"slow": {0: 0.0}}, "the factor of slow rank 0 is 0, but it must be more than 0"),
+        ({"bandwidth": float("inf")}, "the factor of bandwidth is inf"),
+        ({"latency": -1.0}, "the factor of latency is -1, but it must be 0 or more"),
+    ],
+)
+def test_changes_that_make_no_sense_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        change_setting(planned(), Change(**change))  # type: ignore[arg-type]
+
+
+def test_links_of_a_plan_that_does_not_know_them_are_refused() -> None:
+    with pytest.raises(PlanError, match="does not say which links"):
+        change_setting(planned(conditions=False), Change(bandwidth=2.0))
+
+
+def test_sensitivities_name_what_they_assume() -> None:
+    found = {row.name: row for row in sensitivities(planned())}
+    assert list(found) == [
+        "10 % faster compute",
+        "twice the bandwidth",
+        "half the latency",
+        "8 microbatches",
+        "2 microbatches",
+    ]
+    base_s = play(base_setting(planned())).step_s
+    assert found["10 % faster compute"].saved_s == pytest.approx(1.5 * (1 - 1 / 1.1))
+    assert all(row.step_s + row.saved_s == pytest.approx(base_s) for row in found.values())
+    assert found["2 microbatches"].saved_s < 0
+    assert "in proportion" in found["8 microbatches"].assumption
+    names = [row.name for row in sensitivities(planned(conditions=False, microbatches=1))]
+    assert names == ["10 % faster compute", "2 microbatches"]
