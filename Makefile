@@ -48,5 +48,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV)
 # torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,demo,calibration,dev]'
+	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,dev]'
 	@touch $@

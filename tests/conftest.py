@@ -47,8 +47,15 @@ def _capabilities() -> dict[str, bool]:
         "cgroups": is_root and os.access("/sys/fs/cgroup", os.W_OK),
         "GPU": Path("/dev/nvidia0").exists(),
         "transformers": importlib.util.find_spec("transformers") is not None,
+        "headless browser": _has_browser(),
         "tensorflow": importlib.util.find_spec("tensorflow") is not None,
     }
+
+
+def _has_browser() -> bool:
+    """Debian's chromium with its driver, selenium that speaks to it, plotly that draws."""
+    programs = all(shutil.which(name) for name in ("chromium", "chromedriver"))
+    return programs and all(importlib.util.find_spec(name) for name in ("selenium", "plotly"))
 
 
 def pytest_report_header() -> list[str]:

@@ -49,6 +49,7 @@ def _files(folder: RunFolder) -> list[str]:
         folder.metrics_file,
         folder.events_file,
         folder.trace_file,
+        folder.report_file,
         folder.logs_dir,
         folder.tensorboard_dir,
     )

@@ -6,6 +6,7 @@
     plan_made ────────► plan.json, the console
     step_done ────────► metrics.jsonl, the console, TensorBoard
     timeline ─────────► trace.json
+    close ────────────► report.html
     event ────────────► events.jsonl
 
 Every rank has an observer and tells it the same; one of them writes and prints, the others are silent.
@@ -26,6 +27,7 @@ from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
 from shardwright.observe.plan_text import format_plan
 from shardwright.observe.progress import Progress
+from shardwright.observe.report_at_end import write_at_end
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from shardwright.observe.timeline import MeasuredEvent
@@ -73,6 +75,7 @@ class Observer:
         self._pipeline_ranks = tuple(pipeline_ranks)
         self._wall = wall
         self._plan: Plan | None = None
+        self._steps = 0
         self._progress = Progress(
             self.console,
             log_interval=config.log_interval,
@@ -113,6 +116,7 @@ class Observer:
 
     def step_done(self, record: StepRecord) -> None:
         """A step ended."""
+        self._steps += 1
         if self._metrics is not None:
             self._metrics.append(record)
         if self._tensorboard is not None:
@@ -169,8 +173,10 @@ class Observer:
         return self.console.phase(text)
 
     def close(self) -> None:
-        """Prints the line that is due and closes all files; may be called twice."""
+        """Prints the line that is due, writes the report and closes all files; may be called twice."""
         self._progress.flush()
+        if self._written is not None and self._metrics is not None and self._steps:
+            write_at_end(self._written, plan=self._plan, console=self.console, event=self.event)
         for file in (self._metrics, self._events, self._tensorboard):
             if file is not None:
                 file.close()

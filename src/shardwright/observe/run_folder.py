@@ -8,6 +8,7 @@
       metrics.jsonl    one line a step
       events.jsonl     one line for each thing that happened
       trace.json       a timeline, for Perfetto
+      report.html      all of it on one page; written at the end
       logs/            what each rank printed; the launcher writes it
 
 All ranks of a job share one folder: the first rank makes it and the caller sends the path to the others. The
@@ -123,6 +124,11 @@ class RunFolder:
     def trace_file(self) -> Path:
         """A timeline in Chrome's format."""
         return self.path / "trace.json"
+
+    @property
+    def report_file(self) -> Path:
+        """What the run came to, on one page."""
+        return self.path / "report.html"
 
     @property
     def logs_dir(self) -> Path:

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def tell_everything(observer: Observer) -> None:
 def test_the_rank_that_writes_leaves_all_files(tmp_path: Path) -> None:
     run = Run(tmp_path)
     tell_everything(run.observer)
-    assert run.files == ["config.json", "events.jsonl", "metrics.jsonl", "plan.json", "trace.json"]
+    report = ["report.html"] * (find_spec("plotly") is not None)
+    assert run.files == ["config.json", "events.jsonl", "metrics.jsonl", "plan.json", *report, "trace.json"]
     assert run.folder is not None
     assert Config.parse(json.loads(run.folder.config_file.read_text())).pipeline_parallel_degree == 2
     assert Plan.read(run.folder.plan_file) == two_stage_plan()

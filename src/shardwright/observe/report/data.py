@@ -1,0 +1,294 @@
+"""Everything that a report shows, gathered from a run folder or a plan file, before anything is drawn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwright.errors import UsageError
+from shardwright.mesh import Mesh
+from shardwright.observe.report.measured import (
+    MeasuredTimeline,
+    StepMetrics,
+    read_metrics,
+    read_timeline,
+)
+from shardwright.observe.report.spans import Span, choose_ranks, simulated_spans, thin
+from shardwright.observe.run_folder import RunFolder
+from shardwright.plan import MemoryPrediction, Plan
+from shardwright.planner.memory_over_time import RankMemory, memory_over_time
+from shardwright.planner.plan_replay import Replay, base_setting, play
+from shardwright.planner.waterfall import Waterfall, break_down
+
+__all__ = ["Compared", "Predicted", "ReportData", "gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure as predicted and as measured; None where it is not known.
+
+    Attributes:
+        name: what it is.
+        predicted: in the unit that the name ends with.
+        measured: in the same.
+    """
+
+    name: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured - 1; None where one is not known."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a plan with a prediction lets one show.
+
+    Attributes:
+        waterfall: parts of the step.
+        step_s: seconds of the replayed schedule alone, for the timeline.
+        idle_s: for each pipeline rank, the seconds of it without work.
+        spans: the timeline of the ranks that are shown.
+        memory: over time, of the ranks that are shown.
+        stack: predicted peak of every pipeline rank.
+        limit_bytes: memory that a rank may use; 0: not known.
+    """
+
+    waterfall: Waterfall
+    step_s: float
+    idle_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+    memory: tuple[RankMemory, ...]
+    stack: tuple[MemoryPrediction, ...]
+    limit_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """Everything that a report shows.
+
+    Attributes:
+        name: of the run or of the plan file.
+        plan: the plan; None for runs without one.
+        ranks: the pipeline ranks that are shown one by one.
+        num_ranks: all pipeline ranks.
+        compared: predicted beside measured.
+        predicted: what the plan predicts; None where it predicts nothing.
+        timeline: the measured one; None where there is none.
+        steps: metrics of all steps.
+        peak_by_rank: measured peak of each pipeline rank, the largest of its replicas, bytes.
+        notes: what is not there, and how to get it.
+        trace_file: name of the Chrome trace beside the report; None where there is none.
+    """
+
+    name: str
+    plan: Plan | None
+    ranks: tuple[int, ...]
+    num_ranks: int
+    compared: tuple[Compared, ...]
+    predicted: Predicted | None
+    timeline: MeasuredTimeline | None
+    steps: tuple[StepMetrics, ...]
+    peak_by_rank: tuple[float, ...]
+    notes: tuple[str, ...]
+    trace_file: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        document: dict[str, Any] = {
+            "name": self.name,
+            "plan": None if self.plan is None else self.plan.model_dump(mode="json"),
+            "ranks_shown": list(self.ranks),
+            "pipeline_ranks": self.num_ranks,
+            "compared": [{**asdict(row), "error": row.error} for row in self.compared],
+            "predicted": None,
+            "measured_timeline": None if self.timeline is None else asdict(self.timeline),
+            "steps": [asdict(step) for step in self.steps],
+            "peak_by_rank_bytes": list(self.peak_by_rank),
+            "notes": list(self.notes),
+            "trace_file": self.trace_file,
+        }
+        if self.predicted is not None:
+            stack = [memory.model_dump() for memory in self.predicted.stack]
+            document["predicted"] = {
+                "waterfall": asdict(self.predicted.waterfall),
+                "schedule_s": self.predicted.step_s,
+                "idle_s": list(self.predicted.idle_s),
+                "timeline": [asdict(span) for span in self.predicted.spans],
+                "memory_over_time": [asdict(row) for row in self.predicted.memory],
+                "memory": stack,
+                "limit_bytes": self.predicted.limit_bytes,
+            }
+        return document
+
+
+def gather(path: Path) -> ReportData:
+    """The data of a run folder or of a plan file.
+
+    Raises:
+        UsageError: there is no such run or plan, or a file of it is damaged.
+        PlanError: the plan file cannot be used.
+    """
+    if not path.exists():
+        raise UsageError(f"there is no {path}. Name a run folder or a plan file; runs: shardwright runs")
+    if path.is_file():
+        return _put_together(path.stem, Plan.read(path), steps=(), timeline=None, trace_file=None, run=False)
+    folder = RunFolder(path.absolute())
+    plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
+    steps = read_metrics(folder.metrics_file)
+    if plan is None and not steps:
+        raise UsageError(
+            f"{path} holds neither plan.json nor metrics.jsonl: it is no run folder, or the run ended before "
+            "its first step. Name another: shardwright runs"
+        )
+    timeline = read_timeline(folder.trace_file)
+    return _put_together(
+        folder.path.name,
+        plan,
+        steps=steps,
+        timeline=timeline,
+        trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
+        run=True,
+    )
+
+
+def _put_together(
+    name: str,
+    plan: Plan | None,
+    *,
+    steps: tuple[StepMetrics, ...],
+    timeline: MeasuredTimeline | None,
+    trace_file: str | None,
+    run: bool,
+) -> ReportData:
+    num_ranks = plan.mesh.pipeline if plan is not None else _num_ranks(timeline)
+    replay = None if plan is None or plan.prediction is None else play(base_setting(plan))
+    limit_bytes = next((step.limit_bytes for step in reversed(steps) if step.limit_bytes), None)
+    ranks = choose_ranks(num_ranks, important=_important(plan, replay))
+    predicted = None
+    if plan is not None and replay is not None:
+        predicted = _predicted(plan, replay, ranks, limit_bytes=limit_bytes)
+    if timeline is not None:
+        timeline = MeasuredTimeline(timeline.step, thin(timeline.spans, ranks))
+    peaks = _peaks(plan, steps)
+    return ReportData(
+        name=name,
+        plan=plan,
+        ranks=ranks,
+        num_ranks=num_ranks,
+        compared=_compared(plan, steps, peaks),
+        predicted=predicted,
+        timeline=timeline,
+        steps=steps,
+        peak_by_rank=peaks,
+        notes=_notes(plan, steps, timeline, run=run),
+        trace_file=trace_file,
+    )
+
+
+def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes: float | None) -> Predicted:
+    assert plan.prediction is not None
+    conditions = plan.prediction.conditions
+    planned_bytes = conditions.memory_limit_bytes if conditions is not None else 0
+    memory: tuple[RankMemory, ...] = ()
+    if len(plan.prediction.memory) == plan.mesh.pipeline:
+        rows = memory_over_time(replay.simulation, replay.setting.costs, plan.prediction.memory)
+        memory = tuple(rows[rank] for rank in ranks)
+    return Predicted(
+        waterfall=break_down(plan),
+        step_s=replay.simulation.step_s,
+        idle_s=replay.idle_s,
+        spans=thin(simulated_spans(replay.simulation), ranks),
+        memory=memory,
+        stack=plan.prediction.memory,
+        limit_bytes=planned_bytes or limit_bytes or 0,
+    )
+
+
+def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
+    """The ranks with most work and with most memory."""
+    found: set[int] = set()
+    if replay is not None:
+        busy_s = replay.simulation.busy_s
+        found.add(busy_s.index(max(busy_s)))
+    memory = plan.prediction.memory if plan is not None and plan.prediction is not None else ()
+    if memory:
+        found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak))
+    return found
+
+
+def _num_ranks(timeline: MeasuredTimeline | None) -> int:
+    return 1 if timeline is None else max(span.rank for span in timeline.spans) + 1
+
+
+def _compared(
+    plan: Plan | None, steps: Sequence[StepMetrics], peaks: Sequence[float]
+) -> tuple[Compared, ...]:
+    prediction = plan.prediction if plan is not None else None
+    # The first step traces and plans.
+    times = [step.step_s for step in (steps[1:] or steps) if step.step_s is not None]
+    memory = prediction.memory if prediction is not None else ()
+    return (
+        Compared(
+            "step time (s)", prediction.step_s if prediction else None, median(times) if times else None
+        ),
+        Compared(
+            "peak memory (bytes)",
+            max((part.peak for part in memory), default=None),
+            max(peaks, default=None),
+        ),
+    )
+
+
+def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
+    """Measured peak of each pipeline rank: the largest over its replicas and over all steps."""
+    by_rank: Mapping[int, float] = {}
+    for step in steps:
+        by_rank = {r: max(peak, by_rank.get(r, 0.0)) for r, peak in enumerate(step.peak_bytes)} or by_rank
+    if plan is None or len(by_rank) != plan.mesh.world_size:
+        return tuple(by_rank.values())
+    mesh = Mesh(
+        world_size=plan.mesh.world_size,
+        pipeline=plan.mesh.pipeline,
+        data=plan.mesh.data,
+        placement=plan.mesh.placement_strategy,
+    )
+    found = [0.0] * plan.mesh.pipeline
+    for rank, peak in by_rank.items():
+        where = mesh.coordinates(rank).pipeline
+        found[where] = max(found[where], peak)
+    return tuple(found)
+
+
+def _notes(
+    plan: Plan | None, steps: Sequence[StepMetrics], timeline: MeasuredTimeline | None, *, run: bool
+) -> tuple[str, ...]:
+    found = []
+    if plan is None:
+        found.append(
+            "This run has no plan, so nothing was predicted: it has one stage. "
+            "Set plan_one_stage to predict such runs, too."
+        )
+    elif plan.prediction is None:
+        found.append("The plan predicts nothing: it was written by hand, or its prediction was removed.")
+    elif plan.prediction.conditions is None:
+        found.append(
+            "The plan does not say which links and cores it was made for (an older version wrote it): "
+            "the predicted timeline shows messages that take no time."
+        )
+    if run and timeline is None:
+        found.append(
+            "No timeline was measured. Set trace to true and run at least 3 steps to get one: "
+            "shardwright run --set trace=true"
+        )
+    if run and not steps:
+        found.append("No step was done, so nothing was measured.")
+    if run and steps and not any(step.peak_bytes for step in steps):
+        found.append("The run measured no memory.")
+    return tuple(found)

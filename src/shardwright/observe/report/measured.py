@@ -1,0 +1,160 @@
+"""What a run measured, read from its folder: the timeline of a step, metrics of all steps."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import UsageError
+from shardwright.observe.jsonl import read_json_lines
+from shardwright.observe.metrics import Metric
+from shardwright.observe.report.spans import Span
+
+__all__ = ["MeasuredTimeline", "StepMetrics", "read_metrics", "read_timeline"]
+
+_CATEGORIES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward input": "input",
+    "backward weight": "weight",
+    "transfer": "send",
+    "wait": "wait",
+}
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimeline:
+    """The measured half of ``trace.json``.
+
+    Attributes:
+        step: which step it is of; None where the file does not say.
+        spans: what each pipeline rank did, seconds from the start of the first work.
+    """
+
+    step: int | None
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``; None where a figure is not known.
+
+    Attributes:
+        step: number of the step.
+        loss: mean over the batch; None also where it is no number.
+        step_s: seconds that the step took.
+        peak_bytes: peak memory of each world rank so far.
+        limit_bytes: memory that a rank may use.
+    """
+
+    step: int
+    loss: float | None
+    step_s: float | None
+    peak_bytes: tuple[float, ...]
+    limit_bytes: float | None
+
+
+def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
+    """All steps, in order; none where the file is not there.
+
+    Raises:
+        UsageError: a line holds something that is no metric; the message names line and field.
+    """
+    if not path.exists():
+        return ()
+    found: dict[int, StepMetrics] = {}
+    for number, record in enumerate(read_json_lines(path), start=1):
+        where = f"{path}, record {number}"
+        step = record.get("step")
+        if not isinstance(step, int):
+            raise UsageError(f"{where}: step is {step!r}, but it must be a whole number. {_FOREIGN}")
+        peaks = record.get(Metric.MEMORY_BY_RANK, [])
+        if not isinstance(peaks, list):
+            raise UsageError(
+                f"{where}: {Metric.MEMORY_BY_RANK} is {peaks!r}, but it must be a list. {_FOREIGN}"
+            )
+        limit_gib = _number(record, Metric.MEMORY_LIMIT, where)
+        # A step that was done again after a restart counts as it was done last.
+        found[step] = StepMetrics(
+            step=step,
+            loss=_number(record, Metric.LOSS, where),
+            step_s=_number(record, Metric.STEP, where),
+            peak_bytes=tuple(_as_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
+            limit_bytes=None if limit_gib is None else limit_gib * _GIB,
+        )
+    return tuple(found[step] for step in sorted(found))
+
+
+def read_timeline(path: Path) -> MeasuredTimeline | None:
+    """The measured timeline; None where the file is not there or holds none.
+
+    Raises:
+        UsageError: the file is damaged or of something else; the message names the field.
+    """
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON ({error}). {_FOREIGN}") from error
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UsageError(f"{path}: traceEvents must be a list of objects. {_FOREIGN}")
+    threads = {
+        (event.get("pid"), event.get("tid"))
+        for event in events
+        if event.get("name") == "thread_name" and event.get("args", {}).get("name") == "measured"
+    }
+    pids = {event.get("pid"): 0 for event in events if (event.get("pid"), event.get("tid")) in threads}
+    order = {
+        event.get("pid"): event.get("args", {}).get("sort_index")
+        for event in events
+        if event.get("name") == "process_sort_index"
+    }
+    rank_of = {pid: int(_as_number(order.get(pid), "sort_index", str(path))) for pid in pids}
+    spans = [
+        _span(event, number, rank_of, path)
+        for number, event in enumerate(events)
+        if event.get("ph") == "X" and (event.get("pid"), event.get("tid")) in threads
+    ]
+    other = document.get("otherData")
+    step = other.get("step") if isinstance(other, dict) else None
+    return MeasuredTimeline(step if isinstance(step, int) else None, tuple(spans)) if spans else None
+
+
+_FOREIGN = "The file was damaged, or something else wrote it: remove it, or name another run."
+
+
+def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], path: Path) -> Span:
+    where = f"{path}, traceEvents.{number}"
+    start_us, length_us = (_as_number(event.get(key), key, where) for key in ("ts", "dur"))
+    category = event.get("cat")
+    if category not in _CATEGORIES:
+        raise UsageError(f"{where}: cat is {category!r}, but it must be one of {', '.join(_CATEGORIES)}.")
+    kind = _CATEGORIES[category]
+    return Span(
+        rank=rank_of[event.get("pid")],
+        kind=kind,
+        start_s=start_us / 1e6,
+        end_s=(start_us + length_us) / 1e6,
+        name=str(event.get("name", "")),
+    )
+
+
+def _number(record: Mapping[str, Any], name: str, where: str) -> float | None:
+    value = record.get(name)
+    if value is None:
+        return None
+    number = _as_number(value, name, where)
+    return number if math.isfinite(number) else None
+
+
+def _as_number(value: Any, name: str, where: str) -> float:
+    try:
+        # float() also reads "NaN" and "Infinity", which is how JsonLines writes them.
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}: {name} is {value!r}, but it must be a number. {_FOREIGN}") from error

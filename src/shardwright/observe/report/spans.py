@@ -1,0 +1,81 @@
+"""Bars of a timeline, few enough for a page: some ranks, and of very long rows the two ends."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shardwright.schedule import Kind, Simulation
+
+__all__ = ["MOST_LANES", "Span", "choose_ranks", "simulated_spans", "thin"]
+
+MOST_LANES = 24
+"""Ranks shown one by one; of more, some stand for all."""
+
+_MOST_SPANS = 6000
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input",
+    Kind.BACKWARD_WEIGHT: "weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One bar of a timeline.
+
+    Attributes:
+        rank: pipeline rank.
+        kind: forward, backward, input, weight, send or wait.
+        start_s: seconds from the start of the first work.
+        end_s: the same.
+        name: such as 0F3.
+    """
+
+    rank: int
+    kind: str
+    start_s: float
+    end_s: float
+    name: str
+
+
+def simulated_spans(simulation: Simulation) -> tuple[Span, ...]:
+    """The compute and the messages of a simulation."""
+    spans = [
+        Span(e.rank, _KINDS[e.action.kind], e.start_s, e.end_s, str(e.action)) for e in simulation.events
+    ]
+    spans += [
+        Span(e.rank, "send", e.start_s, e.end_s, str(e.action))
+        for e in simulation.transfers
+        if e.end_s > e.start_s
+    ]
+    return tuple(spans)
+
+
+def choose_ranks(num_ranks: int, *, important: Iterable[int] = ()) -> tuple[int, ...]:
+    """The ranks to show: all, or the important ones and others at even distances.
+
+    >>> choose_ranks(3), len(choose_ranks(512, important=[100])), 100 in choose_ranks(512, important=[100])
+    ((0, 1, 2), 24, True)
+    """
+    if num_ranks <= MOST_LANES:
+        return tuple(range(num_ranks))
+    chosen = {0, num_ranks - 1, *important}
+    count = MOST_LANES - len(chosen) + 2
+    for step in range(count):
+        if len(chosen) < MOST_LANES:
+            chosen.add(step * (num_ranks - 1) // (count - 1))
+    return tuple(sorted(chosen))
+
+
+def thin(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Span, ...]:
+    """The spans of some ranks; of rows that are too long, the first and the last ones."""
+    rows: dict[int, list[Span]] = {rank: [] for rank in ranks}
+    for span in spans:
+        if span.rank in rows:
+            rows[span.rank].append(span)
+    most = max(2, _MOST_SPANS // max(1, len(ranks)))
+    found: list[Span] = []
+    for row in rows.values():
+        row.sort(key=lambda span: span.start_s)
+        found += row if len(row) <= most else row[: most // 2] + row[len(row) - most // 2 :]
+    return tuple(found)

@@ -1,0 +1,36 @@
+"""Run folders as a run leaves them, made without running."""
+
+import json
+from pathlib import Path
+
+from observe.plans import measured_as
+from shardwright.observe import MetricsLog, StepRecord, chrome_trace
+from shardwright.plan import Plan
+from shardwright.planner.plan_replay import base_setting, play
+
+
+def run_folder(path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = True) -> Path:
+    """A run that measured what its plan predicts, 10 % slower."""
+    (path / "logs").mkdir(parents=True)
+    if plan is not None:
+        plan.write(path / "plan.json")
+    log = MetricsLog(path / "metrics.jsonl", world_size=1)
+    step_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 1.0
+    world = plan.mesh.world_size if plan is not None else 1
+    for step in range(1, steps + 1):
+        log.append(
+            StepRecord(
+                step=step,
+                seconds=1.1 * step_s,
+                samples=4,
+                loss=5.0 / step,
+                memory_bytes=tuple(4000 + rank for rank in range(world)),
+                memory_limit_bytes=9000,
+            )
+        )
+    log.close()
+    if trace and plan is not None:
+        simulated = play(base_setting(plan)).simulation
+        document = chrome_trace(measured_as(simulated), simulation=simulated, info={"step": 3})
+        (path / "trace.json").write_text(json.dumps(document))
+    return path

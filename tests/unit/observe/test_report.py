@@ -1,0 +1,277 @@
+"""The report: its data, its HTML, what it says of damaged and missing files."""
+
+import gzip
+import io
+import json
+import re
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planned import planned
+
+from observe.plans import two_stage_plan
+from observe.run_folders import run_folder
+from shardwright.config import Config
+from shardwright.errors import PlanError, UsageError
+from shardwright.observe import (
+    Console,
+    Observer,
+    RunFolder,
+    StepRecord,
+    read_json_lines,
+    report_at_end,
+)
+from shardwright.observe.report import ReportData, gather, render_page, write_report
+from shardwright.observe.report.charts import charts
+from shardwright.observe.report.spans import MOST_LANES
+from shardwright.plan import Plan
+
+
+def page(data: ReportData) -> str:
+    return render_page(data, library="")
+
+
+def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
+    plan = planned(data=2)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan))
+    step, memory = data.compared
+    assert (step.predicted, step.measured) == (plan.prediction.step_s, 1.1 * plan.prediction.step_s)
+    assert step.error == pytest.approx(1 / 1.1 - 1)
+    assert memory.predicted == max(part.peak for part in plan.prediction.memory)
+    assert memory.measured == pytest.approx(4003)
+    # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
+    assert data.peak_by_rank == (pytest.approx(4002), pytest.approx(4003))
+    assert data.predicted is not None
+    assert data.predicted.limit_bytes == 10_000
+    assert data.timeline is not None
+    assert data.timeline.step == 3
+    assert data.notes == ()
+    assert set(charts(data)) == {"waterfall", "memory", "timeline", "stack", "loss", "steps"}
+
+
+def test_the_measured_timeline_is_that_of_the_trace(tmp_path: Path) -> None:
+    plan = planned(kind="zb_h1")
+    data = gather(run_folder(tmp_path / "run", plan))
+    assert data.timeline is not None
+    assert data.predicted is not None
+    predicted = [span for span in data.predicted.spans if span.kind != "send"]
+    assert {span.kind for span in predicted} == {"forward", "backward", "input", "weight"}
+    assert any(span.kind == "send" for span in data.predicted.spans)
+    assert [(s.rank, s.name, s.kind) for s in data.timeline.spans] == [
+        (s.rank, s.name, s.kind) for s in predicted
+    ]
+    for found, expected in zip(data.timeline.spans, predicted, strict=True):
+        assert found.start_s == pytest.approx(expected.start_s, abs=1e-6)
+
+
+def test_a_plan_alone(tmp_path: Path) -> None:
+    plan = planned()
+    plan.write(tmp_path / "gpt.json")
+    data = gather(tmp_path / "gpt.json")
+    assert (data.name, data.steps, data.timeline, data.notes) == ("gpt", (), None, ())
+    assert set(charts(data)) == {"waterfall", "memory", "timeline", "stack"}
+    text = page(data)
+    assert plan.prediction is not None
+    assert f'data-figure="step_predicted" data-value="{plan.prediction.step_s!r}"' in text
+    assert 'data-figure="step_measured" data-value="None">unknown' in text
+    assert "12.5% slower, with 4.0 KiB" in text
+    assert "The times of the units were measured." in text
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 512])
+def test_pages_of_small_and_large_plans(tmp_path: Path, ranks: int, conditions: bool) -> None:
+    planned(ranks=ranks, microbatches=4, conditions=conditions).write(tmp_path / "plan.json")
+    data = gather(tmp_path / "plan.json")
+    text = page(data)
+    assert len(data.ranks) == min(ranks, MOST_LANES)
+    assert ("pipeline ranks are shown" in text) == (ranks > MOST_LANES)
+    assert charts(data)["timeline"]["height"] < 900
+    assert len(text) < 500_000
+    assert ("does not say which links" in text) == (not conditions)
+
+
+def test_a_run_without_plan_or_trace(tmp_path: Path) -> None:
+    data = gather(run_folder(tmp_path / "run", None))
+    assert "This run has no plan" in data.notes[0]
+    assert "--set trace=true" in data.notes[1]
+    assert set(charts(data)) == {"stack", "loss", "steps"}
+    assert "Over the run" in page(data)
+
+
+def test_a_plan_that_predicts_nothing(tmp_path: Path) -> None:
+    by_hand = planned().model_copy(update={"prediction": None})
+    data = gather(run_folder(tmp_path / "run", by_hand, steps=0, trace=False))
+    assert "predicts nothing" in data.notes[0]
+    assert "No step was done" in data.notes[2]
+    assert "Stages" in page(data)
+
+
+def test_a_loss_that_is_no_number_leaves_a_gap(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/loss": "NaN", "time/step(s)": 1.0}\n{"step": 5, "tra')
+    data = gather(folder)
+    assert [step.loss for step in data.steps] == [5.0, 2.5, 5.0 / 3, None]
+    assert "NaN" not in page(data)
+
+
+def test_names_from_files_are_text(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>{stage}"
+    plan = planned(unit=evil)
+    plan = plan.model_copy(update={"why": ("<img src=x onerror=alert(2)>",)})
+    plan.write(tmp_path / "plan.json")
+    text = page(gather(tmp_path / "plan.json"))
+    assert "<script>alert" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;0" in text
+    assert len(re.findall("<script", text)) == 4
+
+
+def test_names_in_plots_are_text(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    document = json.loads((folder / "trace.json").read_text())
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            event["name"] = "</script><b>bold</b>"
+    (folder / "trace.json").write_text(json.dumps(document))
+    text = page(gather(folder))
+    assert "<b>bold" not in text
+    assert "</script><b>" not in text
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error", "message"),
+    [
+        ("plan.json", "{", PlanError, "not valid JSON"),
+        ("plan.json", '{"plan_version": 1}', PlanError, "model is missing"),
+        ("trace.json", "{", UsageError, r"trace.json cannot be read as JSON"),
+        ("trace.json", "[]", UsageError, r"trace.json: traceEvents must be a list of objects"),
+        ("metrics.jsonl", '{"step": "one"}', UsageError, r"record 1: step is 'one'"),
+        ("metrics.jsonl", '{"step": 1, "train/loss": []}', UsageError, r"train/loss is \[\], but it must"),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "memory/peak_by_rank(GiB)": 3}',
+            UsageError,
+            r"memory/peak_by_rank\(GiB\) is 3, but it must be a list",
+        ),
+    ],
+)
+def test_damaged_files_are_named(
+    tmp_path: Path, file: str, text: str, error: type[Exception], message: str
+) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    (folder / file).write_text(text)
+    with pytest.raises(error, match=message):
+        gather(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ts": "soon"}, r"traceEvents\.\d+: ts is 'soon', but it must be a number"),
+        ({"cat": "sleep"}, r"traceEvents\.\d+: cat is 'sleep', but it must be one of forward, backward"),
+    ],
+)
+def test_damaged_events_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    document = json.loads((folder / "trace.json").read_text())
+    next(e for e in document["traceEvents"] if e["ph"] == "X" and e["tid"] == 2).update(change)
+    (folder / "trace.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=message):
+        gather(folder)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no .*elsewhere"):
+        gather(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"neither plan.json nor metrics.jsonl"):
+        gather(tmp_path)
+
+
+def test_the_data_for_programs_is_json(tmp_path: Path) -> None:
+    plan = planned()
+    document = json.loads(json.dumps(gather(run_folder(tmp_path / "run", plan)).to_dict(), allow_nan=False))
+    assert plan.prediction is not None
+    assert sum(part["seconds"] for part in document["predicted"]["waterfall"]["parts"]) == pytest.approx(
+        plan.prediction.step_s, rel=1e-9
+    )
+    assert Plan.model_validate(document["plan"]) == plan
+
+
+def test_the_file_holds_the_library_and_fetches_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    folder = run_folder(tmp_path / "run", planned())
+    file = write_report(folder, folder / "report.html")
+    text = file.read_text()
+    match = re.search(r'id="library">([^<]*)<', text)
+    assert match is not None
+    assert b"Plotly" in gzip.decompress(b64decode(match[1]))
+    without = text.replace(match[1], "")
+    assert "default-src 'none'" in without
+    assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?\s*(?:https?:)?//""", without) == []
+    assert file.stat().st_size < 2_500_000
+    assert [path.name for path in folder.iterdir() if "tmp" in path.name] == []
+
+
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    folder = run_folder(tmp_path / "run", planned())
+    with pytest.raises(UsageError, match=r"cannot be written to .*nowhere.* Name another file with -o"):
+        write_report(folder, tmp_path / "nowhere" / "report.html")
+
+
+def observed(tmp_path: Path, plan: Plan, **config: Any) -> tuple[RunFolder, str]:
+    folder = RunFolder.create(tmp_path, name="run", environ={})
+    stream = io.StringIO()
+    observer = Observer(
+        Config.parse(config),
+        rank=0,
+        world_size=2,
+        pipeline_ranks=(0, 1),
+        folder=folder,
+        prints=True,
+        console=Console(stream=stream, environ={}),
+    )
+    observer.plan_made(plan)
+    observer.step_done(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0))
+    observer.close()
+    observer.close()
+    return folder, stream.getvalue()
+
+
+def test_a_run_leaves_a_report(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    folder, said = observed(tmp_path, two_stage_plan())
+    assert folder.report_file.exists()
+    assert "no report.html" not in said
+    assert [e["kind"] for e in read_json_lines(folder.events_file)][-1] == "report_written"
+
+
+def test_a_run_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_at_end, "find_spec", lambda name: None)
+    folder, said = observed(tmp_path, two_stage_plan())
+    assert said.count("pip install 'shardwright[report]'") == 1
+    assert not folder.report_file.exists()
+
+
+def test_an_error_in_it_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(report_at_end, "find_spec", lambda name: True)
+    monkeypatch.setattr("shardwright.observe.report.write_report", fail)
+    folder, said = observed(tmp_path, two_stage_plan())
+    assert "no report.html: ZeroDivisionError: division by zero. To write it: shardwright report" in said
+    last = read_json_lines(folder.events_file)[-1]
+    assert (last["kind"], last["reason"]) == ("report_not_written", "ZeroDivisionError: division by zero")
+
+
+def test_a_run_does_not_wait_for_a_long_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_at_end, "find_spec", lambda name: True)
+    monkeypatch.setattr(report_at_end, "_MOST_ACTIONS", 10)
+    _, said = observed(tmp_path, two_stage_plan())
+    assert "the schedule is long" in said
