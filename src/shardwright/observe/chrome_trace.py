@@ -67,6 +67,7 @@ def chrome_trace(
     world_ranks: Sequence[int] | None = None,
     saved_bytes: Sequence[int] | None = None,
     info: Mapping[str, Any] | None = None,
+    lane: str = "measured",
 ) -> dict[str, Any]:
     """The timelines of one step, ready for `json.dump`.
 
@@ -77,11 +78,12 @@ def chrome_trace(
         saved_bytes: of each stage, bytes that one microbatch keeps for its backward; None counts
             microbatches.
         info: facts to keep in the file, such as the step.
+        lane: what the actions are called where nobody measured them.
 
     Raises:
         ScheduleError: what was measured and what was simulated are not the same actions.
     """
-    timelines = [_Timeline("measured", 2, _aligned(measured))]
+    timelines = [_Timeline(lane, 2, _aligned(measured))]
     if simulation is not None:
         predicted = [MeasuredEvent(*event) for event in simulation.events]
         _check_same(predicted, timelines[0].events)

@@ -230,6 +230,14 @@ def test_refuses_two_different_schedules() -> None:
         chrome_trace([*measured, measured[0]], simulation=simulation())
 
 
+def test_actions_that_nobody_measured_are_named_otherwise() -> None:
+    trace = chrome_trace(measured_as(simulation()), lane="simulated")
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["simulated", "simulated"]
+    counters = {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert counters == {"activations in flight, simulated (microbatches)"}
+
+
 def test_facts_are_kept_and_nothing_is_a_trace() -> None:
     assert chrome_trace([], info={"step": 3}) == {
         "traceEvents": [],

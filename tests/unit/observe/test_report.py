@@ -44,6 +44,9 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     assert memory.measured == pytest.approx(4003)
     # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
     assert data.peak_by_rank == (pytest.approx(4002), pytest.approx(4003))
+    # Measured on a clock of whole microseconds.
+    assert all(row.error == pytest.approx(0.0, abs=1e-4) for row in data.spent)
+    assert [row.predicted for row in data.spent[:2]] == [pytest.approx(0.4004), pytest.approx(0.8004)]
     assert data.predicted is not None
     assert data.predicted.limit_bytes == 10_000
     assert data.timeline is not None

@@ -43,6 +43,7 @@ _STACK_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#8C8C8C
 _MOST_LINES = 8
 _MOST_POINTS = 2000
 _LANE_PX = 26
+_TITLE_PX = 24
 _MIB = 2**20
 # Below the plot, where the buttons of plotly.js do not cover it.
 _LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}
@@ -81,15 +82,17 @@ def _timeline(data: ReportData) -> Figure:
     if data.timeline is not None:
         measured = data.timeline.spans
         halves.append(("measured", measured, max((span.end_s for span in measured), default=0.0)))
+    half_px = _LANE_PX * len(data.ranks) + _TITLE_PX
+    lanes_share = (half_px - _TITLE_PX) / half_px / len(halves)
     traces: list[dict[str, Any]] = []
+    titles: list[dict[str, Any]] = []
+    title = {"text": "seconds from the first work"}
     layout: dict[str, Any] = {
         "barmode": "overlay",
         "bargap": 0.15,
-        "xaxis": {
-            "title": {"text": "seconds from the first work"},
-            "anchor": "y" if len(halves) < 2 else "y2",
-        },
+        "xaxis": {"title": title, "anchor": "y" if len(halves) < 2 else "y2"},
         "legend": _LEGEND,
+        "annotations": titles,
     }
     shown: set[str] = set()
     for index, (name, spans, end_s) in enumerate(halves):
@@ -97,19 +100,21 @@ def _timeline(data: ReportData) -> Figure:
         traces += _lanes(name, spans, data.ranks, end_s, axis, shown)
         bottom = (len(halves) - 1 - index) / len(halves)
         layout["yaxis" if index == 0 else "yaxis2"] = {
-            "title": {"text": name},
-            "domain": [
-                bottom + (0.02 if index == 0 and len(halves) > 1 else 0),
-                bottom + 1 / len(halves) - 0.02,
-            ],
+            "domain": [bottom, bottom + lanes_share],
             "autorange": "reversed",
             "fixedrange": True,
             "type": "category",
             "categoryarray": [_lane(rank) for rank in data.ranks],
             "categoryorder": "array",
         }
-    height = 170 + _LANE_PX * len(data.ranks) * len(halves)
-    return {"data": traces, "layout": layout, "height": height}
+        titles.append(_title(name, bottom + lanes_share))
+    return {"data": traces, "layout": layout, "height": 170 + half_px * len(halves)}
+
+
+def _title(text: str, y: float) -> dict[str, Any]:
+    """A word above the lanes, at their left end."""
+    place = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": y, "yanchor": "bottom"}
+    return {**place, "text": text, "showarrow": False}
 
 
 def _lanes(

@@ -78,7 +78,8 @@ class ReportData:
         plan: the plan; None for runs without one.
         ranks: the pipeline ranks that are shown one by one.
         num_ranks: all pipeline ranks.
-        compared: predicted beside measured.
+        compared: step time and peak memory, predicted beside measured.
+        spent: what ranks spend a step on, mean of them, predicted beside measured.
         predicted: what the plan predicts; None where it predicts nothing.
         timeline: the measured one; None where there is none.
         steps: metrics of all steps.
@@ -92,6 +93,7 @@ class ReportData:
     ranks: tuple[int, ...]
     num_ranks: int
     compared: tuple[Compared, ...]
+    spent: tuple[Compared, ...]
     predicted: Predicted | None
     timeline: MeasuredTimeline | None
     steps: tuple[StepMetrics, ...]
@@ -107,6 +109,7 @@ class ReportData:
             "ranks_shown": list(self.ranks),
             "pipeline_ranks": self.num_ranks,
             "compared": [{**asdict(row), "error": row.error} for row in self.compared],
+            "spent": [{**asdict(row), "error": row.error} for row in self.spent],
             "predicted": None,
             "measured_timeline": None if self.timeline is None else asdict(self.timeline),
             "steps": [asdict(step) for step in self.steps],
@@ -174,6 +177,7 @@ def _put_together(
     predicted = None
     if plan is not None and replay is not None:
         predicted = _predicted(plan, replay, ranks, limit_bytes=limit_bytes)
+    spent = _spent(replay, timeline, num_ranks)
     if timeline is not None:
         timeline = MeasuredTimeline(timeline.step, thin(timeline.spans, ranks))
     peaks = _peaks(plan, steps)
@@ -183,6 +187,7 @@ def _put_together(
         ranks=ranks,
         num_ranks=num_ranks,
         compared=_compared(plan, steps, peaks),
+        spent=spent,
         predicted=predicted,
         timeline=timeline,
         steps=steps,
@@ -244,6 +249,28 @@ def _compared(
             max(peaks, default=None),
         ),
     )
+
+
+def _spent(replay: Replay | None, timeline: MeasuredTimeline | None, num_ranks: int) -> tuple[Compared, ...]:
+    """Forward, backward, and the rest of the schedule, in which ranks wait or idle."""
+    predicted = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
+    measured = _means(() if timeline is None else timeline.spans, num_ranks)
+    names = ("forward (s)", "backward (s)", "waiting and idle (s)")
+    return tuple(map(Compared, names, predicted, measured))
+
+
+def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
+    if not spans:
+        return (None, None, None)
+    sums = {"forward": 0.0, "backward": 0.0}
+    for span in spans:
+        if span.kind in _WORK:
+            sums[_WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
+    end_s = max(span.end_s for span in spans if span.kind in _WORK)
+    return sums["forward"], sums["backward"], end_s - sum(sums.values())
+
+
+_WORK = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}
 
 
 def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]:

@@ -41,7 +41,7 @@
     };
     for (const name of axisNames(layout)) {
       styled[name] = { ...layout[name], gridcolor: color("--line"), zerolinecolor: color("--line") };
-      if (name.startsWith("y")) styled[name].automargin = true;
+      styled[name].automargin = true;
     }
     return styled;
   };

@@ -149,7 +149,17 @@ def _timeline(data: ReportData) -> str:
         name = escape(data.trace_file, quote=True)
         lines.append(f'<p><a href="{name}">{name}</a> has all of it: open it at ui.perfetto.dev.</p>')
     lines.append('<p class="soft">Drag across the plot to zoom in, click twice to zoom out.</p>')
+    if any(row.measured is not None for row in data.spent):
+        rows = [
+            [escape(row.name.removesuffix(" (s)")), *map(_seconds, (row.predicted, row.measured))]
+            for row in data.spent
+        ]
+        plot += "\n<p>Mean of all ranks:</p>\n" + _table(["", "predicted", "measured"], rows)
     return "\n".join([*lines, plot])
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else format_seconds(value)
 
 
 def _memory(data: ReportData) -> str:

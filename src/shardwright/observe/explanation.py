@@ -1,0 +1,119 @@
+"""Why a plan is as it is, what limits it and what would help, as text."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from shardwright.observe.plan_text import format_plan
+from shardwright.observe.report.data import Compared, Predicted, ReportData
+from shardwright.plan import Alternative, MemoryPrediction, align
+from shardwright.planner.sensitivity import Sensitivity, sensitivities
+from shardwright.units import format_bytes, format_seconds
+
+__all__ = ["explanation_document", "format_explanation"]
+
+_BAR = 30
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work", "peak")
+
+
+def format_explanation(data: ReportData) -> str:
+    """The explanation of a run or a plan; what is not known is left out, and `data.notes` say why."""
+    blocks = []
+    if data.plan is not None:
+        blocks.append("\n".join([format_plan(data.plan).splitlines()[0], *_indented(data.plan.why)]))
+    blocks += _measured(data)
+    if data.predicted is not None and data.plan is not None:
+        blocks.append(_block("what the step is spent on", _waterfall(data.predicted)))
+        if data.predicted.stack:
+            blocks.append(_block("memory at the peak of each rank", _memory(data.predicted)))
+        blocks.append(_block("what would change it", _sensitivities(sensitivities(data.plan))))
+    if data.plan is not None and data.plan.alternatives:
+        blocks.append(_block("runners-up", _alternatives(data.plan.alternatives)))
+    return "\n\n".join([*blocks, *data.notes])
+
+
+def explanation_document(data: ReportData) -> dict[str, Any]:
+    """The same for programs: the data of the report without timelines, with the sensitivities."""
+    document = data.to_dict()
+    for name in ("measured_timeline", "steps"):
+        document.pop(name)
+    if document["predicted"] is not None:
+        for name in ("timeline", "memory_over_time"):
+            document["predicted"].pop(name)
+    document["sensitivities"] = []
+    if data.plan is not None and data.predicted is not None:
+        document["sensitivities"] = [
+            {"name": s.name, "step_s": s.step_s, "saved_s": s.saved_s, "assumption": s.assumption}
+            for s in sensitivities(data.plan)
+        ]
+    return document
+
+
+def _measured(data: ReportData) -> Iterator[str]:
+    rows = [row for row in (*data.compared, *data.spent) if row.measured is not None]
+    if rows:
+        header = ["", "predicted", "measured", "error"]
+        table = align([header, *(_compared_row(row) for row in rows)])
+        yield _block("predicted beside measured (parts of a step: mean of the ranks)", table)
+
+
+def _compared_row(row: Compared) -> list[str]:
+    form = format_seconds if row.name.endswith("(s)") else format_bytes
+    shown = ["-" if value is None else form(value) for value in (row.predicted, row.measured)]
+    return [row.name.rsplit(" (", 1)[0], *shown, "-" if row.error is None else f"{row.error:+.1%}"]
+
+
+def _waterfall(predicted: Predicted) -> str:
+    step_s = predicted.waterfall.step_s
+    rows = []
+    for part in predicted.waterfall.parts:
+        share = part.seconds / step_s if step_s else 0.0
+        # At least one mark: a part that is listed is there.
+        bar = "█" * max(1, round(abs(share) * _BAR))
+        rows.append([part.name, format_seconds(part.seconds), f"{share:.1%}", bar])
+    rows.append(["predicted step", format_seconds(step_s), "100.0%", "without the optimizer's own step"])
+    return align(rows)
+
+
+def _memory(predicted: Predicted) -> str:
+    """A row for each run of ranks that are alike."""
+    rows = [["ranks", *_PARTS[:-1], "sum"]]
+    numbered = enumerate(predicted.stack)
+    for memory, group in groupby(numbered, key=lambda pair: pair[1]):
+        ranks = [rank for rank, _ in group]
+        name = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        rows.append([name, *_sizes(memory)])
+    limit = f"limit {format_bytes(predicted.limit_bytes)}" if predicted.limit_bytes else "no limit is known"
+    return f"{align(rows)}\n{limit}"
+
+
+def _sizes(memory: MemoryPrediction) -> list[str]:
+    return [format_bytes(getattr(memory, part)) for part in _PARTS]
+
+
+def _sensitivities(found: Sequence[Sensitivity]) -> str:
+    rows = [["as planned", format_seconds(found[0].step_s + found[0].saved_s), "", ""]]
+    for row in found:
+        before_s = row.step_s + row.saved_s
+        change = row.step_s / before_s - 1 if before_s else 0.0
+        note = f"assuming {row.assumption}" if row.assumption else ""
+        rows.append([row.name, format_seconds(row.step_s), f"{change:+.1%}", note])
+    return align(rows)
+
+
+def _alternatives(found: Sequence[Alternative]) -> str:
+    rows = [["schedule", "microbatches", "stages", "step", "peak", "verdict"]]
+    for a in found:
+        peak = format_bytes(a.peak_bytes)
+        rows.append(
+            [a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), peak, a.verdict]
+        )
+    return align(rows)
+
+
+def _block(title: str, text: str) -> str:
+    return "\n".join([title, *_indented(text.splitlines())])
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

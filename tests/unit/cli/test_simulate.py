@@ -1,0 +1,112 @@
+"""``shardwright simulate``."""
+
+import json
+
+import pytest
+from planned import planned
+
+from cli.calling import call
+from shardwright.plan_conditions import LinkConditions
+
+FREE = LinkConditions(latency_s=0.0, bandwidth_Bps=None)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Two ranks with 4 microbatches of 0.3 s each: 1.5 s of schedule, 4 ms around it, 50 ms of sums."""
+    found = planned(action_overhead_s=0.0, intra_node=FREE, kind="1f1b")
+    found.write(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def simulated(capsys, *words):
+    code, out, err = call(capsys, "simulate", *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_nothing_changed(capsys, plan):
+    found = simulated(capsys, plan)
+    assert found["planned"] == found["changed"]
+    assert found["planned"]["step_s"] == pytest.approx(1.5 + 0.054)
+    assert simulated(capsys, plan.parent) == found
+
+
+def test_a_slow_rank(capsys, plan):
+    found = simulated(capsys, plan, "--slow", "1=2")
+    # Rank 1 works 4 times 0.6 s and waits for the first forward; rank 0 follows its last backward.
+    assert found["changed"]["schedule_s"] == pytest.approx(4 * 0.6 + 0.3)
+    assert found["changed"]["idle_s"] == pytest.approx([1.5, 0.3])
+    assert found["planned"]["idle_s"] == pytest.approx([0.3, 0.3])
+
+
+def test_as_text(capsys, plan):
+    code, out, _ = call(capsys, "simulate", plan, "--slow", "1=2", "--microbatches", "8")
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[2] == ["step", "1.55", "s", "2.60", "s", "+67.6%"]
+    assert "in proportion to its size" in out
+    assert lines[-2] == ["0", "1.20", "s", "1.35", "s", "300", "ms", "100", "B", "200", "B"]
+    assert "the plan itself" not in out.lower()
+
+
+def test_another_schedule_keeps_more(capsys, plan):
+    found = simulated(capsys, plan, "--schedule", "GPipe")
+    assert found["changed"]["schedule"] == "gpipe"
+    assert found["changed"]["peak_activation_bytes"] == [400, 400]
+    assert found["planned"]["peak_activation_bytes"] == [200, 100]
+
+
+def test_slower_links(capsys, tmp_path):
+    planned(slow_stage=2.0).write(tmp_path / "plan.json")
+    found = simulated(capsys, tmp_path / "plan.json", "--bandwidth", "0.5", "--latency", "3")
+    # 2 messages of 1 ms latency and 1 ms bytes; sums of 10 ms latency and 40 ms bytes.
+    change_s = found["changed"]["step_s"] - found["planned"]["step_s"]
+    assert change_s == pytest.approx(2 * (2e-3 + 1e-3) + 2 * 10e-3 + 40e-3)
+
+
+def test_the_timeline_is_written(capsys, plan, tmp_path):
+    file = tmp_path / "slow.json"
+    code, _, err = call(capsys, "simulate", plan, "--slow", "1=2", "--trace", file)
+    assert code == 0
+    assert f"wrote {file}" in err
+    events = json.loads(file.read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == 2_700_000
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"simulated"}
+    code, _, err = call(capsys, "simulate", plan, "--trace", tmp_path / "nowhere" / "slow.json")
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_many_ranks_are_summed_up(capsys, tmp_path):
+    planned(ranks=64, microbatches=2).write(tmp_path / "plan.json")
+    _, out, _ = call(capsys, "simulate", tmp_path / "plan.json", "--slow", "7=3")
+    assert "32 ranks between the idlest and the busiest: --json has all" in out
+    assert any(line.startswith("7 ") for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--slow", "1"), "--slow 1: it must be a pipeline rank and a factor, for example --slow 1=1.5"),
+        (("--slow", "one=2"), "--slow one=2: it must be"),
+        (("--slow", "5=2"), "rank 5 was to be slow, but the plan has the pipeline ranks 0 to 1"),
+        (("--bandwidth", "0"), "the factor of bandwidth is 0"),
+        (("--schedule", "2f2b"), "there is no schedule '2f2b'. Choose one of gpipe"),
+        (("--microbatches", "0"), "microbatches"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, plan, words, message):
+    code, out, err = call(capsys, "simulate", plan, *words)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_plans_that_cannot_be_played_out(capsys, tmp_path):
+    planned().model_copy(update={"prediction": None}).write(tmp_path / "plan.json")
+    code, _, err = call(capsys, "simulate", tmp_path / "plan.json")
+    assert code == 2
+    assert "the plan has no prediction" in err
+    code, _, err = call(capsys, "simulate", tmp_path / "elsewhere.json")
+    assert code == 2
+    assert "cannot be read" in err
