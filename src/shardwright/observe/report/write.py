@@ -61,8 +61,8 @@ def write_report(path: Path, file: Path) -> Path:
         UsageError: plotly is not installed, a file is damaged, or the report cannot be written.
         PlanError: the plan cannot be used.
     """
-    library = packed_library()
-    page = render_page(gather(path), library=library)
+    data = gather(path)
+    page = render_page(data, library=packed_library())
     temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(page, encoding="utf-8")
