@@ -35,6 +35,7 @@ class Setting:
         crowding: factor on the time of the schedule.
         sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
+        correction: factor on all of it, as earlier runs on the machines have it.
     """
 
     schedule: Schedule
@@ -47,6 +48,7 @@ class Setting:
     crowding: float = 1.0
     sync_s: float = 0.0
     step_overhead_s: float = 0.0
+    correction: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class Replay:
     Attributes:
         setting: what was played.
         simulation: the timeline of the schedule alone.
-        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead.
+        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction.
     """
 
     setting: Setting
@@ -117,7 +119,9 @@ def base_setting(plan: Plan) -> Setting:
     assert costs is not None
     conditions = prediction.conditions
     if conditions is None:
-        return Setting(schedule=schedule, costs=costs, sync_s=prediction.sync_s)
+        return Setting(
+            schedule=schedule, costs=costs, sync_s=prediction.sync_s, correction=prediction.correction
+        )
     return Setting(
         schedule=schedule,
         costs=costs,
@@ -129,6 +133,7 @@ def base_setting(plan: Plan) -> Setting:
         crowding=conditions.crowding,
         sync_s=prediction.sync_s,
         step_overhead_s=conditions.step_overhead_s,
+        correction=prediction.correction,
     )
 
 
@@ -189,7 +194,7 @@ def play(setting: Setting) -> Replay:
         action_overhead_s=setting.action_overhead_s,
     )
     step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
-    return Replay(setting=setting, simulation=simulation, step_s=step_s)
+    return Replay(setting=setting, simulation=simulation, step_s=step_s * setting.correction)
 
 
 def _prediction(plan: Plan) -> Prediction:

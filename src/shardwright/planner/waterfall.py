@@ -10,10 +10,12 @@ part, so that the parts add up exactly::
     + cores                       ranks that share them
     + sums of gradients           over stages that share parameters, over replicas
     + before and after            what the runtime does around the schedule
+    + correction                  by what earlier runs on the machines took
     = the predicted step
 
-Taking one action longer makes no action start earlier, so no part is negative, but for the remainder: what a
-plan predicts and its replay does not show, because it was edited or does not keep its conditions.
+Taking one action longer makes no action start earlier, so no part is negative, but for the correction and the
+remainder: what a plan predicts and its replay does not show, because it was edited or does not keep its
+conditions.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,6 +94,11 @@ def break_down(plan: Plan) -> Waterfall:
     assert plan.prediction is not None
     parts = [*_work_parts(plan, setting), *_waiting_parts(setting), *_outer_parts(plan, setting)]
     step_s = plan.prediction.step_s
+    if setting.correction != 1:
+        correction_s = step_s * (1 - 1 / setting.correction)
+        parts.append(
+            Part("correction", "overhead", correction_s, "By what earlier runs on the machines took.")
+        )
     rest_s = step_s - sum(part.seconds for part in parts)
     if abs(rest_s) > 1e-9 * step_s:
         parts.append(_remainder(plan, rest_s))

@@ -6,6 +6,7 @@ from planned import planned, plans
 
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
+from shardwright.planner.plan_replay import base_setting, play
 from shardwright.planner.waterfall import Waterfall, break_down
 
 
@@ -77,3 +78,15 @@ def test_a_plan_without_a_prediction_is_refused() -> None:
     plan = planned().model_copy(update={"prediction": None})
     with pytest.raises(PlanError, match=r"no prediction.*shardwright plan make"):
         break_down(plan)
+
+
+def test_what_earlier_runs_correct_is_a_part() -> None:
+    plan = planned()
+    assert plan.prediction is not None
+    step_s = plan.prediction.step_s
+    update = {"step_s": 1.25 * step_s, "correction": 1.25}
+    corrected = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=update)})
+    found = break_down(corrected)
+    assert by_name(found)["correction"] == pytest.approx(0.25 * step_s)
+    assert found.seconds("remainder") == 0.0
+    assert play(base_setting(corrected)).step_s == pytest.approx(1.25 * step_s)
