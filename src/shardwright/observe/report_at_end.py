@@ -9,8 +9,8 @@ from shardwright.plan import Plan
 
 __all__ = ["write_at_end"]
 
-_MOST_ACTIONS = 50_000
-"""Of a schedule that is played out at the end of a run: a second or two, for which the others wait."""
+_MOST_ACTIONS = 10_000
+"""Of a schedule that is played out at the end of a run: a second or so, for which the others wait."""
 
 
 def write_at_end(
