@@ -3,6 +3,8 @@
 import difflib
 from dataclasses import replace
 
+from shardwright.catalogue.convolutional import CONVOLUTIONAL
+from shardwright.catalogue.layer_chain import LayerChain
 from shardwright.catalogue.transformer import Transformer
 from shardwright.errors import UsageError
 
@@ -151,22 +153,23 @@ ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 """Those that are known by name."""
 
 
-def find_architecture(name: str) -> Transformer:
+def find_architecture(name: str) -> Transformer | LayerChain:
     """The architecture of a name; case, ``_`` and blanks do not matter.
 
     Raises:
         UsageError: there is none; the nearest names are given.
 
-    >>> find_architecture("GPT-NeoX 20B").hidden
-    6144
+    >>> find_architecture("GPT-NeoX 20B").name
+    'gpt-neox-20b'
     """
     wanted = _plain(name)
-    for known, architecture in ARCHITECTURES.items():
+    everything: dict[str, Transformer | LayerChain] = {**ARCHITECTURES, **CONVOLUTIONAL}
+    for known, architecture in everything.items():
         if _plain(known) == wanted:
             return architecture
-    plain = {_plain(known): known for known in ARCHITECTURES}
+    plain = {_plain(known): known for known in everything}
     near = [plain[text] for text in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(ARCHITECTURES)}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(everything)}."
     raise UsageError(f"there is no architecture {name!r}; {hint}")
 
 

@@ -10,16 +10,19 @@ def catalogue(as_json: AsJson = False) -> None:
     # Here, because they import numpy: --help answers before.
     from dataclasses import asdict
 
-    from shardwright.catalogue import ARCHITECTURES
+    from shardwright.catalogue import ARCHITECTURES, CONVOLUTIONAL
     from shardwright.cluster import node_kinds
     from shardwright.plan import align
-    from shardwright.units import format_bytes
+    from shardwright.units import format_bytes, format_count
 
     kinds = node_kinds()
     if as_json:
         print_json(
             {
-                "models": {name: asdict(model) for name, model in ARCHITECTURES.items()},
+                "models": {
+                    **{name: asdict(model) for name, model in ARCHITECTURES.items()},
+                    **{name: asdict(chain) for name, chain in CONVOLUTIONAL.items()},
+                },
                 "machines": {name: asdict(kind) for name, kind in kinds.items()},
             }
         )
@@ -29,6 +32,10 @@ def catalogue(as_json: AsJson = False) -> None:
         size = f"{model.num_parameters / 1e9:.1f} billion"
         layers = str(model.layers + model.encoder_layers)
         models.append([model.name, size, layers, str(model.hidden), str(model.sequence), model.source])
+    chains = [["model", "parameters", "layers", "FLOP a sample", "sample", "from"]]
+    for chain in CONVOLUTIONAL.values():
+        counts = [format_count(chain.num_parameters), str(len(chain.layers)), format_count(chain.flops)]
+        chains.append([chain.name, *counts, chain.sample, chain.source])
     machines = [["machines", "accelerators", "memory", "link", "network", "dollars an hour", "price of"]]
     for kind in kinds.values():
         price = "" if kind.price_per_hour is None else f"{kind.price_per_hour:.2f}"
@@ -43,4 +50,4 @@ def catalogue(as_json: AsJson = False) -> None:
                 kind.price_source,
             ]
         )
-    print(f"{align(models)}\n\n{align(machines)}")
+    print(f"{align(models)}\n\n{align(chains)}\n\n{align(machines)}")

@@ -73,17 +73,18 @@ def search(
 def _text(answer: "Answer") -> str:
     from shardwright.plan import align
     from shardwright.topology.explain import reasons
-    from shardwright.units import format_bytes, format_seconds
+    from shardwright.units import format_bytes, format_count, format_seconds
 
     task, best = answer.task, answer.best
-    size = f"{task.model.num_parameters / 1e9:.1f} billion parameters"
+    size = f"{format_count(task.model.num_parameters)} parameters"
+    of = f" of {task.tokens_of_sample} tokens" if task.unit == "tokens" else ""
     head = (
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "
-        f"{task.batch} samples of {int(task.shape.sequence)} tokens a step"
+        f"{task.batch} samples{of} a step"
     )
-    rate = f"{best.tokens_per_s:,.0f} tokens/s"
+    rate = f"{best.tokens_per_s:,.0f} {task.unit}/s"
     if best.dollars_per_million_tokens is not None:
-        rate += f", {best.dollars_per_million_tokens:.3g} dollars a million tokens"
+        rate += f", {best.dollars_per_million_tokens:.3g} dollars a million {task.unit}"
     steps = [[name, format_seconds(s), f"{s / best.step_s:.0%}"] for name, s in best.waterfall]
     rows = [["way", "step", "", "memory"]]
     for way in (best, *answer.alternatives):

@@ -10,15 +10,18 @@ import typer
 from shardwright.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from shardwright.catalogue import Transformer
+    from shardwright.catalogue import LayerChain, Transformer
     from shardwright.topology import Task
+
+_FINE_STAGES = 64  # units are as fine as so many stages need
 
 __all__ = ["Batch", "Dtype", "Machines", "Model", "OnlyWhatRuns", "Pins", "Runtime", "Sequence_", "task_of"]
 
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A name (see: shardwright catalogue), or a config.json of Hugging Face."
+        metavar="MODEL",
+        help="A name (see: catalogue), a config.json of Hugging Face, or a factory: model.py:build.",
     ),
 ]
 Machines = Annotated[
@@ -76,7 +79,9 @@ def task_of(
     )
 
 
-def _model(text: str) -> "Transformer":
+def _model(text: str) -> "Transformer | LayerChain":
+    if ":" in text:
+        return _traced(text)
     from shardwright.catalogue import find_architecture, from_hugging_face
 
     path = Path(text)
@@ -91,3 +96,20 @@ def _model(text: str) -> "Transformer":
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is no configuration of a model: it must be an object.")
     return from_hugging_face(document, name=path.parent.name or path.stem)
+
+
+def _traced(factory: str) -> "LayerChain":
+    """The model that a factory builds; traced, which needs torch and no weights."""
+    from shardwright.cli.factory import advice_on_meta, build
+    from shardwright.observe.console import Console
+    from shardwright.topology.traced_chain import chain_of
+    from shardwright.torch.inspection import trace_model
+
+    console = Console()
+    with console.phase(f"building {factory}"):
+        sample = build(factory, device="meta")
+    with console.phase("tracing the model"), advice_on_meta("meta"):
+        graph = trace_model(
+            sample.model, *sample.args, loss=sample.loss, num_stages=_FINE_STAGES, **sample.kwargs
+        )
+    return chain_of(graph, name=factory)

@@ -81,11 +81,11 @@ def what_if(
     if as_json:
         print_json({"now": now.to_dict(), "then": then.to_dict(), "times_the_tokens_per_s": ratio})
         return
-    rows = [["", "way", "step", "tokens/s", "memory"]]
+    rows = [["", "way", "step", f"{task.unit}/s", "memory"]]
     for name, best in (("now", now), ("then", then)):
         rate = f"{best.tokens_per_s:,.0f}"
         rows.append([name, best.title, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes)])
-    print(f"{align(rows)}\n\n{ratio:.2f} times as many tokens a second.")
+    print(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
 
 
 def _changed(

@@ -1,6 +1,7 @@
 """Seconds and bytes of a training step in closed form, for many candidates at once."""
 
 from shardwright.costs.calibration import Calibration, calibration_of
+from shardwright.costs.chain import chain_bytes, chain_seconds
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import Offload, Options, Rates, Recompute, ScheduleKind, Shape, Sharded
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
@@ -22,6 +23,8 @@ __all__ = [
     "Sharded",
     "StepSeconds",
     "calibration_of",
+    "chain_bytes",
+    "chain_seconds",
     "rank_bytes",
     "step_seconds",
 ]

@@ -200,6 +200,11 @@ class Options(_Columns):
     hierarchical: Numbers = 1
     whole_layers: Numbers = 0
 
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Of all options."""
+        return tuple(field.name for field in fields(cls))
+
     @property
     def num_ranks(self) -> Numbers:
         """Ranks of the job."""

@@ -18,6 +18,7 @@ __all__ = [
     "Precision",
     "RankBytes",
     "activation_bytes",
+    "buckets_bytes",
     "in_flight",
     "rank_bytes",
     "state_bytes",
@@ -142,9 +143,14 @@ def _stage_bytes(
         activations=blocks * flight * activation_bytes(shape, options),
         gathered=np.where(options.sharded >= Sharded.PARAMETERS, live, 0.0),
         work=np.maximum(_work_bytes(shape, options), np.where(one_stage | last, logits, 0.0)),
-        communication=np.where(options.num_ranks > 1, _BUCKETS_BYTES, 0.0),
+        communication=buckets_bytes(options),
         base=base,
     )
+
+
+def buckets_bytes(options: Options) -> Numbers:
+    """Buffers of collectives."""
+    return np.where(options.num_ranks > 1, _BUCKETS_BYTES, 0.0)
 
 
 def _in_flight_last(options: Options) -> Numbers:

@@ -10,7 +10,15 @@ from shardwright.costs.inputs import Numbers, Offload, Options, Rates, ScheduleK
 from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 
-__all__ = ["StepSeconds", "rank_parameters", "step_seconds"]
+__all__ = [
+    "StepSeconds",
+    "all_reduce_seconds",
+    "bubble_seconds",
+    "rank_parameters",
+    "shard_seconds",
+    "step_seconds",
+    "update_seconds",
+]
 
 _WEIGHT_BYTES = 2  # of a gathered parameter, and of a gradient that is reduced
 _UPDATE_BYTES = 36  # that Adam moves for a parameter with a master copy
@@ -67,7 +75,8 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     mean = blocks * block.total + head / p
     slowest = _slowest_stage(shape, options, block.total, head)
     hop = _hop_seconds(shape, options, rates, reached)
-    gather, scatter = _shard_seconds(shape, options, rates, reached, blocks * block.free + head / p)
+    parameters = rank_parameters(shape, options)
+    gather, scatter = shard_seconds(parameters, options, rates, reached, blocks * block.free + head / p)
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
         recompute=m * blocks * block.recompute,
@@ -75,12 +84,12 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         tensor=m * blocks * block.tensor,
         context=m * blocks * block.context,
         expert=m * blocks * block.expert,
-        bubble=_bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop),
+        bubble=bubble_seconds(options, mean=mean, weight=blocks * block.weight, hop=hop),
         point_to_point=m * hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=_all_reduce_seconds(shape, options, rates, reached),
-        update=_update_seconds(shape, options, rates, reached),
+        all_reduce=all_reduce_seconds(parameters, options, rates, reached),
+        update=update_seconds(parameters, options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
@@ -114,7 +123,8 @@ def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers
     return np.where(options.whole_layers > 0, equal, np.minimum(balanced, equal))
 
 
-def _bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Numbers) -> Numbers:
+def bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Numbers) -> Numbers:
+    """Idling of a pipeline, of which a microbatch takes `mean` a rank, `weight` of it for weights."""
     p, kind = options.pipeline, options.schedule
     full = (p - 1) * (mean + hop)
     by_kind = np.where(kind == ScheduleKind.INTERLEAVED, full / options.virtual, full)
@@ -138,8 +148,8 @@ def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     return np.where(p > 1, 2 * crossings * once, 0.0)
 
 
-def _shard_seconds(
-    shape: Shape, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
+def shard_seconds(
+    parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
 ) -> tuple[Numbers, Numbers]:
     """What gathers and reduce-scatters of shards take of a step beyond the computing that hides them.
 
@@ -147,7 +157,7 @@ def _shard_seconds(
     is exposed, and nearly all of very much.
     """
     ranks, stride, m = options.shard, options.tensor * options.context, options.microbatches
-    num_bytes = _WEIGHT_BYTES * rank_parameters(shape, options)
+    num_bytes = _WEIGHT_BYTES * parameters
     flat = ring_seconds(
         rates,
         num_bytes,
@@ -179,13 +189,13 @@ def _shard_seconds(
     return m * exposed * share, m * exposed * (1 - share)
 
 
-def _all_reduce_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
     stride = options.tensor * options.context
     divided = options.sharded >= Sharded.GRADIENTS
     shard = np.where(divided, options.shard, 1.0)
     replicas = options.data / shard
-    num_bytes = 2 * _WEIGHT_BYTES * rank_parameters(shape, options) / shard
+    num_bytes = 2 * _WEIGHT_BYTES * parameters / shard
     rate = ring_rate(
         rates,
         ranks=replicas,
@@ -196,9 +206,10 @@ def _all_reduce_seconds(shape: Shape, options: Options, rates: Rates, reached: E
     return 2 * ring_seconds(rates, num_bytes / 2, ranks=replicas, stride=stride * shard, rate=rate)
 
 
-def _update_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
+    """Of the optimizer, for the parameters of a pipeline rank."""
     shard = np.where(options.sharded >= Sharded.OPTIMIZER, options.shard, 1.0)
-    own = rank_parameters(shape, options) / shard
+    own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
     rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
     return own * _UPDATE_BYTES / rate

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from shardwright.costs import rank_bytes, step_seconds
+import numpy as np
+
+from shardwright.topology.pricing import bytes_of, seconds_of
 from shardwright.topology.search import Answer, closest_way, search
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
@@ -57,7 +59,7 @@ def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
     found = []
     for name, what in _RATES.items():
         better = replace(task.rates, **{name: getattr(task.rates, name) * _MORE})
-        seconds = float(step_seconds(task.shape, way.options, better, task.calibration.efficiencies).total)
+        seconds = float(seconds_of(task, way.options, rates=better).total)
         found.append(Sensitivity(what, 1 - seconds / way.step_s))
     return sorted(found, key=lambda each: -each.share)
 
@@ -98,7 +100,7 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)
-    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
+    needed = np.asarray(bytes_of(task, ways).total)
     first = f"The best way: {describe(answer.best)}."
     if (needed <= task.memory_bytes).any():
         other = search(pinned).best

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
-from shardwright.costs import Recompute, rank_bytes
+import numpy as np
+
+from shardwright.catalogue import LayerChain
+from shardwright.costs import Recompute
 from shardwright.errors import ConfigError
+from shardwright.topology.pricing import bytes_of
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way
@@ -28,16 +32,20 @@ def remedies(task: Task, closest: Way) -> list[str]:
         found.append(
             f"More machines: {more * task.machines.num_nodes} nodes (now {task.machines.num_nodes})."
         )
-    sequence = int(task.shape.sequence)
-    shorter = next(
-        (sequence // f for f in _FACTORS if sequence // f >= _LEAST_SEQUENCE and _fits(_shorter(task, f))),
-        None,
-    )
-    if shorter is not None:
-        found.append(f"Shorter samples: {shorter} tokens (now {sequence}).")
+    if not isinstance(task.model, LayerChain):
+        found += _shorter_samples(task)
     needed = int(closest.peak_bytes * (1 + task.margin))
     found.append(f"Larger accelerators: {format_bytes(needed)} each.")
     return found
+
+
+def _shorter_samples(task: Task) -> list[str]:
+    sequence = int(task.shape.sequence)
+    for factor in _FACTORS:
+        shorter = sequence // factor
+        if shorter >= _LEAST_SEQUENCE and _fits(replace(task, sequence=shorter)):
+            return [f"Shorter samples: {shorter} tokens (now {sequence})."]
+    return []
 
 
 def _unpinned(task: Task) -> list[str]:
@@ -60,14 +68,9 @@ def _fits(task: Task) -> bool:
         ways = all_ways(task)
     except ConfigError:
         return False  # for example, a batch that more replicas do not divide
-    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
-    return bool((needed <= task.memory_bytes).any())
+    return bool((np.asarray(bytes_of(task, ways).total) <= task.memory_bytes).any())
 
 
 def _with_nodes(task: Task, factor: int) -> Task:
     nodes = tuple((kind, factor * number) for kind, number in task.machines.nodes)
     return replace(task, machines=replace(task.machines, nodes=nodes))
-
-
-def _shorter(task: Task, factor: int) -> Task:
-    return replace(task, sequence=int(task.shape.sequence) // factor)

@@ -6,8 +6,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.costs import Options, Recompute, Sharded, rank_bytes, step_seconds
+from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import InfeasiblePlanError
+from shardwright.topology.pricing import bytes_of, seconds_of
 from shardwright.topology.remedies import remedies
 from shardwright.topology.space import NAMES, all_ways
 from shardwright.topology.task import Task
@@ -53,7 +54,7 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
         ConfigError: the pins contradict one another.
     """
     ways = all_ways(task)
-    needed = rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes).total
+    needed = np.asarray(bytes_of(task, ways).total)
     fitting = np.flatnonzero(needed <= task.memory_bytes)
     if not len(fitting):
         raise InfeasiblePlanError(_nothing_fits(task, ways, needed))
@@ -89,7 +90,7 @@ def simplicity(ways: Options) -> NDArray[np.float64]:
 
 
 def _seconds(task: Task, ways: Options) -> NDArray[np.float64]:
-    return np.asarray(step_seconds(task.shape, ways, task.rates, task.calibration.efficiencies).total)
+    return np.asarray(seconds_of(task, ways).total)
 
 
 def _order(

@@ -115,26 +115,26 @@ def _grid(
 
 def _tensor_degrees(task: Task) -> list[int]:
     per_node = min(kind.num_accelerators for kind, _ in task.machines.nodes)
-    fitting = [t for t in divisors(task.model.heads) if t <= per_node and per_node % t == 0]
+    fitting = [t for t in divisors(task.heads) if t <= per_node and per_node % t == 0]
     pinned = task.pins.get("tensor")
-    if pinned is not None and task.model.heads % pinned == 0:
+    if pinned is not None and task.heads % pinned == 0:
         return [pinned]  # over nodes, too, where somebody wants it
     return _chosen(task, "tensor", fitting)
 
 
 def _pipeline_degrees(task: Task) -> list[int]:
-    layers = task.model.layers + task.model.encoder_layers
+    layers = task.layers
     return _chosen(task, "pipeline", [p for p in divisors(task.machines.num_ranks) if p <= layers])
 
 
 def _context_degrees(task: Task) -> list[int]:
-    sequence = int(task.shape.sequence)
+    sequence = task.tokens_of_sample
     degrees = [c for c in (2**n for n in range(7)) if c <= _MOST_CONTEXT and sequence % (2 * c) == 0]
     return _chosen(task, "context", degrees or [1])
 
 
 def _expert_degrees(task: Task, most: int) -> list[int]:
-    return [e for e in divisors(task.model.experts) if most % e == 0]
+    return [e for e in divisors(task.experts) if most % e == 0]
 
 
 def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
@@ -142,7 +142,7 @@ def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
     if pipeline == 1:
         kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
     else:
-        most = (task.model.layers + task.model.encoder_layers) // pipeline
+        most = task.layers // pipeline
         kinds = [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZB_H1, 1)]
         kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(most, _MOST_VIRTUAL) + 1)]
         if most >= 2:
@@ -212,9 +212,9 @@ _MAY_BE_ZERO = frozenset(
 
 def _contradiction(task: Task) -> str:
     """Which pins leave nothing: each of them by itself, else two of them, else all."""
-    ranks, layers = task.machines.num_ranks, task.model.layers + task.model.encoder_layers
+    ranks, layers = task.machines.num_ranks, task.layers
     facts = (
-        f"{task.model.name} has {layers} layers and {task.model.heads} heads, the machines {ranks} ranks, "
+        f"{task.model.name} has {layers} layers and {task.heads} heads, the machines {ranks} ranks, "
         f"and a step {task.batch} samples"
     )
     pins = dict(task.pins)

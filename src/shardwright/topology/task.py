@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from shardwright.catalogue import Transformer
+from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory
 from shardwright.costs import BF16, FP32, Calibration, Precision, Rates, Shape, calibration_of
 from shardwright.errors import ConfigError
@@ -35,7 +35,7 @@ class Task:
     """What is asked for.
 
     Attributes:
-        model: the architecture.
+        model: the architecture, or a chain of layers, which is cut between them and in no other way.
         machines: that there are.
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
@@ -48,7 +48,7 @@ class Task:
         ConfigError: a number is out of range, or machines have no rate for the dtype.
     """
 
-    model: Transformer
+    model: Transformer | LayerChain
     machines: Inventory
     batch: int
     sequence: int | None = None
@@ -66,6 +66,11 @@ class Task:
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} is {value}, but it must be from 1 to {most}.")
+        if self.sequence is not None and isinstance(self.model, LayerChain):
+            raise ConfigError(
+                f"sequence is {self.sequence}, but a sample of {self.model.name} ({self.model.sample}) has "
+                "no tokens. Leave it out."
+            )
         for kind, _ in self.machines.nodes:
             rates = kind.accelerator.flops_per_s
             if self.dtype not in rates:
@@ -75,7 +80,8 @@ class Task:
 
     @cached_property
     def shape(self) -> Shape:
-        """Of the model."""
+        """Of a transformer."""
+        assert isinstance(self.model, Transformer)
         return Shape.of(self.model, sequence=self.sequence)
 
     @cached_property
@@ -97,7 +103,39 @@ class Task:
     @property
     def tokens(self) -> int:
         """Of a step."""
-        return self.batch * int(self.shape.sequence)
+        return self.batch * self.tokens_of_sample
+
+    @property
+    def tokens_of_sample(self) -> int:
+        """1 where samples have no tokens."""
+        return 1 if isinstance(self.model, LayerChain) else int(self.shape.sequence)
+
+    @property
+    def unit(self) -> str:
+        """What rates are counted in: ``tokens``, or ``samples``."""
+        return "samples" if isinstance(self.model, LayerChain) else "tokens"
+
+    @property
+    def layers(self) -> int:
+        """Between which the model can be cut."""
+        if isinstance(self.model, LayerChain):
+            return len(self.model.layers)
+        return self.model.layers + self.model.encoder_layers
+
+    @property
+    def heads(self) -> int:
+        """That tensor parallelism may divide; 1 for a chain of layers."""
+        return 1 if isinstance(self.model, LayerChain) else self.model.heads
+
+    @property
+    def experts(self) -> int:
+        """Of a block; 1 for a chain of layers."""
+        return 1 if isinstance(self.model, LayerChain) else self.model.experts
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the dtype."""
+        return 4 if self.dtype == "float32" else 2
 
     @property
     def memory_bytes(self) -> int:

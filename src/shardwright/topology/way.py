@@ -10,9 +10,8 @@ from shardwright.costs import (
     Recompute,
     ScheduleKind,
     Sharded,
-    rank_bytes,
-    step_seconds,
 )
+from shardwright.topology.pricing import bytes_of, seconds_of
 from shardwright.topology.task import NOT_RUN_YET, Task
 from shardwright.units import format_bytes, format_seconds
 
@@ -71,7 +70,7 @@ class Way:
         seconds: parts that add up to the step.
         num_bytes: parts that add up to what the neediest rank takes.
         provenance: what the seconds rest on.
-        tokens_per_s: of all ranks.
+        tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
         dollars_per_million_tokens: None where a price is not known.
     """
 
@@ -184,8 +183,7 @@ def way_of(task: Task, options: Options) -> Way:
         task: what is asked for.
         options: numbers.
     """
-    step = step_seconds(task.shape, options, task.rates, task.calibration.efficiencies)
-    memory = rank_bytes(task.shape, options, precision=task.precision, base=task.base_bytes)
+    step, memory = seconds_of(task, options), bytes_of(task, options)
     total = float(step.total)
     price = task.machines.price_per_hour
     return Way(

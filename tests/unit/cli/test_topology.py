@@ -12,9 +12,7 @@ NEOX = ("gpt-neox-20b", "p4d.24xlarge*4")
 def test_search(capsys):
     code, out, _ = call(capsys, "search", *NEOX, "--batch", "512")
     assert code == 0
-    assert out.startswith(
-        "gpt-neox-20b, 20.6 billion parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples"
-    )
+    assert out.startswith("gpt-neox-20b, 20.6G parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples")
     assert "tokens/s" in out
     assert "dollars a million tokens" in out
     assert "The neediest rank takes" in out
@@ -39,7 +37,7 @@ def test_a_configuration_file_as_model(capsys, tmp_path):
     path.write_text(json.dumps(fields | {"n_positions": 1024}))
     code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
     assert code == 0
-    assert out.startswith("tiny, 0.1 billion parameters, on rtx4090x4 x 1 (4 ranks)")
+    assert out.startswith("tiny, 124.4M parameters, on rtx4090x4 x 1 (4 ranks)")
 
 
 def test_nothing_fits(capsys):
@@ -108,3 +106,24 @@ def test_cheapest(capsys):
     code, _, err = call(capsys, *words[:-1], "0.001")
     assert code == 3
     assert "no number of these machines trains within" in err
+
+
+def test_any_model_can_be_searched(capsys, tmp_path):
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    blocks = (nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8))\n"
+        "    return nn.Sequential(*blocks), torch.zeros(4, 512)\n"
+        "def fails():\n"
+        "    raise RuntimeError('no data here')\n"
+    )
+    code, out, _ = call(capsys, "search", f"{tmp_path}/net.py:build", "p4d.24xlarge*2", "-b", "4096")
+    assert code == 0
+    assert "samples/s" in out
+    code, _, err = call(capsys, "search", f"{tmp_path}/net.py:fails", "p4d.24xlarge*2", "-b", "4096")
+    assert code == 2
+    assert "RuntimeError: no data here" in err
+    code, out, _ = call(capsys, "catalogue")
+    assert "resnet-50" in out
+    assert "unet-3d" in out

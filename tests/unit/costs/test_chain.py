@@ -1,0 +1,144 @@
+"""Chains of layers: their tables, their cuts, their costs."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.catalogue import CONVOLUTIONAL, Layer, LayerChain, find_architecture
+from shardwright.costs import (
+    BF16,
+    Options,
+    Rates,
+    Recompute,
+    ScheduleKind,
+    calibration_of,
+    chain_bytes,
+    chain_seconds,
+)
+from shardwright.costs.chain import stage_ends
+
+RATES = Rates(flops_per_s=312e12, memory_Bps=1.5e12, link_Bps=300e9, network_Bps=50e9, per_node=8.0)
+REACHED = calibration_of("A100").efficiencies
+
+
+def chain_of(*flops, parameters=1_000_000):
+    layers = tuple(
+        Layer(
+            name=str(number),
+            parameters=parameters,
+            flops=each,
+            moved=each / 100,
+            kept=each / 200,
+            inputs=each / 800,
+            crossing=each / 800,
+        )
+        for number, each in enumerate(flops)
+    )
+    return LayerChain(name="chain", layers=layers)
+
+
+def test_resnet_50_is_as_published():
+    model = CONVOLUTIONAL["resnet-50"]
+    assert model.num_parameters == 25_557_032
+    assert model.flops / 2 == pytest.approx(4.09e9, rel=0.002)
+    assert len([layer for layer in model.layers if layer.parameters]) == 54
+    assert find_architecture("ResNet 50") is model
+
+
+def test_the_3d_unet_is_as_published():
+    model = CONVOLUTIONAL["unet-3d"]
+    assert model.num_parameters == 19_069_955
+    # The last layer makes 44 x 44 x 28 positions of 3 channels.
+    assert model.layers[-1].crossing == 44 * 44 * 28 * 3
+    # What the analysis path keeps for the synthesis path crosses the cut at the bottom.
+    bottom = next(layer for layer in model.layers if layer.name == "bottom b")
+    assert bottom.crossing > 5 * 512
+
+
+@given(weights=st.lists(st.floats(0.1, 10), min_size=1, max_size=9).map(tuple), stages=st.integers(1, 9))
+def test_the_heaviest_stage_is_as_light_as_can_be(weights, stages):
+    stages = min(stages, len(weights))
+    ends = stage_ends(weights, stages)
+
+    def heaviest(found):
+        return max(sum(weights[a:b]) for a, b in zip((0, *found[:-1]), found, strict=True))
+
+    cuts = itertools.combinations(range(1, len(weights)), stages - 1)
+    assert len(ends) == stages
+    assert ends[-1] == len(weights)
+    assert heaviest(ends) == pytest.approx(min(heaviest((*cut, len(weights))) for cut in cuts), rel=1e-6)
+
+
+def test_columns_are_what_single_ways_are():
+    chain = chain_of(*(1e9 * (1 + n % 3) for n in range(12)))
+    columns = {
+        "pipeline": np.array([1.0, 2, 4, 2, 4]),
+        "virtual": np.array([1.0, 1, 1, 2, 2]),
+        "data": np.array([8.0, 4, 2, 4, 2]),
+        "schedule": np.array(
+            [
+                *(int(ScheduleKind.ONE_F_ONE_B),) * 3,
+                int(ScheduleKind.ZB_V),
+                int(ScheduleKind.INTERLEAVED),
+            ],
+            dtype=float,
+        ),
+        "microbatch": np.array([1.0, 2, 4, 2, 1]),
+        "microbatches": np.array([8.0, 8, 8, 4, 16]),
+        "recompute": np.array([0.0, 2, 0, 2, 0]),
+    }
+    together = chain_seconds(chain, Options(**columns), RATES, REACHED, width=2)
+    memory = chain_bytes(chain, Options(**columns), precision=BF16, base=0.0, width=2)
+    for number in range(5):
+        one = Options(**{name: float(column[number]) for name, column in columns.items()})
+        assert chain_seconds(chain, one, RATES, REACHED, width=2).total == pytest.approx(
+            together.total[number]
+        )
+        alone = chain_bytes(chain, one, precision=BF16, base=0.0, width=2)
+        assert float(alone.total) == pytest.approx(memory.total[number])
+
+
+def ways():
+    return st.builds(
+        Options,
+        pipeline=st.sampled_from([1.0, 2.0, 3.0]),
+        data=st.sampled_from([1.0, 4.0, 16.0]),
+        microbatch=st.sampled_from([1.0, 4.0]),
+        microbatches=st.sampled_from([1.0, 6.0]),
+        schedule=st.sampled_from([float(ScheduleKind.ONE_F_ONE_B), float(ScheduleKind.ZB_H1)]),
+        recompute=st.sampled_from([float(Recompute.NONE), float(Recompute.FULL)]),
+    )
+
+
+@given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
+def test_faster_machines_are_never_slower_and_parts_are_never_negative(flops, way):
+    chain = chain_of(*flops)
+    step = chain_seconds(chain, way, RATES, REACHED, width=2)
+    for name in step.__dataclass_fields__:
+        assert float(getattr(step, name)) >= -1e-15, name
+    for rate in ("flops_per_s", "memory_Bps", "link_Bps", "network_Bps"):
+        faster = RATES.__class__(**{**_fields(RATES), rate: 2 * getattr(RATES, rate)})
+        assert chain_seconds(chain, way, faster, REACHED, width=2).total <= step.total * (1 + 1e-9)
+
+
+@given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
+def test_recomputing_and_sharing_never_take_more_memory(flops, way):
+    chain = chain_of(*flops)
+
+    def needed(**changes):
+        found = chain_bytes(chain, Options(**{**_fields(way), **changes}), precision=BF16, base=0.0, width=2)
+        return float(found.activations), float(found.parameters + found.gradients + found.optimizer)
+
+    kept, _ = needed(recompute=float(Recompute.NONE))
+    again, _ = needed(recompute=float(Recompute.FULL))
+    assert again <= kept
+    _, whole = needed(shard=1.0, sharded=0.0)
+    _, shared = needed(shard=way.data, sharded=3.0)
+    assert shared <= whole
+
+
+def _fields(record):
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
