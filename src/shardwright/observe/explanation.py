@@ -60,7 +60,8 @@ def _measured(data: ReportData) -> Iterator[str]:
 def _compared_row(row: Compared) -> list[str]:
     form = format_seconds if row.name.endswith("(s)") else format_bytes
     shown = ["-" if value is None else form(value) for value in (row.predicted, row.measured)]
-    return [row.name.rsplit(" (", 1)[0], *shown, "-" if row.error is None else f"{row.error:+.1%}"]
+    error = row.remark or ("-" if row.error is None else f"{row.error:+.1%}")
+    return [row.name.rsplit(" (", 1)[0], *shown, error]
 
 
 def _waterfall(predicted: Predicted) -> str:

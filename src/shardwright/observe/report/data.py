@@ -16,7 +16,7 @@ from shardwright.observe.report.measured import (
 )
 from shardwright.observe.report.spans import Span, choose_ranks, simulated_spans, thin
 from shardwright.observe.run_folder import RunFolder
-from shardwright.plan import MemoryPrediction, Plan
+from shardwright.plan import MemoryPrediction, Plan, Prediction
 from shardwright.planner.memory_over_time import RankMemory, memory_over_time
 from shardwright.planner.plan_replay import Replay, base_setting, play
 from shardwright.planner.waterfall import Waterfall, break_down
@@ -32,16 +32,18 @@ class Compared:
         name: what it is.
         predicted: in the unit that the name ends with.
         measured: in the same.
+        remark: why the two are not to be compared; empty where they are.
     """
 
     name: str
     predicted: float | None
     measured: float | None
+    remark: str = ""
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1; None where one is not known."""
-        if self.predicted is None or not self.measured:
+        """predicted / measured - 1; None where one is not known, or they are not to be compared."""
+        if self.predicted is None or not self.measured or self.remark:
             return None
         return self.predicted / self.measured - 1.0
 
@@ -247,8 +249,17 @@ def _compared(
             "peak memory (bytes)",
             max((part.peak for part in memory), default=None),
             max(peaks, default=None),
+            _WHOLE_PROCESS if _on_cpus(prediction) else "",
         ),
     )
+
+
+_WHOLE_PROCESS = "measured of the whole process: Python and its libraries are a part of it"
+
+
+def _on_cpus(prediction: Prediction | None) -> bool:
+    conditions = None if prediction is None else prediction.conditions
+    return conditions is not None and conditions.cores > 0
 
 
 def _spent(replay: Replay | None, timeline: MeasuredTimeline | None, num_ranks: int) -> tuple[Compared, ...]:

@@ -115,6 +115,8 @@ def _card(row: Compared, key: str) -> str:
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
     }
     error = "" if row.error is None else f'<span class="soft">prediction {row.error:+.1%}</span>'
+    if row.remark:
+        error = f'<span class="soft">{escape(row.remark)}</span>'
     figures = "".join(
         f'{part} <b data-figure="{key}_{part}" data-value="{value!r}">{shown[part]}</b>'
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
