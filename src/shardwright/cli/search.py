@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-ObjectiveOption = Annotated[str, typer.Option("--objective", help="What counts: speed or memory.")]
-_OBJECTIVES = ("speed", "memory")
+ObjectiveOption = Annotated[
+    str, typer.Option("--objective", help="What counts: speed, memory, or the largest batch.")
+]
+_OBJECTIVES = ("speed", "memory", "batch")
 
 
 def search(
@@ -57,9 +59,13 @@ def search(
         only_what_runs=only_what_runs,
         pins=pin or (),
     )
+    from shardwright.topology import largest_batch
     from shardwright.topology import search as search_all
 
-    answer = search_all(task, objective=objective)  # type: ignore[arg-type]
+    if objective == "batch":
+        answer = largest_batch(task)
+    else:
+        answer = search_all(task, objective=objective)  # type: ignore[arg-type]
     if as_json:
         ways = [way.to_dict() for way in answer.alternatives]
         print_json(

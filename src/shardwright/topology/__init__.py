@@ -1,7 +1,8 @@
 """The best distributed topology for a model on machines that need not be there; no framework is imported."""
 
+from shardwright.topology.largest_batch import largest_batch
 from shardwright.topology.search import Answer, search
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way, way_of
 
-__all__ = ["Answer", "Task", "Way", "search", "way_of"]
+__all__ = ["Answer", "Task", "Way", "largest_batch", "search", "way_of"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.topology.pricing import bytes_of, seconds_of
+from shardwright.topology.pricing import bytes_of, fits, seconds_of
 from shardwright.topology.search import Answer, closest_way, search
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
@@ -102,7 +102,7 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     ways = all_ways(pinned)
     needed = np.asarray(bytes_of(task, ways).total)
     first = f"The best way: {describe(answer.best)}."
-    if (needed <= task.memory_bytes).any():
+    if fits(task, ways, needed).any():
         other = search(pinned).best
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
         return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Recompute
 from shardwright.errors import ConfigError
-from shardwright.topology.pricing import bytes_of
+from shardwright.topology.pricing import fits
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way
@@ -68,7 +66,7 @@ def _fits(task: Task) -> bool:
         ways = all_ways(task)
     except ConfigError:
         return False  # for example, a batch that more replicas do not divide
-    return bool((np.asarray(bytes_of(task, ways).total) <= task.memory_bytes).any())
+    return bool(fits(task, ways).any())
 
 
 def _with_nodes(task: Task, factor: int) -> Task:

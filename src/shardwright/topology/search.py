@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import InfeasiblePlanError
-from shardwright.topology.pricing import bytes_of, seconds_of
+from shardwright.topology.pricing import bytes_of, fits, seconds_of
 from shardwright.topology.remedies import remedies
 from shardwright.topology.space import NAMES, all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way, way_of
 from shardwright.units import format_bytes
 
-__all__ = ["Answer", "Objective", "closest_way", "search"]
+__all__ = ["Answer", "Objective", "best_of", "closest_way", "search"]
 
 Objective = Literal["speed", "memory"]
 
@@ -55,12 +55,24 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
     """
     ways = all_ways(task)
     needed = np.asarray(bytes_of(task, ways).total)
-    fitting = np.flatnonzero(needed <= task.memory_bytes)
+    fitting = np.flatnonzero(fits(task, ways, needed))
     if not len(fitting):
         raise InfeasiblePlanError(_nothing_fits(task, ways, needed))
-    some = ways.take(fitting)
-    seconds = np.broadcast_to(_seconds(task, some), fitting.shape)
-    score = seconds if objective == "speed" else needed[fitting]
+    return best_of(task, ways.take(fitting), objective=objective, num_ways=len(needed))
+
+
+def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -> Answer:
+    """The best of ways that fit, and those that are next.
+
+    Args:
+        task: what is asked for.
+        some: ways that fit, as columns.
+        objective: what counts.
+        num_ways: of which these are a part.
+    """
+    number = len(np.atleast_1d(some.pipeline))
+    seconds = np.broadcast_to(_seconds(task, some), (number,))
+    score = seconds if objective == "speed" else np.asarray(bytes_of(task, some).total)
     order = _order(score, simplicity(some), seconds)
     chosen = _apart(some, order)
     found = [way_of(task, _one(some, number)) for number in chosen]
@@ -68,8 +80,8 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
         task=task,
         best=found[0],
         alternatives=tuple(found[1:]),
-        num_ways=len(needed),
-        num_fitting=len(fitting),
+        num_ways=num_ways,
+        num_fitting=number,
     )
 
 

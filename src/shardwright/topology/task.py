@@ -10,10 +10,10 @@ from shardwright.cluster import Inventory
 from shardwright.costs import BF16, FP32, Calibration, Precision, Rates, Shape, calibration_of
 from shardwright.errors import ConfigError
 
-__all__ = ["MOST_RANKS", "NOT_RUN_YET", "Task"]
+__all__ = ["MOST_BATCH", "MOST_RANKS", "NOT_RUN_YET", "Task"]
 
 MOST_RANKS = 1_000_000
-_MOST_BATCH = 10_000_000
+MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 
 NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
@@ -27,6 +27,7 @@ NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
 """Options that are priced, and that the runtime of this version does not have."""
 
 _DEVICE_MARGIN = 0.06  # of memory, for what an allocator cannot use
+_HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data
 _DEVICE_BASE_BYTES = 1.5 * 2**30
 
 
@@ -61,7 +62,7 @@ class Task:
         ranks = self.machines.num_ranks
         for name, value, most in (
             ("the number of ranks", ranks, MOST_RANKS),
-            ("batch", self.batch, _MOST_BATCH),
+            ("batch", self.batch, MOST_BATCH),
             ("sequence", 1 if self.sequence is None else self.sequence, _MOST_SEQUENCE),
         ):
             if not 1 <= value <= most:
@@ -142,6 +143,12 @@ class Task:
         """That a rank may use, of the smallest accelerators."""
         least = min(kind.accelerator.memory_bytes for kind, _ in self.machines.nodes)
         return int(least / (1 + self.margin))
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host's memory that a rank may fill with what it offloads; 0 where it is not known."""
+        shares = [kind.memory_bytes / kind.num_accelerators for kind, _ in self.machines.nodes]
+        return 0 if self._on_cpus else int(min(shares) * (1 - _HOST_MARGIN))
 
     @property
     def margin(self) -> float:

@@ -53,7 +53,7 @@ def test_nothing_fits(capsys):
         (("gpt-neox-20b", "p4.24xlarge"), "did you mean p4d.24xlarge"),
         (("gpt-neox-20b", "p4d.24xlarge*0"), "is not a number of nodes"),
         ((*NEOX, "--pin", "tensor=3"), "no way to train has tensor=3"),
-        ((*NEOX, "--objective", "fun"), "must be one of speed, memory"),
+        ((*NEOX, "--objective", "fun"), "must be one of speed, memory, batch"),
         (("missing/config.json", "p4d.24xlarge"), "cannot be read"),
     ],
 )
