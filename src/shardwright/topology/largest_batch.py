@@ -50,8 +50,8 @@ def largest_batch(task: Task) -> Answer:
         raise InfeasiblePlanError(
             f"a batch of {task.batch} samples at once fits in no way: the smallest needs "
             f"{format_bytes(needed)} a rank, of {format_bytes(task.memory_bytes)}. Take a smaller --batch, "
-            "whose multiples are tried, more or larger accelerators, or the objective speed, which accumulates "
-            "gradients."
+            "whose multiples are tried, more or larger accelerators, or the objective speed, which "
+            "accumulates gradients."
         )
     chosen = np.flatnonzero(batches == largest)
     found = _with(ways, steps * counts).take(chosen)
