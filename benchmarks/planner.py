@@ -37,6 +37,7 @@ from shardwright.units import format_bytes, format_seconds
 _RATE = 1e9
 _TIMEOUT_S = 900
 _VERIFIED = 3
+_TRIAL_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def _memory(options: argparse.Namespace) -> _Section:
 
 def _choices(options: argparse.Namespace) -> _Section:
     """Everything that two ranks can do, on one host and on two: is the best by prediction the best?"""
-    steps = 2 if options.quick else options.steps
+    steps = 2 if options.quick else min(options.steps, _TRIAL_STEPS)
     rows = [["hosts", "model", "tried", "by prediction", "slower than the best", "of the best three"]]
     found = []
     for hosts in _hosts(options):

@@ -19,7 +19,15 @@ from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import Candidates, estimate_profile, make_plan, microbatch_counts
+from shardwright.planner import (
+    Candidates,
+    PastRun,
+    RunKind,
+    correction_of,
+    estimate_profile,
+    make_plan,
+    microbatch_counts,
+)
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.context import context
@@ -28,6 +36,7 @@ from shardwright.torch.inspection import step_of, with_data
 from shardwright.torch.machine import present_cluster
 from shardwright.torch.profiler import Profiler
 from shardwright.torch.recording import Trace
+from shardwright.torch.run_history import history_of
 from shardwright.torch.tracing import trace_parts
 
 __all__ = ["MeasuredModel", "measure_model"]
@@ -41,11 +50,13 @@ class MeasuredModel:
         candidates: for each number of pipeline ranks, what the planner takes.
         costs: what was measured, by cost class.
         cluster: the present machines.
+        past_runs: on them, by which predictions are corrected.
     """
 
     candidates: Mapping[int, Candidates]
     costs: Mapping[str, UnitCost]
     cluster: Cluster
+    past_runs: Sequence[PastRun] = ()
 
     def plans(self, mesh: Mesh, config: Config) -> list[Plan]:
         """The best plan of one grid for each number of microbatches.
@@ -53,11 +64,16 @@ class MeasuredModel:
         Raises:
             PlanError: there is none; the message is that of the last.
         """
+        kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
+        correction = correction_of(self.past_runs, kind)
         found: list[Plan] = []
         failures: list[PlanError] = []
         for number, candidate in self.candidates[mesh.pipeline].items():
+            one = {number: candidate}
             try:
-                found.append(make_plan({number: candidate}, cluster=self.cluster, config=config, mesh=mesh))
+                found.append(
+                    make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)
+                )
             except PlanError as error:
                 failures.append(error)
         if not found:
@@ -96,10 +112,12 @@ def measure_model(
     with run.reporter.phase("measuring units") as phase:
         together = [trace for of_pipeline in traces.values() for trace in of_pipeline.values()]
         costs = Profiler(run).measure(together, phase=phase)
+    history = history_of(run)
     return MeasuredModel(
         candidates={p: _candidates(traces[p], costs, cluster) for p in pipelines},
         costs=costs,
         cluster=cluster,
+        past_runs=() if history is None else history.read(),
     )
 
 

@@ -30,6 +30,7 @@ from shardwright.torch.context import context
 from shardwright.torch.inspection import loss_of, with_data
 from shardwright.torch.measured_model import MeasuredModel, measure_model
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.run_history import history_of, past_run
 from shardwright.torch.startup import begin, shutdown
 from shardwright.torch.step import step
 from shardwright.units import format_seconds
@@ -37,6 +38,7 @@ from shardwright.units import format_seconds
 __all__ = ["Training", "measure_here", "plan_here"]
 
 _NEAR_TIE = 1.01
+_CLOSE = 1.1
 _QUIET = "SHARDWRIGHT_QUIET"
 _WARM_UP_STEPS = 2
 
@@ -65,7 +67,7 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         training: what is trained.
         config: settings; degrees that it leaves open are chosen.
         most: of the plans that are predicted to be fastest, so many are tried.
-        steps: that each takes, after two that warm up.
+        steps: that each takes, after two that warm up; those that are close to the fastest take them twice.
 
     Returns:
         The plan, the same on every rank, with its trials.
@@ -80,12 +82,26 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         grids = meshes(run.mesh.world_size, config)
         make = partial(measured.plans, config=config)
         finalists = run.from_first_rank(lambda: best_plans(grids, make, most=most))
+        history = history_of(run) if run.rank == 0 else None
     seconds = []
     for number, plan in enumerate(finalists, start=1):
-        seconds.append(
-            _tried(training, plan, config, steps, title=f"trying plan {number} of {len(finalists)}")
-        )
+        title = f"trying plan {number} of {len(finalists)}"
+        seconds.append(_tried(training, plan, config, steps, title=title))
+    for number in _close(finalists, seconds):
+        title = f"trying plan {number + 1} again"
+        again_s = _tried(training, finalists[number], config, steps, title=title)
+        seconds[number] = min(seconds[number], again_s)
+    if history is not None:
+        for plan, each in zip(finalists, seconds, strict=True):
+            history.append(past_run(plan, each, steps=steps, ranks_per_node=measured.cluster.ranks_per_node))
     return _verdict(finalists, seconds, steps)
+
+
+def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:
+    """Those that a slow moment of the machine may have put in the wrong order, the last tried first."""
+    of_sample = [s / plan.mesh.data for plan, s in zip(plans, seconds, strict=True)]
+    found = [n for n, each in enumerate(of_sample) if each <= min(of_sample) * _CLOSE]
+    return list(reversed(found)) if len(found) > 1 else []
 
 
 def measure_here(training: Training, *, config: Config) -> MeasuredModel:

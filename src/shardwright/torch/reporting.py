@@ -18,7 +18,7 @@ from shardwright.observe.observer import Observer
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import idle_share, measured_events
 from shardwright.plan import Plan
-from shardwright.planner import ACTION_OVERHEAD_S, RunKind, stage_costs_of
+from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
 from shardwright.schedule import simulate
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
@@ -106,8 +106,7 @@ class Reporter:
         if prediction.provenance == "measured":
             assert context.plan is not None
             if self._recorder is None:
-                kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
-                self._recorder = RunRecorder(history_of(context), kind)
+                self._recorder = RunRecorder(history_of(context), context.local_size)
             self._recorder.step_done(seconds, context.plan, memory_bytes=max(memory, default=0))
 
     def _start(self) -> Observer:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import PastRun, RunKind
 from shardwright.torch.context import Context
 from shardwright.torch.profiler import cache_folder, machine_key
 
-__all__ = ["RunHistory", "RunRecorder", "history_of"]
+__all__ = ["RunHistory", "RunRecorder", "history_of", "past_run"]
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +91,11 @@ class RunRecorder:
 
     Attributes:
         history: where to; None writes nothing.
-        kind: of the run.
+        ranks_per_node: of the machines.
     """
 
     history: RunHistory | None
-    kind: RunKind
+    ranks_per_node: int
     _seconds: list[float] = field(default_factory=list)
     _run: str = ""
 
@@ -105,19 +106,49 @@ class RunRecorder:
         prediction = plan.prediction
         if self.history is None or prediction is None or number not in _WRITTEN_AFTER:
             return
-        now = datetime.datetime.now(datetime.UTC)
-        self._run = self._run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}"
         timed = self._seconds[_WARM_UP_STEPS:]
-        self.history.append(
-            PastRun(
-                run=self._run,
-                kind=self.kind,
-                model=plan.model.fingerprint,
-                predicted_s=prediction.step_s / prediction.correction,
-                measured_s=median(timed),
-                steps=len(timed),
-                predicted_bytes=max((rank.peak for rank in prediction.memory), default=0),
-                measured_bytes=memory_bytes,
-                when=f"{now:%Y-%m-%d %H:%M UTC}",
-            )
+        found = past_run(
+            plan,
+            median(timed),
+            steps=len(timed),
+            ranks_per_node=self.ranks_per_node,
+            measured_bytes=memory_bytes,
+            run=self._run,
         )
+        self._run = found.run
+        self.history.append(found)
+
+
+def past_run(
+    plan: Plan, step_s: float, *, steps: int, ranks_per_node: int, measured_bytes: int = 0, run: str = ""
+) -> PastRun:
+    """What is written of a run.
+
+    Args:
+        plan: that it followed, with a prediction.
+        step_s: seconds of a step.
+        steps: that were timed.
+        ranks_per_node: of the machines.
+        measured_bytes: peak memory of a rank; 0 where it was not measured.
+        run: name of the run; empty: a new one.
+    """
+    prediction = plan.prediction
+    assert prediction is not None
+    now = datetime.datetime.now(datetime.UTC)
+    mesh = Mesh(
+        world_size=plan.mesh.world_size,
+        pipeline=plan.mesh.pipeline,
+        data=plan.mesh.data,
+        shard=plan.mesh.shard,
+    )
+    return PastRun(
+        run=run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}",
+        kind=RunKind.of(mesh, ranks_per_node=ranks_per_node),
+        model=plan.model.fingerprint,
+        predicted_s=prediction.step_s / prediction.correction,
+        measured_s=step_s,
+        steps=steps,
+        predicted_bytes=max((rank.peak for rank in prediction.memory), default=0),
+        measured_bytes=measured_bytes,
+        when=f"{now:%Y-%m-%d %H:%M UTC}",
+    )

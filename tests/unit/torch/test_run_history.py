@@ -14,8 +14,6 @@ from shardwright.plan import (
 from shardwright.planner import RunKind
 from shardwright.torch.run_history import RunHistory, RunRecorder
 
-KIND = RunKind.of(Mesh(world_size=2, pipeline=2), ranks_per_node=2)
-
 
 def plan_of(step_s, *, correction=1.0):
     return Plan(
@@ -36,7 +34,7 @@ def plan_of(step_s, *, correction=1.0):
 
 def recorded(folder, *, steps, seconds=0.2):
     history = RunHistory(folder, "machine")
-    recorder = RunRecorder(history, KIND)
+    recorder = RunRecorder(history, 2)
     plan = plan_of(0.1)
     for number in range(steps):
         recorder.step_done(9.0 if number < 2 else seconds, plan, memory_bytes=7)
@@ -47,6 +45,7 @@ def test_a_run_is_written_once_it_has_gone_on_for_a_while(tmp_path):
     assert recorded(tmp_path, steps=7) == []
     (run,) = recorded(tmp_path, steps=8)
     assert (run.predicted_s, run.measured_s, run.steps) == (0.1, 0.2, 6)
+    assert run.kind == RunKind.of(Mesh(world_size=2, pipeline=2), ranks_per_node=2)
     assert (run.predicted_bytes, run.measured_bytes) == (5, 7)
 
 
@@ -58,7 +57,7 @@ def test_a_longer_run_is_written_again_under_the_same_name(tmp_path):
 
 def test_predictions_are_kept_as_they_were_before_their_correction(tmp_path):
     history = RunHistory(tmp_path, "machine")
-    recorder = RunRecorder(history, KIND)
+    recorder = RunRecorder(history, 2)
     for _ in range(8):
         recorder.step_done(0.2, plan_of(0.3, correction=1.5), memory_bytes=1)
     assert abs(history.read()[0].predicted_s - 0.2) < 1e-12
