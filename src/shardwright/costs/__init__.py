@@ -3,7 +3,16 @@
 from shardwright.costs.calibration import Calibration, calibration_of
 from shardwright.costs.chain import chain_bytes, chain_seconds
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Offload, Options, Rates, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.inputs import (
+    Offload,
+    Options,
+    Placement,
+    Rates,
+    Recompute,
+    ScheduleKind,
+    Shape,
+    Sharded,
+)
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
 from shardwright.costs.step import StepSeconds, step_seconds
 
@@ -14,6 +23,7 @@ __all__ = [
     "Efficiencies",
     "Offload",
     "Options",
+    "Placement",
     "Precision",
     "RankBytes",
     "Rates",

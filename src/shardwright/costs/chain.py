@@ -228,7 +228,7 @@ def _crossing(chain: LayerChain, group: _Group) -> float:
 
 
 def _hop_seconds(options: Options, num_bytes: float, rates: Rates, reached: Efficiencies) -> Numbers:
-    near = options.num_ranks <= rates.per_node
+    near = options.pipeline_span <= rates.per_node
     once = hop_seconds(rates, options.microbatch * num_bytes, share=reached.point_to_point, near=near)
     kind = options.schedule
     crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 from shardwright.catalogue import Transformer
 from shardwright.cluster import Inventory
 
-__all__ = ["Numbers", "Offload", "Options", "Rates", "Recompute", "ScheduleKind", "Shape", "Sharded"]
+__all__ = [
+    "Numbers",
+    "Offload",
+    "Options",
+    "Placement",
+    "Rates",
+    "Recompute",
+    "ScheduleKind",
+    "Shape",
+    "Sharded",
+]
 
 Numbers = Any
 """A float, or an array of them."""
@@ -54,6 +64,16 @@ class Offload(IntEnum):
     NOTHING = 0
     OPTIMIZER = 1
     ACTIVATIONS = 2
+
+
+class Placement(IntEnum):
+    """Which neighbours ranks have, as `placement_strategy` says it: the last letter varies fastest.
+
+    PDT: replicas of a stage are neighbours, and pipelines go over nodes. DPT: the other way round.
+    """
+
+    PDT = 0
+    DPT = 1
 
 
 class _Columns:
@@ -180,6 +200,7 @@ class Options(_Columns):
         flash: 1 for fused attention that keeps no scores.
         hierarchical: 1 where gathers go over nodes and inside of them at the same time.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
+        placement: see `Placement`.
     """
 
     tensor: Numbers = 1.0
@@ -199,6 +220,7 @@ class Options(_Columns):
     flash: Numbers = 1
     hierarchical: Numbers = 1
     whole_layers: Numbers = 0
+    placement: Numbers = int(Placement.PDT)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -209,6 +231,18 @@ class Options(_Columns):
     def num_ranks(self) -> Numbers:
         """Ranks of the job."""
         return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def replica_stride(self) -> Numbers:
+        """Ranks from one replica of a rank to the next."""
+        inner = np.where(np.asarray(self.placement) == Placement.DPT, self.pipeline, 1.0)
+        return self.tensor * self.context * inner
+
+    @property
+    def pipeline_span(self) -> Numbers:
+        """Ranks among which those of a pipeline lie."""
+        inner = np.asarray(self.placement) == Placement.DPT
+        return np.where(inner, self.tensor * self.context * self.pipeline, self.num_ranks)
 
     @property
     def global_batch(self) -> Numbers:

@@ -140,7 +140,7 @@ def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     """Messages of a microbatch there and back, at one end of a stage."""
     p = options.pipeline
     num_bytes = 2 * options.microbatch * shape.sequence / options.context * shape.hidden / options.tensor
-    near = options.num_ranks <= rates.per_node
+    near = options.pipeline_span <= rates.per_node
     once = hop_seconds(rates, num_bytes, share=reached.point_to_point, near=near)
     kind = options.schedule
     crossings = np.where(kind == ScheduleKind.INTERLEAVED, options.virtual, 1.0)
@@ -156,7 +156,7 @@ def shard_seconds(
     ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
     is exposed, and nearly all of very much.
     """
-    ranks, stride, m = options.shard, options.tensor * options.context, options.microbatches
+    ranks, stride, m = options.shard, options.replica_stride, options.microbatches
     num_bytes = _WEIGHT_BYTES * parameters
     flat = ring_seconds(
         rates,
@@ -191,7 +191,7 @@ def shard_seconds(
 
 def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Sums over replicas once a step: of what a rank keeps, or a reduce-scatter and a gather of it."""
-    stride = options.tensor * options.context
+    stride = options.replica_stride
     divided = options.sharded >= Sharded.GRADIENTS
     shard = np.where(divided, options.shard, 1.0)
     replicas = options.data / shard

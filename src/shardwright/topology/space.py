@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
+from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
 from shardwright.topology.task import NOT_RUN_YET, Task
 
@@ -72,6 +72,7 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
             _chosen(task, "expert", _expert_degrees(task, data * context)),
             _recomputations(task),
             _offloads(task),
+            _placements(task, pipeline, data),
         ]
         if all(rows):
             yield _grid(task, (tensor, pipeline, context, data), rows)
@@ -81,7 +82,7 @@ def _grid(
     task: Task, mesh: tuple[int, int, int, int], rows: Sequence[Sequence[Any]]
 ) -> dict[str, NDArray[np.float64]]:
     index = np.meshgrid(*(np.arange(len(row)) for row in rows), indexing="ij")
-    batches, schedules, shards, experts, recomputations, offloads = (
+    batches, schedules, shards, experts, recomputations, offloads, placements = (
         np.array(row, dtype=float)[numbers.ravel()] for row, numbers in zip(rows, index, strict=True)
     )
     microbatch, microbatches = batches.T
@@ -110,6 +111,7 @@ def _grid(
         "flash": pins.get("flash", 1) * same,
         "hierarchical": pins.get("hierarchical", 1) * same,
         "whole_layers": pins.get("whole_layers", 0) * same,
+        "placement": placements[fits],
     }
 
 
@@ -171,6 +173,11 @@ def _offloads(task: Task) -> list[int]:
     return _chosen(task, "offload", [int(kind) for kind in Offload])
 
 
+def _placements(task: Task, pipeline: int, data: int) -> list[int]:
+    several = pipeline > 1 and data > 1 and task.machines.num_nodes > 1
+    return _chosen(task, "placement", [int(kind) for kind in Placement][: 2 if several else 1])
+
+
 def _chosen(task: Task, name: str, values: Iterable[int]) -> list[int]:
     """Those that are allowed."""
     least = 0 if name == "offload" else 1
@@ -206,6 +213,7 @@ _MAY_BE_ZERO = frozenset(
         "flash",
         "hierarchical",
         "whole_layers",
+        "placement",
     }
 )
 

@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.costs import (
     Offload,
     Options,
+    Placement,
     Recompute,
     ScheduleKind,
     Sharded,
@@ -103,6 +104,8 @@ class Way:
         if o.sharded:
             degrees.append(f"{_SHARED[Sharded(int(o.sharded))]} shared by {int(o.shard)}")
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
+        if o.placement == Placement.DPT:
+            text += "; replicas over nodes"
         if o.recompute != Recompute.NONE:
             text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
         if o.offload:
@@ -148,6 +151,7 @@ class Way:
         }
         if o.pipeline > 1:
             found["pipeline"] = self.schedule
+            found["placement_strategy"] = Placement(int(o.placement)).name
         if o.virtual > 1:
             found["virtual_stages"] = int(o.virtual)
         if o.sharded == Sharded.PARAMETERS:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
-from shardwright.costs import Offload, Options, Recompute, ScheduleKind, Sharded
+from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.topology import Task, search, way_of
 from shardwright.topology.explain import reasons, sensitivities, why_not
@@ -223,3 +223,24 @@ def test_several_kinds_of_machines_go_as_fast_as_the_slowest():
     assert search(fast).best.step_s < search(slow).best.step_s
     assert search(mixed).best.step_s == pytest.approx(search(slow).best.step_s, rel=0.25)
     assert search(mixed).best.step_s >= search(fast).best.step_s
+
+
+def test_pipelines_stay_inside_of_nodes_where_networks_are_slow():
+    machines = parse_inventory("p3.16xlarge*4")
+    task = Task(
+        model=find_architecture("gpt2-1.5b"),
+        machines=machines,
+        batch=256,
+        dtype="float16",
+        pins={"pipeline": 8, "tensor": 1, "sharded": 0, "microbatch": 1, "context": 1},
+    )
+    best = {name: search(replace(task, pins=task.pins | {"placement": name})).best for name in Placement}
+    hops = {name: way.seconds["point_to_point"] for name, way in best.items()}
+    sums = {name: way.seconds["all_reduce"] for name, way in best.items()}
+    assert hops[Placement.DPT] < hops[Placement.PDT]
+    assert sums[Placement.DPT] > sums[Placement.PDT]
+    chosen = search(task).best
+    assert chosen.step_s == min(way.step_s for way in best.values())
+    assert chosen.settings["placement_strategy"] == Placement(int(chosen.options.placement)).name
+    one_node = search(replace(task, machines=parse_inventory("p3.16xlarge"))).best
+    assert one_node.options.placement == Placement.PDT
