@@ -203,6 +203,7 @@ class Config(BaseModel):
         True, description="On CPUs, keep memory that was freed for the next step instead of giving it back."
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
+    report: bool = Field(True, description="Write report.html when the run ends.")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     log_interval: Count = Field(10, description="Steps between two lines on the console.")
     steps: Count | None = Field(

@@ -83,6 +83,7 @@ class Observer:
             total_steps=config.steps,
         )
         self._written = folder if prints else None
+        self._report = config.report
         self._metrics: MetricsLog | None = None
         self._events: JsonLines | None = None
         self._tensorboard: TensorBoardWriter | None = None
@@ -175,7 +176,7 @@ class Observer:
     def close(self) -> None:
         """Prints the line that is due, writes the report and closes all files; may be called twice."""
         self._progress.flush()
-        if self._written is not None and self._metrics is not None and self._steps:
+        if self._report and self._written is not None and self._metrics is not None and self._steps:
             write_at_end(self._written, plan=self._plan, console=self.console, event=self.event)
         for file in (self._metrics, self._events, self._tensorboard):
             if file is not None:

@@ -1,5 +1,6 @@
 """Tells the observer what happened: which plan, which steps, which timeline."""
 
+import atexit
 import math
 import sys
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ class Reporter:
         """The run is over."""
         if self._observer is not None:
             self._observer.close()
+            atexit.unregister(self._observer.close)
 
     # ---- inside ----
 
@@ -121,6 +123,8 @@ class Reporter:
             prints=context.rank == 0,
         )
         observer.config_resolved(context.config)
+        # Scripts that end without shutdown() leave a report, too.
+        atexit.register(observer.close)
         return observer
 
     def _new_folder(self) -> str | None:

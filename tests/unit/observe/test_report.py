@@ -273,6 +273,12 @@ def test_an_error_in_it_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytes
     assert (last["kind"], last["reason"]) == ("report_not_written", "ZeroDivisionError: division by zero")
 
 
+def test_a_run_that_wants_none_leaves_none(tmp_path: Path) -> None:
+    folder, said = observed(tmp_path, two_stage_plan(), report=False)
+    assert not folder.report_file.exists()
+    assert "report" not in said
+
+
 def test_a_run_does_not_wait_for_a_long_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_at_end, "find_spec", lambda name: True)
     monkeypatch.setattr(report_at_end, "_MOST_ACTIONS", 10)
