@@ -14,6 +14,7 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
+from shardwright.torch.heap import give_back_freed_memory
 
 __all__ = ["cores_of_host", "device_name", "present_cluster"]
 
@@ -38,6 +39,7 @@ def present_cluster(context: Context) -> Cluster:
     inter = _time_link(context, 0, per_node, local) if context.mesh.world_size > per_node else None
     if context.local_peers is not None:
         context.local_peers.shrink()  # the model's messages may be smaller than those
+    give_back_freed_memory()
     return Cluster(
         device=Device(name=device_name(context.device), memory_bytes=_memory_bytes(context)),
         ranks_per_node=per_node,
