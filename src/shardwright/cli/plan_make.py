@@ -129,7 +129,7 @@ def make(
             build_on or "meta",
             config=resolved,
             world=world,
-            cluster=_cluster(machine, machines, dtype, measured),
+            cluster=_cluster(machine, machines, dtype, measured, world=world),
             measured=measured,
             search_degrees=search_degrees,
         )
@@ -138,14 +138,20 @@ def make(
 
 
 def _cluster(
-    machine: Path | None, machines: str | None, dtype: str, measured: MeasuredProfile | None
+    machine: Path | None, machines: str | None, dtype: str, measured: MeasuredProfile | None, *, world: int
 ) -> Cluster:
     if machine is not None and machines is not None:
         raise UsageError("--machine and --cluster both say what the machines are. Drop one of the two.")
     if machine is not None:
         return read_cluster(machine)
     if machines is not None:
-        return cluster_of(find_machines(machines), dtype=dtype)
+        found = find_machines(machines)
+        if world > found.num_ranks:
+            raise UsageError(
+                f"--world is {world}, but {found.name} has {found.num_ranks} ranks. Take more nodes, or "
+                "fewer ranks."
+            )
+        return cluster_of(found, dtype=dtype)
     if measured is not None:
         return measured.cluster
     Console().status(_assumption())
