@@ -1,8 +1,8 @@
 """What runs on these machines took, beside what was predicted: later predictions are corrected by it.
 
-The measured over the predicted step differs little between runs of one kind on one machine: what a machine
-shares with others, what the cost model leaves out. So the median of the latest runs corrects the next ones,
-the more the more there are, and how far they lie from it is the interval that plans state.
+The measured over the predicted step differs little between runs of one model and kind on one machine: what a
+machine shares with others, what the cost model leaves out. So the median of the latest runs corrects the next
+ones, the more the more there are, and how far they lie from it is the interval that plans state.
 """
 
 import math
@@ -129,14 +129,15 @@ class Correction:
 NO_CORRECTION = Correction()
 
 
-def correction_of(runs: Iterable[PastRun], kind: RunKind) -> Correction:
-    """What the latest runs of a kind say.
+def correction_of(runs: Iterable[PastRun], kind: RunKind, *, model: str) -> Correction:
+    """What the latest runs of a kind and model say: small models err by other factors than large ones.
 
     Args:
         runs: in the order in which they were written down.
         kind: of the run that is planned.
+        model: fingerprint of its model.
     """
-    latest = {run.run: run for run in runs if run.kind == kind}
+    latest = {run.run: run for run in runs if run.kind == kind and run.model == model}
     ratios = [math.log(run.measured_s / run.predicted_s) for run in latest.values()][-_LATEST:]
     if len(ratios) < _FEWEST:
         return NO_CORRECTION

@@ -65,11 +65,11 @@ class MeasuredModel:
             PlanError: there is none; the message is that of the last.
         """
         kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
-        correction = correction_of(self.past_runs, kind)
         found: list[Plan] = []
         failures: list[PlanError] = []
         for number, candidate in self.candidates[mesh.pipeline].items():
-            one = {number: candidate}
+            one, (graph, _) = {number: candidate}, candidate
+            correction = correction_of(self.past_runs, kind, model=graph.model_fingerprint)
             try:
                 found.append(
                     make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)

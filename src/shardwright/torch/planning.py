@@ -89,7 +89,7 @@ class Planner:
                     mesh=context.mesh,
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
-                    correction=_correction(context),
+                    correction=_correction(context, traces[counts[0]].graph),
                 )
             )
         as_it_runs = gradients == torch.is_grad_enabled()
@@ -169,12 +169,13 @@ class Planner:
         return placement
 
 
-def _correction(context: Context) -> Correction:
-    """What earlier runs of this kind on this machine say; nothing where units are not measured."""
+def _correction(context: Context, graph: ModelGraph) -> Correction:
+    """What earlier runs of the model on this machine say; nothing where units are not measured."""
     history = history_of(context)
     if history is None or context.config.profile == "estimated":
         return NO_CORRECTION
-    return correction_of(history.read(), RunKind.of(context.mesh, ranks_per_node=context.local_size))
+    kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
+    return correction_of(history.read(), kind, model=graph.model_fingerprint)
 
 
 def _optimizer_factor(context: Context) -> float:
