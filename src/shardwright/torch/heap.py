@@ -15,8 +15,8 @@ __all__ = ["give_back_freed_memory", "keep_freed_memory"]
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
-# The largest that glibc accepts; a larger block is always given back.
-_LARGEST_KEPT = 32 * 2**20
+# A larger block is always given back; glibc before 2.35 accepts no more than the second.
+_LARGEST_KEPT = (2**30, 32 * 2**20)
 
 
 def keep_freed_memory() -> bool:
@@ -24,7 +24,8 @@ def keep_freed_memory() -> bool:
     mallopt = _function("mallopt")
     if mallopt is None:
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+    kept = any(mallopt(_MMAP_THRESHOLD, size) for size in _LARGEST_KEPT)
+    return kept and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 def give_back_freed_memory() -> None:
