@@ -1,9 +1,10 @@
 """Seconds and bytes of a training step in closed form, for many candidates at once."""
 
 from shardwright.costs.calibration import Calibration, calibration_of
-from shardwright.costs.chain import chain_bytes, chain_seconds
+from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import (
+    Gathers,
     Offload,
     Options,
     Placement,
@@ -13,6 +14,7 @@ from shardwright.costs.inputs import (
     Shape,
     Sharded,
 )
+from shardwright.costs.kinds import KindOfRank, MixedPrices, mixed_prices
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
 from shardwright.costs.step import StepSeconds, step_seconds
 
@@ -21,6 +23,9 @@ __all__ = [
     "FP32",
     "Calibration",
     "Efficiencies",
+    "Gathers",
+    "KindOfRank",
+    "MixedPrices",
     "Offload",
     "Options",
     "Placement",
@@ -35,6 +40,8 @@ __all__ = [
     "calibration_of",
     "chain_bytes",
     "chain_seconds",
+    "mixed_chain",
+    "mixed_prices",
     "rank_bytes",
     "step_seconds",
 ]

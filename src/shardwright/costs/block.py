@@ -88,18 +88,18 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     attention, attention_backward = _attention(rank, shape, options, tokens)
     elementwise = _elementwise(rank, shape, options, tokens)
     forward = products + attention + elementwise
-    full, selective = options.recompute == Recompute.FULL, options.recompute == Recompute.SELECTIVE
+    again_whole, selective = options.recomputed(shape.layers), options.recompute == Recompute.SELECTIVE
     again = np.where(options.flash > 0, 0.0, attention)
     backward = 2 * products + attention_backward + _ELEMENTWISE_BACKWARD * elementwise
-    recompute = np.where(full, forward, np.where(selective, again, 0.0))
+    recompute = again_whole * forward + np.where(selective, again, 0.0)
     return BlockSeconds(
         forward=forward,
         backward=backward,
         recompute=recompute,
         weight=products,
-        tensor=_tensor(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
+        tensor=_tensor(shape, options, rates, reached, tokens) * (2 + again_whole),
         context=_context(shape, options, rates, reached, tokens, attention),
-        expert=_expert(shape, options, rates, reached, tokens) * np.where(full, 3, 2),
+        expert=_expert(shape, options, rates, reached, tokens) * (2 + again_whole),
         free=forward + backward + recompute - np.where(options.context > 1, 3 * attention, 0.0),
     )
 

@@ -5,10 +5,10 @@ A layer of a microbatch of b samples takes, forward::
     kernels + b * FLOPs / (peak * efficiency) + (b * numbers moved + parameters) * width / bandwidth
 
 and twice as much backward, half of it for gradients of weights. Stages are consecutive layers: for every
-number of stages, those whose slowest is fastest.
+number of stages, those whose slowest is fastest, on the nodes that each of them lies on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from shardwright.catalogue import LayerChain
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Numbers, Offload, Options, Rates, Recompute, ScheduleKind
+from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
+from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among, stages_alike
 from shardwright.costs.links import hop_seconds
-from shardwright.costs.memory import Precision, RankBytes, buckets_bytes, in_flight, state_bytes
+from shardwright.costs.memory import Precision, RankBytes, buckets_bytes, in_flight, needier, state_bytes
 from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
@@ -29,7 +30,7 @@ from shardwright.costs.step import (
     update_seconds,
 )
 
-__all__ = ["chain_bytes", "chain_seconds", "stage_ends"]
+__all__ = ["chain_bytes", "chain_seconds", "mixed_chain", "stage_ends"]
 
 _KERNELS = 4  # of a layer's forward: a product or convolution, a normalisation, an activation, an addition
 _BISECTIONS = 50
@@ -46,12 +47,18 @@ class _Group:
         options: of them.
         ends: for each stage, the layer behind its last.
         ranks: for each stage, its pipeline rank.
+        kinds: for each pipeline rank, the kinds of nodes that it lies on; empty where they do not count.
     """
 
     chosen: NDArray[np.intp]
     options: Options
     ends: tuple[int, ...]
     ranks: tuple[int, ...]
+    kinds: tuple[tuple[KindOfRank, ...], ...]
+
+    def slowest(self, rate: Callable[[KindOfRank], float]) -> Floats:
+        """The least of a rate on the nodes of each pipeline rank; 0 where they do not count."""
+        return np.array([min(map(rate, kinds), default=0.0) for kinds in self.kinds])
 
     def of_ranks(self, of_layers: Floats) -> Floats:
         """Sums over the layers of each pipeline rank: (..., layers) to (..., ranks)."""
@@ -77,7 +84,11 @@ def chain_seconds(
         width: bytes of a number.
     """
     found: StepSeconds = _by_group(
-        chain, options, lambda group: _seconds_of(chain, group, rates, reached, width), StepSeconds
+        chain,
+        options,
+        _alike(rates, reached),
+        lambda group: _seconds_of(chain, group, rates, width),
+        StepSeconds,
     )
     return found
 
@@ -95,27 +106,98 @@ def chain_bytes(
         width: bytes of a number.
     """
     found: RankBytes = _by_group(
-        chain, options, lambda group: _bytes_of(chain, group, precision, base, width), RankBytes
+        chain,
+        options,
+        (),
+        lambda group: _bytes_of(chain, group, precision, base, width)[0],
+        RankBytes,
     )
     return found
 
 
+def mixed_chain(
+    chain: LayerChain,
+    options: Options,
+    kinds: Sequence[KindOfRank],
+    between: Rates,
+    *,
+    precision: Precision,
+    base: float,
+    width: int,
+) -> MixedPrices:
+    """Seconds and bytes of every candidate on nodes of several kinds.
+
+    Layers are dealt by the rates of stages' nodes alone: memory decides only what fits.
+
+    Args:
+        chain: the model.
+        options: the candidates.
+        kinds: of nodes, in the order of their ranks.
+        between: rates where nodes of several kinds meet; of compute and memory, the slowest.
+        precision: of parameters and updates.
+        base: bytes that are taken before the model is there.
+        width: bytes of a number.
+    """
+    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
+    limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
+
+    def measure(group: _Group) -> RankBytes:
+        found, limit[group.chosen] = _bytes_of(chain, group, precision, base, width)
+        layers = group.of_ranks(np.ones(len(chain.layers)))
+        for index, kind in enumerate(kinds):
+            own = [count for count, there in zip(layers, group.kinds, strict=True) if kind in there]
+            blocks[index, group.chosen] = max(own, default=0.0)
+        return found
+
+    def price(group: _Group) -> StepSeconds:
+        apart = all(len(there) == 1 for there in group.kinds)
+        return _seconds_of(
+            chain,
+            group,
+            rates_among([there[0] for there in group.kinds], between) if apart else between,
+            width,
+        )
+
+    return MixedPrices(
+        seconds=_by_group(chain, options, kinds, price, StepSeconds),
+        num_bytes=_by_group(chain, options, kinds, measure, RankBytes),
+        limit=limit,
+        blocks=blocks,
+    )
+
+
+def _alike(rates: Rates, reached: Efficiencies) -> tuple[KindOfRank, ...]:
+    """Nodes of one kind, as many as are wanted."""
+    return (KindOfRank(ranks=1, rates=rates, reached=reached, memory_bytes=0.0),)
+
+
 @lru_cache(maxsize=4096)
-def stage_ends(weights: tuple[float, ...], stages: int) -> tuple[int, ...]:
-    """Cuts layers into so many stages, none empty, so that the heaviest is as light as can be.
+def stage_ends(
+    weights: tuple[float, ...], stages: int, speeds: tuple[float, ...] | None = None
+) -> tuple[int, ...]:
+    """Cuts layers into so many stages, none empty, so that the one that takes longest is as fast as can be.
+
+    Args:
+        weights: work of the layers.
+        stages: how many.
+        speeds: of the stages; None: all alike.
 
     Returns:
         For each stage, the layer behind its last.
 
     >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2)
     (2, 5)
+    >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2, (3.0, 1.0))
+    (4, 5)
     """
+    speeds = speeds or (1.0,) * stages
     sums = np.concatenate([[0.0], np.cumsum(weights)])
-    low, high = max(max(weights), float(sums[-1]) / stages), float(sums[-1])
-    best = _filled(sums, stages, high)
+    low = max(max(weights) / max(speeds), float(sums[-1]) / sum(speeds))
+    high = float(sums[-1]) / min(speeds)
+    best = _filled(sums, speeds, high)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        found = _filled(sums, stages, middle)
+        found = _filled(sums, speeds, middle)
         if found is None:
             low = middle
         else:
@@ -124,11 +206,11 @@ def stage_ends(weights: tuple[float, ...], stages: int) -> tuple[int, ...]:
     return best
 
 
-def _filled(sums: Floats, stages: int, most: float) -> tuple[int, ...] | None:
-    """Stages of at most so much, filled one after the other; None where they are too few."""
+def _filled(sums: Floats, speeds: tuple[float, ...], most_s: float) -> tuple[int, ...] | None:
+    """Stages that take at most so long, filled one after the other; None where they are too few."""
     layers, ends, start = len(sums) - 1, [], 0
-    for stage in range(stages):
-        left = stages - stage - 1
+    for stage, speed in enumerate(speeds):
+        most, left = most_s * speed, len(speeds) - stage - 1
         end = int(np.searchsorted(sums, sums[start] + most * (1 + 1e-12), side="right")) - 1
         end = min(max(end, start + 1), layers - left)
         if sums[end] - sums[start] > most * (1 + 1e-9):
@@ -138,39 +220,61 @@ def _filled(sums: Floats, stages: int, most: float) -> tuple[int, ...] | None:
     return tuple(ends) if start == layers else None
 
 
-def _by_group(chain: LayerChain, options: Options, price: Any, kind: Any) -> Any:
+def _by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     is_one = all(np.ndim(getattr(options, name)) == 0 for name in options.names())
     columns = {name: np.zeros(number) for name in kind.__dataclass_fields__}
-    for group in _groups(chain, options, number):
+    for group in _groups(chain, options, kinds, number):
         found = price(group)
         for name, column in columns.items():
             column[group.chosen] = getattr(found, name)
     return kind(**{name: column[0] if is_one else column for name, column in columns.items()})
 
 
-def _groups(chain: LayerChain, options: Options, number: int) -> Iterator[_Group]:
-    """Candidates by what cuts the chain: stages, their order, and what a backward computes again."""
+def _groups(
+    chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], number: int
+) -> Iterator[_Group]:
+    """Candidates by what cuts the chain: stages, their order and nodes, what a backward computes again."""
     keys = np.stack(
         [
             np.broadcast_to(np.asarray(getattr(options, name), dtype=float), (number,))
-            for name in ("pipeline", "virtual", "recompute", "schedule")
+            for name in ("pipeline", "virtual", "recompute", "schedule", "placement")
         ]
     )
     distinct, which = np.unique(keys, axis=1, return_inverse=True)
     flat = Options(**{name: np.broadcast_to(getattr(options, name), (number,)) for name in options.names()})
     for column in range(distinct.shape[1]):
-        pipeline, virtual, again, schedule = (int(value) for value in distinct[:, column])
+        pipeline, virtual, again, schedule, placement = (int(value) for value in distinct[:, column])
         chosen = np.flatnonzero(which.ravel() == column)
         stages = pipeline * virtual
         forwards = 4.0 if again == Recompute.FULL else 3.0
         weights = tuple(forwards * layer.flops + layer.moved for layer in chain.layers)
-        yield _Group(
-            chosen,
-            flat.take(chosen),
-            stage_ends(weights, stages),
-            tuple(_rank_of(stage, pipeline, schedule) for stage in range(stages)),
-        )
+        ranks = tuple(_rank_of(stage, pipeline, schedule) for stage in range(stages))
+        of_ranks = _kinds_of_ranks(kinds, pipeline, placement)
+        speeds = None
+        if len(kinds) > 1:
+            of_each = [min(map(_flops_per_s, there)) for there in of_ranks]
+            speeds = tuple(of_each[rank] / min(of_each) for rank in ranks)
+        yield _Group(chosen, flat.take(chosen), stage_ends(weights, stages, speeds), ranks, of_ranks)
+
+
+def _kinds_of_ranks(
+    kinds: Sequence[KindOfRank], pipeline: int, placement: int
+) -> tuple[tuple[KindOfRank, ...], ...]:
+    if len(kinds) <= 1:
+        return (tuple(kinds),) * pipeline
+    apart = pipeline > 1 and placement == Placement.PDT
+    alike = stages_alike([kind.ranks for kind in kinds], pipeline, apart=apart)
+    return tuple(tuple(kinds[k] for k in each.kinds) for each in alike for _ in range(each.stages))
+
+
+def _flops_per_s(kind: KindOfRank) -> float:
+    reached = kind.reached
+    return float(kind.rates.flops_per_s * min(reached.matmul * reached.matmul_factor, 1.0))
+
+
+def _memory_rate(kind: KindOfRank) -> float:
+    return float(kind.rates.memory_Bps * min(kind.reached.memory, 1.0))
 
 
 def _rank_of(stage: int, pipeline: int, schedule: int) -> int:
@@ -179,25 +283,30 @@ def _rank_of(stage: int, pipeline: int, schedule: int) -> int:
     return stage % pipeline
 
 
-def _seconds_of(
-    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, width: int
-) -> StepSeconds:
+def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> StepSeconds:
     o = group.options
     p, m = o.pipeline, o.microbatches
-    flops, moved, parameters = (np.array(chain.column(name)) for name in ("flops", "moved", "parameters"))
-    samples = np.asarray(o.microbatch)[:, None]
-    memory_Bps = rates.memory_Bps * min(reached.memory, 1.0)
-    flops_per_s = rates.flops_per_s * min(reached.matmul * reached.matmul_factor, 1.0)
-    forward = group.of_ranks(
-        _KERNELS * reached.kernel_s
-        + samples * flops / flops_per_s
-        + (samples * moved + parameters) * width / memory_Bps
+    reached = min((kind for there in group.kinds for kind in there), key=_flops_per_s).reached
+    layers, flops, moved, parameters = (
+        group.of_ranks(np.array(column, dtype=float))
+        for column in (
+            [1.0] * len(chain.layers),
+            *(chain.column(name) for name in ("flops", "moved", "parameters")),
+        )
     )
-    weight = group.of_ranks(samples * flops / flops_per_s).mean(axis=1)
+    samples = np.asarray(o.microbatch)[:, None]
+    products = samples * flops / group.slowest(_flops_per_s)
+    kernel_s = -group.slowest(lambda kind: -kind.reached.kernel_s)
+    forward = (
+        _KERNELS * layers * kernel_s
+        + products
+        + (samples * moved + parameters) * width / group.slowest(_memory_rate)
+    )
+    weight = products.mean(axis=1)
     again = np.where(np.asarray(o.recompute) == Recompute.FULL, 1.0, 0.0)
     mean, slowest = forward.mean(axis=1), forward.max(axis=1)
     works = 3 + again
-    held = group.of_ranks(parameters).max()
+    held = parameters.max()
     crossing = _crossing(chain, group)
     hop = _hop_seconds(o, crossing * width, rates, reached)
     # Sums over replicas begin in the last backward.
@@ -252,8 +361,10 @@ def _offload_seconds(
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 
-def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, base: float, width: int) -> RankBytes:
-    """Of the neediest rank: all ranks are worked out."""
+def _bytes_of(
+    chain: LayerChain, group: _Group, precision: Precision, base: float, width: int
+) -> tuple[RankBytes, Floats]:
+    """Of the rank that is closest to what it may use, with that: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
     kept = _kept(chain, group)
@@ -263,6 +374,8 @@ def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, base: floa
     )
     largest = max(layer.parameters for layer in layers) * (2 * precision.weight + precision.gradient)
     best: RankBytes | None = None
+    limits = group.slowest(lambda kind: kind.memory_bytes)
+    limit = np.full(len(group.chosen), limits[0])
     for rank in range(len(parameters)):
         weights, gradients, states = state_bytes(parameters[rank], o, precision)
         activations = kept[rank] * width * np.asarray(o.microbatch) * _in_flight(o, rank)
@@ -276,9 +389,12 @@ def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, base: floa
             communication=buckets_bytes(o),
             base=base,
         )
-        best = found if best is None else _needier(best, found)
+        if best is not None:
+            closer = found.total - limits[rank] > best.total - limit
+            found, limit = needier(best, found, closer), np.where(closer, limits[rank], limit)
+        best = found
     assert best is not None
-    return best
+    return best, limit
 
 
 def _in_flight(options: Options, rank: int) -> Numbers:
@@ -287,9 +403,3 @@ def _in_flight(options: Options, rank: int) -> Numbers:
     one_by_one = (options.schedule == ScheduleKind.ONE_F_ONE_B) | (options.schedule == ScheduleKind.ZB_H1)
     later = np.minimum(flight, np.maximum(options.pipeline - rank, 1.0))
     return np.where(options.pipeline > 1, np.where(one_by_one, later, flight), 1.0)
-
-
-def _needier(a: RankBytes, b: RankBytes) -> RankBytes:
-    more = np.asarray(b.total) > np.asarray(a.total)
-    names = RankBytes.__dataclass_fields__
-    return RankBytes(**{name: np.where(more, getattr(b, name), getattr(a, name)) for name in names})

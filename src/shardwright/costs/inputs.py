@@ -15,6 +15,7 @@ from shardwright.catalogue import Transformer
 from shardwright.cluster import Inventory
 
 __all__ = [
+    "Gathers",
     "Numbers",
     "Offload",
     "Options",
@@ -64,6 +65,18 @@ class Offload(IntEnum):
     NOTHING = 0
     OPTIMIZER = 1
     ACTIVATIONS = 2
+
+
+class Gathers(IntEnum):
+    """How groups that lie on several nodes gather and reduce-scatter.
+
+    FLAT: in one ring. BY_NODES: over nodes and inside of them at the same time, each byte entering a node
+    once. FASTER: the one of them that is.
+    """
+
+    FLAT = 0
+    BY_NODES = 1
+    FASTER = 2
 
 
 class Placement(IntEnum):
@@ -195,10 +208,11 @@ class Options(_Columns):
         microbatches: of a replica and step.
         schedule: see `ScheduleKind`.
         recompute: see `Recompute`.
+        kept_layers: blocks of a pipeline rank that full recomputation leaves out.
         offload: see `Offload`.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
         flash: 1 for fused attention that keeps no scores.
-        hierarchical: 1 where gathers go over nodes and inside of them at the same time.
+        hierarchical: see `Gathers`.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
         placement: see `Placement`.
     """
@@ -215,10 +229,11 @@ class Options(_Columns):
     microbatches: Numbers = 1.0
     schedule: Numbers = int(ScheduleKind.ONE_F_ONE_B)
     recompute: Numbers = int(Recompute.NONE)
+    kept_layers: Numbers = 0
     offload: Numbers = int(Offload.NOTHING)
     sequence_parallel: Numbers = 0
     flash: Numbers = 1
-    hierarchical: Numbers = 1
+    hierarchical: Numbers = int(Gathers.BY_NODES)
     whole_layers: Numbers = 0
     placement: Numbers = int(Placement.PDT)
 
@@ -231,6 +246,11 @@ class Options(_Columns):
     def num_ranks(self) -> Numbers:
         """Ranks of the job."""
         return self.tensor * self.pipeline * self.data * self.context
+
+    def recomputed(self, layers: Numbers) -> Numbers:
+        """Share of the blocks that full recomputation computes again, of a model with so many."""
+        kept = np.asarray(self.kept_layers) * self.pipeline / layers
+        return np.where(np.asarray(self.recompute) == Recompute.FULL, np.clip(1.0 - kept, 0.0, 1.0), 0.0)
 
     @property
     def replica_stride(self) -> Numbers:
@@ -263,6 +283,7 @@ class Rates(_Columns):
         link_latency_s: inside of a node.
         network_latency_s: between nodes.
         host_Bps: to the host's memory, one direction; 0 where there is none.
+        hop_Bps: of a node to the node of the next stage; 0: as to any other.
     """
 
     flops_per_s: Numbers
@@ -273,6 +294,7 @@ class Rates(_Columns):
     link_latency_s: Numbers = 1e-5
     network_latency_s: Numbers = 2e-5
     host_Bps: Numbers = 25e9
+    hop_Bps: Numbers = 0.0
 
     @classmethod
     def of(cls, machines: Inventory, dtype: str = "bfloat16") -> "Rates":

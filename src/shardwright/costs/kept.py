@@ -18,8 +18,9 @@ _SCORES = 5  # bytes of a token, head and key
 def kept_bytes(shape: Shape, options: Options) -> Numbers:
     """Bytes that a mean block keeps for the backward of one microbatch, wherever they are."""
     inputs = 2 * tokens_of(shape, options) * shape.hidden / _divided(options)
-    kept = _block_bytes(shape, options, scores=options.recompute == Recompute.NONE)
-    return np.where(options.recompute == Recompute.FULL, inputs, kept)
+    kept = _block_bytes(shape, options, scores=options.recompute != Recompute.SELECTIVE)
+    share = options.recomputed(shape.layers)
+    return share * inputs + (1 - share) * kept
 
 
 def whole_block_bytes(shape: Shape, options: Options) -> Numbers:

@@ -75,6 +75,7 @@ def hop_seconds(rates: Rates, num_bytes: Numbers, *, share: Numbers, near: Numbe
         share: share of the rate that is reached.
         near: whether all stages are on one node.
     """
-    rate = np.where(near, rates.link_Bps, rates.network_Bps / rates.per_node)
+    network = np.where(np.asarray(rates.hop_Bps) > 0, rates.hop_Bps, rates.network_Bps)
+    rate = np.where(near, rates.link_Bps, network / rates.per_node)
     latency = np.where(near, rates.link_latency_s, rates.network_latency_s)
     return num_bytes / (rate * share) + latency

@@ -20,7 +20,9 @@ __all__ = [
     "activation_bytes",
     "buckets_bytes",
     "in_flight",
+    "needier",
     "rank_bytes",
+    "stage_bytes",
     "state_bytes",
 ]
 
@@ -87,11 +89,16 @@ def rank_bytes(
         precision: of parameters and updates.
         base: bytes that are taken before the model is there.
     """
-    first = _stage_bytes(shape, options, precision, base, last=False)
-    last = _stage_bytes(shape, options, precision, base, last=True)
-    more = last.total > first.total
+    blocks = np.ceil(shape.layers / (options.pipeline * options.virtual) - 1e-9) * options.virtual
+    first = stage_bytes(shape, options, blocks, last=False, precision=precision, base=base)
+    last = stage_bytes(shape, options, blocks, last=True, precision=precision, base=base)
+    return needier(first, last, last.total > first.total)
+
+
+def needier(one: RankBytes, other: RankBytes, where: Numbers) -> RankBytes:
+    """The bytes of `one`, and those of `other` `where` that is so."""
     names = [field.name for field in fields(RankBytes)]
-    return RankBytes(**{name: np.where(more, getattr(last, name), getattr(first, name)) for name in names})
+    return RankBytes(**{name: np.where(where, getattr(other, name), getattr(one, name)) for name in names})
 
 
 def state_bytes(
@@ -119,12 +126,26 @@ def in_flight(options: Options) -> Numbers:
     return np.where(kind == ScheduleKind.ZB_H2, np.minimum(m, 2 * p - 1), found)
 
 
-def _stage_bytes(
-    shape: Shape, options: Options, precision: Precision, base: Numbers, *, last: bool
+def stage_bytes(
+    shape: Shape,
+    options: Options,
+    blocks: Numbers,
+    *,
+    last: bool,
+    precision: Precision = BF16,
+    base: Numbers = 1.5 * 2**30,
 ) -> RankBytes:
+    """Memory of a pipeline rank with so many blocks; it grows by as much with each of them.
+
+    Args:
+        shape: of the model.
+        options: the candidates.
+        blocks: of the rank.
+        last: it is the rank with the head; else it keeps as many microbatches as the first.
+        precision: of parameters and updates.
+        base: bytes that are taken before the model is there.
+    """
     p, t = options.pipeline, options.tensor
-    stages = p * options.virtual
-    blocks = np.ceil(shape.layers / stages - 1e-9) * options.virtual
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = (shape.attention_parameters + experts * shape.mlp_parameters) / t
     tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))

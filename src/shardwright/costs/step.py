@@ -6,7 +6,16 @@ import numpy as np
 
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Numbers, Offload, Options, Rates, ScheduleKind, Shape, Sharded
+from shardwright.costs.inputs import (
+    Gathers,
+    Numbers,
+    Offload,
+    Options,
+    Rates,
+    ScheduleKind,
+    Shape,
+    Sharded,
+)
 from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 
@@ -16,6 +25,7 @@ __all__ = [
     "bubble_seconds",
     "rank_parameters",
     "shard_seconds",
+    "step_of_stages",
     "step_seconds",
     "update_seconds",
 ]
@@ -70,12 +80,39 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
     """Seconds of a step of every candidate."""
     block = block_seconds(shape, options, rates, reached)
     head = head_seconds(shape, options, rates, reached)
+    slowest = _slowest_stage(shape, options, block.total, head)
+    return step_of_stages(shape, options, rates, reached, block=block, head=head, slowest=slowest)
+
+
+def step_of_stages(
+    shape: Shape,
+    options: Options,
+    rates: Rates,
+    reached: Efficiencies,
+    *,
+    block: BlockSeconds,
+    head: Numbers,
+    slowest: Numbers,
+    slowest_blocks: Numbers | None = None,
+) -> StepSeconds:
+    """Seconds of a step, of what its stages take for a microbatch.
+
+    Args:
+        shape: of the model.
+        options: the candidates.
+        rates: of the machines, for what ranks say to one another.
+        reached: shares of them.
+        block: a mean block.
+        head: the head and the loss.
+        slowest: the pipeline rank that takes longest.
+        slowest_blocks: that it has, for what it sums over replicas and updates; None: the mean.
+    """
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
-    slowest = _slowest_stage(shape, options, block.total, head)
     hop = _hop_seconds(shape, options, rates, reached)
     parameters = rank_parameters(shape, options)
+    summed = rank_parameters(shape, options, slowest_blocks)
     gather, scatter = shard_seconds(parameters, options, rates, reached, blocks * block.free + head / p)
     return StepSeconds(
         compute=m * (blocks * (block.forward + block.backward) + head / p),
@@ -88,18 +125,25 @@ def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
         point_to_point=m * hop,
         gather=gather,
         reduce_scatter=scatter,
-        all_reduce=all_reduce_seconds(parameters, options, rates, reached),
-        update=update_seconds(parameters, options, rates, reached),
+        all_reduce=all_reduce_seconds(summed, options, rates, reached),
+        update=update_seconds(summed, options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
 
 
-def rank_parameters(shape: Shape, options: Options) -> Numbers:
-    """Parameters that a pipeline rank trains, over its tensor parallel ranks: the mean with an embedding."""
+def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
+    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding.
+
+    Args:
+        shape: of the model.
+        options: the candidates.
+        blocks: of the rank; None: the mean.
+    """
+    blocks = shape.layers / options.pipeline if blocks is None else blocks
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + experts * shape.mlp_parameters
-    return (shape.layers / options.pipeline * block + shape.embedding_parameters) / options.tensor
+    return (blocks * block + shape.embedding_parameters) / options.tensor
 
 
 def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
@@ -179,7 +223,8 @@ def shard_seconds(
         link_share=reached.gather_link,
         network_share=reached.hierarchical_network,
     )
-    once = np.where(options.hierarchical > 0, by_nodes, flat)
+    faster = np.where(options.hierarchical == Gathers.FASTER, np.minimum(by_nodes, flat), by_nodes)
+    once = np.where(options.hierarchical == Gathers.FLAT, flat, faster)
     hidden = reached.overlap * computing
     gathers = np.where(options.sharded == Sharded.PARAMETERS, 2.0, 0.0)
     scatters = np.where(options.sharded >= Sharded.GRADIENTS, 1.0, 0.0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.topology.pricing import bytes_of, fits, seconds_of
+from shardwright.topology.pricing import fits, memory_of, seconds_of
 from shardwright.topology.search import Answer, closest_way, search
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
@@ -58,8 +58,7 @@ def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
     """For each rate of the machines, what a tenth more of it would spare; the most first."""
     found = []
     for name, what in _RATES.items():
-        better = replace(task.rates, **{name: getattr(task.rates, name) * _MORE})
-        seconds = float(seconds_of(task, way.options, rates=better).total)
+        seconds = float(seconds_of(task, way.options, faster={name: _MORE}).total)
         found.append(Sensitivity(what, 1 - seconds / way.step_s))
     return sorted(found, key=lambda each: -each.share)
 
@@ -79,9 +78,9 @@ def reasons(answer: Answer) -> list[str]:
     if felt:
         texts = [f"{each.what} {each.share:.1%}" for each in felt]
         found.append(f"A tenth more of one rate would spare: {', '.join(texts)}.")
-    share = best.peak_bytes / task.memory_bytes
+    share = best.peak_bytes / best.limit_bytes
     found.append(
-        f"The neediest rank takes {format_bytes(best.peak_bytes)} of {format_bytes(task.memory_bytes)} "
+        f"The neediest rank takes {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} "
         f"({share:.0%}): {best.memory_text}."
     )
     if best.not_run_yet:
@@ -100,14 +99,14 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)
-    needed = np.asarray(bytes_of(task, ways).total)
+    memory = memory_of(task, ways)
     first = f"The best way: {describe(answer.best)}."
-    if fits(task, ways, needed).any():
+    if fits(task, ways, memory).any():
         other = search(pinned).best
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
         return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
-    closest = closest_way(pinned, ways, needed)
-    over = closest.peak_bytes - task.memory_bytes
+    closest = closest_way(pinned, ways, np.asarray(memory[0].total))
+    over = closest.peak_bytes - closest.limit_bytes
     second = (
         f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
         f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
-from shardwright.costs import Offload, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.costs import Gathers, Offload, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
 from shardwright.topology.space import NAMES
 
@@ -16,6 +16,7 @@ _CHOICES: Mapping[str, type[IntEnum]] = {
     "recompute": Recompute,
     "offload": Offload,
     "placement": Placement,
+    "hierarchical": Gathers,
 }
 _OTHER_NAMES = {
     "1f1b": "one_f_one_b",

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import InfeasiblePlanError
-from shardwright.topology.pricing import bytes_of, fits, seconds_of
+from shardwright.topology.least_recomputation import with_least_recomputation
+from shardwright.topology.pricing import bytes_of, fits, memory_of, seconds_of
 from shardwright.topology.remedies import remedies
 from shardwright.topology.space import NAMES, all_ways
 from shardwright.topology.task import Task
@@ -54,8 +55,9 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
         ConfigError: the pins contradict one another.
     """
     ways = all_ways(task)
-    needed = np.asarray(bytes_of(task, ways).total)
-    fitting = np.flatnonzero(fits(task, ways, needed))
+    memory = memory_of(task, ways)
+    fitting = np.flatnonzero(fits(task, ways, memory))
+    needed = np.asarray(memory[0].total)
     if not len(fitting):
         raise InfeasiblePlanError(_nothing_fits(task, ways, needed))
     return best_of(task, ways.take(fitting), objective=objective, num_ways=len(needed))
@@ -71,6 +73,8 @@ def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -
         num_ways: of which these are a part.
     """
     number = len(np.atleast_1d(some.pipeline))
+    if objective == "speed":
+        some = with_least_recomputation(task, some)
     seconds = np.broadcast_to(_seconds(task, some), (number,))
     score = seconds if objective == "speed" else np.asarray(bytes_of(task, some).total)
     order = _order(score, simplicity(some), seconds)
@@ -140,7 +144,7 @@ def closest_way(task: Task, ways: Options, needed: NDArray[np.float64]) -> Way:
 def _nothing_fits(task: Task, ways: Options, needed: NDArray[np.float64]) -> str:
     closest = closest_way(task, ways, needed)
     lines = [
-        f"nothing of {len(needed)} ways fits in {format_bytes(task.memory_bytes)} a rank. The closest "
+        f"nothing of {len(needed)} ways fits in {format_bytes(closest.limit_bytes)} a rank. The closest "
         f"({closest.title}) needs {format_bytes(closest.peak_bytes)}: {closest.memory_text}.",
         "What would help:",
         *remedies(task, closest),

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.catalogue import LayerChain
+from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
 from shardwright.topology.task import NOT_RUN_YET, Task
 
@@ -109,7 +110,8 @@ def _grid(
         "offload": offloads[fits],
         "sequence_parallel": pins.get("sequence_parallel", int(tensor > 1)) * same,
         "flash": pins.get("flash", 1) * same,
-        "hierarchical": pins.get("hierarchical", 1) * same,
+        "hierarchical": pins.get("hierarchical", int(Gathers.FASTER)) * same,
+        "kept_layers": pins.get("kept_layers", 0) * same,
         "whole_layers": pins.get("whole_layers", 0) * same,
         "placement": placements[fits],
     }
@@ -196,6 +198,9 @@ def _check_pins(task: Task) -> None:
             raise ConfigError(f"{name!r} is no option of a topology. They are {', '.join(NAMES)}.")
         if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"{name} is {value}, but it must be at least 1.")
+        if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
+            what = "a chain of layers" if isinstance(task.model, LayerChain) else f"{task.layers} layers"
+            raise ConfigError(f"kept_layers is {value}, but {task.model.name} is {what}. Unpin it.")
         if task.only_what_runs and name in NOT_RUN_YET and value > (name != "offload"):
             raise ConfigError(
                 f"{name} is {value}, but this version does not run {NOT_RUN_YET[name]}. Unpin it, or search "
@@ -212,6 +217,7 @@ _MAY_BE_ZERO = frozenset(
         "sequence_parallel",
         "flash",
         "hierarchical",
+        "kept_layers",
         "whole_layers",
         "placement",
     }

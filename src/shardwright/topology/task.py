@@ -1,13 +1,13 @@
 """What a topology is searched for: a model, machines, a batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from shardwright.catalogue import LayerChain, Transformer
-from shardwright.cluster import Inventory
-from shardwright.costs import BF16, FP32, Calibration, Precision, Rates, Shape, calibration_of
+from shardwright.cluster import Inventory, NodeKind
+from shardwright.costs import BF16, FP32, Calibration, KindOfRank, Precision, Rates, Shape, calibration_of
 from shardwright.errors import ConfigError
 
 __all__ = ["MOST_BATCH", "MOST_RANKS", "NOT_RUN_YET", "Task"]
@@ -141,8 +141,26 @@ class Task:
     @property
     def memory_bytes(self) -> int:
         """That a rank may use, of the smallest accelerators."""
-        least = min(kind.accelerator.memory_bytes for kind, _ in self.machines.nodes)
-        return int(least / (1 + self.margin))
+        return min(self._memory_of(kind) for kind, _ in self.machines.nodes)
+
+    @cached_property
+    def kinds(self) -> tuple[KindOfRank, ...]:
+        """Of nodes that differ in what their ranks compute with; empty where all are alike."""
+        nodes = self.machines.nodes
+        if all(kind.accelerator == nodes[0][0].accelerator for kind, _ in nodes):
+            return ()
+        return tuple(
+            KindOfRank(
+                ranks=kind.num_accelerators * number,
+                rates=Rates.of(replace(self.machines, nodes=((kind, number),)), self.dtype),
+                reached=calibration_of(kind.accelerator.family, self.runtime).efficiencies,
+                memory_bytes=self._memory_of(kind),
+            )
+            for kind, number in nodes
+        )
+
+    def _memory_of(self, kind: NodeKind) -> int:
+        return int(kind.accelerator.memory_bytes / (1 + self.margin))
 
     @property
     def host_bytes(self) -> int:

@@ -1,10 +1,13 @@
 """One way to train: its options, what it takes, and how to say so."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from shardwright.costs import (
+    Gathers,
     Offload,
     Options,
     Placement,
@@ -12,7 +15,7 @@ from shardwright.costs import (
     ScheduleKind,
     Sharded,
 )
-from shardwright.topology.pricing import bytes_of, seconds_of
+from shardwright.topology.pricing import memory_of, mixed_of, seconds_of
 from shardwright.topology.task import NOT_RUN_YET, Task
 from shardwright.units import format_bytes, format_seconds
 
@@ -70,6 +73,8 @@ class Way:
         interval_s: between these, eight of ten runs should be.
         seconds: parts that add up to the step.
         num_bytes: parts that add up to what the neediest rank takes.
+        limit_bytes: that this rank may use.
+        layers: that a pipeline rank has at most, by kind of node; empty where all nodes are alike.
         provenance: what the seconds rest on.
         tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
         dollars_per_million_tokens: None where a price is not known.
@@ -80,6 +85,8 @@ class Way:
     interval_s: tuple[float, float]
     seconds: dict[str, float]
     num_bytes: dict[str, int]
+    limit_bytes: int
+    layers: Mapping[str, int]
     provenance: str
     tokens_per_s: float
     dollars_per_million_tokens: float | None
@@ -106,8 +113,14 @@ class Way:
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
+        if len(set(self.layers.values())) > 1:
+            text += f"; layers a stage: {', '.join(f'{n} on {kind}' for kind, n in self.layers.items())}"
         if o.recompute != Recompute.NONE:
             text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
+        if o.recompute == Recompute.FULL and o.kept_layers:
+            text += f" of all but {int(o.kept_layers)} layers a rank"
+        if o.hierarchical == Gathers.FLAT and o.sharded >= Sharded.GRADIENTS:
+            text += "; gathers in one ring"
         if o.offload:
             text += f"; {Offload(int(o.offload)).name.lower()} in the host's memory"
         return text
@@ -159,7 +172,7 @@ class Way:
         elif o.sharded:
             found["shard_optimizer_state"] = True
         if o.recompute == Recompute.FULL:
-            found["activation_checkpointing"] = "full"
+            found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
         return found
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -172,6 +185,8 @@ class Way:
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
             "bytes": self.num_bytes,
+            "limit_bytes": self.limit_bytes,
+            "layers": dict(self.layers),
             "tokens_per_s": self.tokens_per_s,
             "dollars_per_million_tokens": self.dollars_per_million_tokens,
             "provenance": self.provenance,
@@ -187,7 +202,11 @@ def way_of(task: Task, options: Options) -> Way:
         task: what is asked for.
         options: numbers.
     """
-    step, memory = seconds_of(task, options), bytes_of(task, options)
+    if options.hierarchical == Gathers.FASTER:
+        flat = replace(options, hierarchical=int(Gathers.FLAT))
+        by_nodes = replace(options, hierarchical=int(Gathers.BY_NODES))
+        options = min((by_nodes, flat), key=lambda way: float(seconds_of(task, way).total))
+    step, (memory, limit) = seconds_of(task, options), memory_of(task, options)
     total = float(step.total)
     price = task.machines.price_per_hour
     return Way(
@@ -196,10 +215,19 @@ def way_of(task: Task, options: Options) -> Way:
         interval_s=task.calibration.interval(total),
         seconds={name: float(getattr(step, name)) for name in _PARTS},
         num_bytes={name: int(getattr(memory, name)) for name in _MEMORY},
+        limit_bytes=int(np.max(limit)),
+        layers=_layers(task, options),
         provenance=task.calibration.provenance,
         tokens_per_s=task.tokens / total,
         dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
     )
+
+
+def _layers(task: Task, options: Options) -> Mapping[str, int]:
+    if not task.kinds:
+        return {}
+    most = mixed_of(task, options).blocks[:, 0]
+    return {kind.name: int(n) for (kind, _), n in zip(task.machines.nodes, most, strict=True)}
 
 
 def _microbatches(options: Options) -> str:

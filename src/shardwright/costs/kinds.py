@@ -1,0 +1,337 @@
+"""Nodes of several kinds: stages on faster ones take more blocks, as far as their memory goes.
+
+Where pipelines go over nodes (placement PDT), a stage lies on neighbouring ranks, and so on nodes of one
+kind, or of two where kinds meet. Blocks are dealt so that the stage that takes longest is as fast as can be::
+
+    least T with  sum over stages of min(floor(T / t), cap) >= blocks
+
+for t seconds a block, its share of sums over replicas and of the update with it, and at most cap blocks in
+memory. Wherever a stage lies on several kinds, as all do
+where replicas go over nodes, the slowest of them counts, because its replicas wait for one another.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
+from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.inputs import Numbers, Options, Placement, Rates, Shape
+from shardwright.costs.memory import BF16, Precision, RankBytes, needier, stage_bytes
+from shardwright.costs.step import (
+    StepSeconds,
+    all_reduce_seconds,
+    rank_parameters,
+    step_of_stages,
+    update_seconds,
+)
+
+__all__ = ["KindOfRank", "MixedPrices", "StagesAlike", "mixed_prices", "rates_among", "stages_alike"]
+
+_BISECTIONS = 30
+_ROUNDING = 1e-9
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindOfRank:
+    """Ranks of one kind of node.
+
+    Attributes:
+        ranks: how many there are.
+        rates: of such nodes among themselves.
+        reached: shares of the rates.
+        memory_bytes: that a rank may use.
+    """
+
+    ranks: int
+    rates: Rates
+    reached: Efficiencies
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagesAlike:
+    """Neighbouring pipeline ranks on the same kinds of nodes.
+
+    Attributes:
+        kinds: numbers of the kinds.
+        stages: how many pipeline ranks there are.
+        last: it is the pipeline rank with the head, which is always apart.
+    """
+
+    kinds: tuple[int, ...]
+    stages: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrices:
+    """What ways take on nodes of several kinds.
+
+    Attributes:
+        seconds: of a step.
+        num_bytes: of the rank that is closest to its limit, or furthest beyond it.
+        limit: bytes that this rank may use.
+        blocks: of the pipeline ranks of each kind of node, at most: (kinds, ways); 0 where a kind has none.
+    """
+
+    seconds: StepSeconds
+    num_bytes: RankBytes
+    limit: Floats
+    blocks: Floats
+
+
+def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[StagesAlike]:
+    """Which kinds of nodes the stages of a pipeline lie on.
+
+    Args:
+        ranks: of each kind, in their order.
+        pipeline: pipeline ranks.
+        apart: pipelines go over nodes; else each stage lies on all kinds.
+
+    >>> [(each.kinds, each.stages) for each in stages_alike([8, 4], 6, apart=True)]
+    [((0,), 4), ((1,), 1), ((1,), 1)]
+    """
+    ends = np.cumsum(ranks)
+    total = int(ends[-1])
+    found: list[StagesAlike] = []
+    for stage in range(pipeline):
+        first, behind = stage * total // pipeline, (stage + 1) * total // pipeline
+        kinds = tuple(
+            kind
+            for kind, end in enumerate(ends.tolist())
+            if not apart or (first < end and behind > end - ranks[kind])
+        )
+        last = stage == pipeline - 1
+        if found and found[-1].kinds == kinds and not last:
+            found[-1] = replace(found[-1], stages=found[-1].stages + 1)
+        else:
+            found.append(StagesAlike(kinds, 1, last))
+    return found
+
+
+def rates_among(kinds: Sequence[KindOfRank], between: Rates) -> Rates:
+    """Rates where each stage lies on one kind of node: messages go between kinds, but no sums do."""
+    slowest = min(float(kind.rates.network_Bps) for kind in kinds)
+    return replace(between, network_Bps=slowest, hop_Bps=between.network_Bps)
+
+
+def mixed_prices(
+    shape: Shape,
+    options: Options,
+    kinds: Sequence[KindOfRank],
+    between: Rates,
+    *,
+    precision: Precision = BF16,
+    base: float = 1.5 * 2**30,
+) -> MixedPrices:
+    """Seconds and bytes of every candidate.
+
+    Args:
+        shape: of the model: one.
+        options: the candidates.
+        kinds: of nodes, in the order of their ranks.
+        between: rates where nodes of several kinds meet; of compute and memory, the slowest.
+        precision: of parameters and updates.
+        base: bytes that are taken before the model is there.
+    """
+    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
+    columns = Options(
+        **{
+            name: np.broadcast_to(np.asarray(getattr(options, name), dtype=float), (number,))
+            for name in options.names()
+        }
+    )
+    seconds = {field.name: np.zeros(number) for field in fields(StepSeconds)}
+    num_bytes = {field.name: np.zeros(number) for field in fields(RankBytes)}
+    limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
+    for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
+        found = _Group(shape, columns.take(chosen), alike, kinds, between, precision, base).prices()
+        for name, column in seconds.items():
+            column[chosen] = getattr(found.seconds, name)
+        for name, column in num_bytes.items():
+            column[chosen] = getattr(found.num_bytes, name)
+        limit[chosen], blocks[:, chosen] = found.limit, found.blocks
+    return MixedPrices(
+        seconds=StepSeconds(**_as_asked(options, seconds)),
+        num_bytes=RankBytes(**_as_asked(options, num_bytes)),
+        limit=limit,
+        blocks=blocks,
+    )
+
+
+def _as_asked(options: Options, columns: dict[str, Floats]) -> dict[str, Numbers]:
+    """Numbers of one candidate, columns of several."""
+    if any(np.ndim(getattr(options, name)) for name in options.names()):
+        return dict(columns)
+    return {name: column[0] for name, column in columns.items()}
+
+
+def _groups(options: Options, ranks: Sequence[int]) -> Iterator[tuple[NDArray[np.intp], list[StagesAlike]]]:
+    """Candidates whose stages lie on the same kinds of nodes."""
+    apart = (options.pipeline > 1) & (options.placement == Placement.PDT)
+    distinct, which = np.unique(np.where(apart, options.pipeline, -options.pipeline), return_inverse=True)
+    for number, signed in enumerate(distinct.tolist()):
+        alike = stages_alike(ranks, int(abs(signed)), apart=signed > 0)
+        yield np.flatnonzero(which == number), alike
+
+
+class _Group:
+    """Candidates whose stages lie on the same kinds of nodes."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        options: Options,
+        alike: list[StagesAlike],
+        kinds: Sequence[KindOfRank],
+        between: Rates,
+        precision: Precision,
+        base: float,
+    ):
+        self._shape, self._options, self._alike, self._kinds = shape, options, alike, kinds
+        self._between, self._precision, self._base = between, precision, base
+        self._slow = max({kind for each in alike for kind in each.kinds}, key=self._slowness)
+        self._number = len(np.asarray(options.pipeline))
+        used = sorted({kind for each in alike for kind in each.kinds})
+        blocks = {k: block_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
+        heads = {k: head_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
+        self._blocks = [_slowest([blocks[k] for k in each.kinds]) for each in alike]
+        self._head = self._wide(np.maximum.reduce([heads[k] for k in alike[-1].kinds]))
+        self._limits = np.array([min(kinds[k].memory_bytes for k in each.kinds) for each in alike])
+        self._memories = np.array(
+            [min(float(kinds[k].rates.memory_Bps) for k in each.kinds) for each in alike]
+        )
+        self._stages = np.array([each.stages for each in alike], dtype=float)[:, None]
+
+    def prices(self) -> MixedPrices:
+        """Of all candidates of the group."""
+        shape, options = self._shape, self._options
+        totals = np.stack([self._wide(block.total) for block in self._blocks])
+        rates = self._rates()
+        # What a block adds to the end of a step, spread over its microbatches.
+        ends = np.stack([self._end(rates, memory) for memory in self._memories]) / options.microbatches
+        caps = self._caps()
+        too_few = (self._stages * np.minimum(caps, shape.layers)).sum(axis=0) < shape.layers
+        # What does not fit is priced all the same, without regard for memory.
+        most = self._dealt(totals + ends, np.where(too_few | (caps < 1).any(axis=0), np.inf, caps))
+        heads = np.zeros_like(totals)
+        heads[-1] = self._head
+        slowest = np.argmax(most * (totals + ends) + heads, axis=0)
+        share = self._stages / totals  # as blocks would be dealt if they could be cut
+        seconds = step_of_stages(
+            shape,
+            options,
+            replace(rates, memory_Bps=self._memories[slowest]),
+            self._kinds[self._slow].reached,
+            block=_mean(self._blocks, share / share.sum(axis=0)),
+            head=self._head,
+            slowest=np.take_along_axis(most * totals + heads, slowest[None], axis=0)[0],
+            slowest_blocks=np.take_along_axis(most, slowest[None], axis=0)[0],
+        )
+        num_bytes, limit = self._neediest(most)
+        blocks = np.zeros((len(self._kinds), self._number))
+        for each, of_each in zip(self._alike, most, strict=True):
+            for kind in each.kinds:
+                blocks[kind] = np.maximum(blocks[kind], of_each)
+        return MixedPrices(seconds=seconds, num_bytes=num_bytes, limit=limit, blocks=blocks)
+
+    def _end(self, rates: Rates, memory_rate: float) -> Floats:
+        """Seconds by which a block more makes sums over replicas, and updates, longer."""
+        reached, own = self._kinds[self._slow].reached, replace(rates, memory_Bps=memory_rate)
+        found = 0.0
+        for blocks, sign in ((1.0, 1.0), (0.0, -1.0)):
+            parameters = rank_parameters(self._shape, self._options, blocks)
+            found += sign * all_reduce_seconds(parameters, self._options, own, reached)
+            found += sign * update_seconds(parameters, self._options, own, reached)
+        ends: Floats = self._wide(found)
+        return ends
+
+    def _slowness(self, kind: int) -> float:
+        return -float(self._kinds[kind].rates.flops_per_s)
+
+    def _caps(self) -> Floats:
+        """Blocks that fit in the memory of a pipeline rank: (alike, ways)."""
+        found = []
+        for each, limit in zip(self._alike, self._limits, strict=True):
+            none, one = (self._bytes(each, blocks).total for blocks in (0.0, 1.0))
+            found.append(self._wide(np.floor((limit - none) / np.maximum(one - none, 1.0) + _ROUNDING)))
+        return np.stack(found)
+
+    def _bytes(self, each: StagesAlike, blocks: Numbers) -> RankBytes:
+        return stage_bytes(
+            self._shape, self._options, blocks, last=each.last, precision=self._precision, base=self._base
+        )
+
+    def _dealt(self, totals: Floats, caps: Floats) -> Floats:
+        """Blocks of a pipeline rank, at most: (alike, ways)."""
+        layers = self._shape.layers
+        each_equal = np.full_like(totals, np.ceil(layers / self._stages.sum()))
+        low, high = np.zeros(self._number), layers * totals.max(axis=0) + self._head
+        found = self._within(high, totals, caps)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            blocks = self._within(middle, totals, caps)
+            enough = (self._stages * blocks).sum(axis=0) >= layers
+            found = np.where(enough, blocks, found)
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return np.where(np.asarray(self._options.whole_layers) > 0, each_equal, found)
+
+    def _within(self, time: Floats, totals: Floats, caps: Floats) -> Floats:
+        """Blocks that pipeline ranks compute in a time; at least one, as each has a stage."""
+        left = np.broadcast_to(time, totals.shape).copy()
+        left[-1] -= self._head
+        return np.clip(np.floor(left / totals + _ROUNDING), 1.0, np.minimum(caps, self._shape.layers))
+
+    def _neediest(self, most: Floats) -> tuple[RankBytes, Floats]:
+        found: RankBytes | None = None
+        limit = np.zeros(self._number)
+        for each, blocks, own_limit in zip(self._alike, most, self._limits, strict=True):
+            of_each = self._bytes(each, blocks)
+            if found is None:
+                found, limit = of_each, np.full(self._number, own_limit)
+                continue
+            closer = self._wide(of_each.total - own_limit > found.total - limit)
+            found, limit = needier(found, of_each, closer), np.where(closer, own_limit, limit)
+        assert found is not None
+        return found, limit
+
+    def _rates(self) -> Rates:
+        if any(len(each.kinds) > 1 for each in self._alike):
+            return self._between
+        return rates_among([self._kinds[each.kinds[0]] for each in self._alike], self._between)
+
+    def _wide(self, numbers: Any) -> Any:
+        return np.broadcast_to(np.asarray(numbers), (self._number,))
+
+
+def _slowest(blocks: list[BlockSeconds]) -> BlockSeconds:
+    """A block whose replicas on several kinds of nodes wait for one another."""
+    if len(blocks) == 1:
+        return blocks[0]
+    slowest = np.argmax(np.stack(np.broadcast_arrays(*(block.total for block in blocks))), axis=0)
+    return BlockSeconds(
+        **{
+            field.name: np.choose(
+                slowest, np.broadcast_arrays(*(getattr(block, field.name) for block in blocks))
+            )
+            for field in fields(BlockSeconds)
+        }
+    )
+
+
+def _mean(blocks: list[BlockSeconds], share: Floats) -> BlockSeconds:
+    """The mean block, where so many of all are of each."""
+    return BlockSeconds(
+        **{
+            field.name: sum(
+                part * getattr(block, field.name) for part, block in zip(share, blocks, strict=True)
+            )
+            for field in fields(BlockSeconds)
+        }
+    )
