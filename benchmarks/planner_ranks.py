@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ import shardwright.torch as sw
 from live_bytes import HeapBytes
 from models import Task, conv_net, gpt
 from shardwright.config import Config
-from shardwright.plan import Trial
+from shardwright.planner import best_plans, meshes
 from shardwright.torch.context import context
-from shardwright.torch.plan_here import Training, plan_here
+from shardwright.torch.plan_here import Training, measure_here, title_of, try_plan
 from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright_side import Ours
 
@@ -38,6 +38,8 @@ TASKS = {
 }
 _WARM_UP = 2
 _ALL = 50
+_CONTENDERS = 4  # of those that took least
+_VERIFIED = 3  # of those that are predicted to take least
 
 
 def predicted_and_measured(task: str, settings: Mapping[str, Any], steps: int) -> tuple[float, float, str]:
@@ -107,26 +109,38 @@ class _WithLoss(nn.Module):
         return self._loss(self.model(x), y)
 
 
-def all_tried(task: str, steps: int) -> list[tuple[str, float, float]]:
+def all_tried(task: str, steps: int, rounds: int) -> list[tuple[str, float, list[float]]]:
     """What every grid of ranks with every number of microbatches takes, the best by prediction first.
 
+    Everything is tried once. What may be the best, and what is predicted to be, is tried again in turn, so
+    that a slow moment of the machine strikes all of them alike, and none wins by a lucky one.
+
     Returns:
-        For each, its name and the seconds for a batch of a replica: predicted and measured.
+        For each, its name and the seconds for a batch of a replica: predicted, and measured in every round.
     """
-    trained = TASKS[task]
+    trained, config = TASKS[task], Config()
     training = Training(build=lambda: _WithLoss(trained), arguments=(trained.batch(), {}))
-    plan = plan_here(training, config=Config(), most=_ALL, steps=steps)
-    found = [
-        (_name_of(trial), trial.predicted_s / trial.mesh.data, trial.step_s / trial.mesh.data)
-        for trial in plan.trials
+    measured = measure_here(training, config=config)
+    grids = meshes(dist.get_world_size(), config)
+    plans: list[Any] = [best_plans(grids, lambda mesh: measured.plans(mesh, config), most=_ALL)]
+    dist.broadcast_object_list(plans, src=0)
+    (plans,) = plans
+    found: list[list[float]] = [[] for _ in plans]
+
+    def go(numbers: Iterable[int], title: str) -> None:
+        for number in numbers:
+            seconds = try_plan(training, plans[number], config=config, steps=steps, title=title)
+            found[number].append(seconds / plans[number].mesh.data)
+
+    go(range(len(plans)), "trying")
+    order = sorted(range(len(plans)), key=lambda number: found[number][0])
+    contenders = sorted({*order[:_CONTENDERS], *range(min(_VERIFIED, len(plans)))})
+    for turn in range(rounds):
+        go(contenders if turn % 2 else reversed(contenders), f"round {turn + 1} of {rounds}")
+    return [
+        (title_of(plan), plan.prediction.step_s / plan.mesh.data, seconds)
+        for plan, seconds in zip(plans, found, strict=True)
     ]
-    return sorted(found, key=lambda row: row[1])
-
-
-def _name_of(trial: Trial) -> str:
-    mesh, schedule = trial.mesh, trial.schedule
-    shard = f", shard {mesh.shard}" if mesh.shard > 1 else ""
-    return f"pipeline {mesh.pipeline} x data {mesh.data}{shard}, {schedule.microbatches} of {schedule.kind}"
 
 
 def main() -> None:
@@ -135,11 +149,12 @@ def main() -> None:
     parser.add_argument("--task", required=True)
     parser.add_argument("--settings", type=json.loads, help="without them, everything is tried")
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--rounds", type=int, default=0, help="in which the best are tried again")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     found: Any = (
-        all_tried(options.task, options.steps)
+        all_tried(options.task, options.steps, options.rounds)
         if options.settings is None
         else predicted_and_measured(options.task, options.settings, options.steps)
     )

@@ -174,6 +174,7 @@ class Prediction(_Record):
         memory: peak memory of each pipeline rank.
         provenance: whether the costs were measured or estimated.
         correction: what `step_s` was multiplied by, as earlier runs on the machines took so much longer.
+        update_s: seconds of the optimizer's update, on the rank that has most to update; 0: not known.
         error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
         conditions: what the step was simulated with; None in plans of versions that did not keep it.
     """
@@ -185,6 +186,7 @@ class Prediction(_Record):
     memory: tuple[MemoryPrediction, ...]
     provenance: Literal["measured", "estimated"]
     correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
+    update_s: Seconds = 0.0
     error: Seconds = 0.0
     conditions: Conditions | None = None
 

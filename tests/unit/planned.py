@@ -33,6 +33,7 @@ def planned(
     slow_stage: float = 1.0,
     message_bytes: int = 1000,
     sync_s: float = 0.05,
+    update_s: float = 0.0,
     conditions: bool = True,
     unit: str = "h.{stage}",
     **changed: Any,
@@ -78,6 +79,7 @@ def planned(
         prediction=Prediction(
             step_s=1.0,
             sync_s=sync_s,
+            update_s=update_s,
             bubble=0.0,
             stages=stages,
             memory=(),

@@ -16,6 +16,7 @@ class Device:
         reached: share of it that products reach; 1 where it was measured, and is no peak of a data sheet.
         memory_Bps: memory bandwidth, bytes per second.
         overhead_s: time that one unit call takes however small it is.
+        update_Bps: bytes of parameters that the optimizer updates a second; 0 where it was not measured.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Device:
     reached: float = 0.7
     memory_Bps: float = 1e10
     overhead_s: float = 2e-5
+    update_Bps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class Cluster:
             proportion.
         intra_node: link between two ranks of one host.
         inter_node: link between two hosts.
+        slowness: for each host, how many times as long its ranks compute as costs say; empty: as long.
     """
 
     device: Device
@@ -65,8 +68,14 @@ class Cluster:
     cores_per_node: int = 0
     intra_node: Link
     inter_node: Link
+    slowness: tuple[float, ...] = ()
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two world ranks, which are numbered host by host."""
         same_host = rank_a // self.ranks_per_node == rank_b // self.ranks_per_node
         return self.intra_node if same_host else self.inter_node
+
+    def slowness_of(self, rank: int) -> float:
+        """How many times as long a world rank computes as costs say; unknown hosts: once."""
+        host = rank // self.ranks_per_node
+        return self.slowness[host] if host < len(self.slowness) else 1.0

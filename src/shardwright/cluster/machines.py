@@ -23,7 +23,9 @@ def find_machines(text: str) -> Inventory:
 
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
-    """What a run of one rank an accelerator sees of some machines; of several kinds, the slowest.
+    """What a run of one rank an accelerator sees of some machines.
+
+    Of several kinds the slowest counts, but for computing: faster nodes take less of what costs say.
 
     Args:
         machines: by kinds of nodes.
@@ -65,7 +67,15 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
             occupancy=_occupancy(kinds),
         ),
         inter_node=Link(latency_s=max(kind.network_latency_s for kind in kinds), bandwidth_Bps=min(network)),
+        slowness=_slowness(machines, slowest.flops_per_s[dtype], dtype),
     )
+
+
+def _slowness(machines: Inventory, least: float, dtype: str) -> tuple[float, ...]:
+    of_nodes = [
+        least / kind.accelerator.flops_per_s[dtype] for kind, number in machines.nodes for _ in range(number)
+    ]
+    return tuple(of_nodes) if min(of_nodes) < 1 else ()
 
 
 def _occupancy(kinds: list[NodeKind]) -> float:

@@ -72,7 +72,9 @@ def _waterfall(predicted: Predicted) -> str:
         # At least one mark: a part that is listed is there.
         bar = "█" * max(1, round(abs(share) * _BAR))
         rows.append([part.name, format_seconds(part.seconds), f"{share:.1%}", bar])
-    rows.append(["predicted step", format_seconds(step_s), "100.0%", "without the optimizer's own step"])
+    rows.append(["predicted step", format_seconds(step_s), "100.0%", "without the optimizer's update"])
+    if predicted.update_s:
+        rows.append(["optimizer's update", format_seconds(predicted.update_s), "", "after the step"])
     return align(rows)
 
 

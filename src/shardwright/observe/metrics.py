@@ -24,14 +24,15 @@ class Metric(StrEnum):
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
     recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
-    hopeful. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are what rounding to 8 bits lost of what rank 0 sent,
-    relative to that.
+    hopeful. ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
+    what rounding to 8 bits lost of what rank 0 sent, relative to that.
     """
 
     LOSS = "train/loss"
     LEARNING_RATE = "train/learning_rate"
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
+    UPDATE = "time/update(s)"
     STEP_ERROR = "time/prediction_error(share)"
     SAMPLES = "throughput/samples(1/s)"
     TOKENS = "throughput/tokens(1/s)"
@@ -63,6 +64,7 @@ class StepRecord:
         memory_bytes: peak memory of each rank.
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
+        update_s: seconds of the optimizer's update before the step, on the rank that writes.
         gradient_error: what rounding gradients to 8 bits lost, relative to them.
         parameter_error: the same, of parameters.
     """
@@ -79,6 +81,7 @@ class StepRecord:
     memory_bytes: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
+    update_s: float | None = None
     gradient_error: float | None = None
     parameter_error: float | None = None
 
@@ -100,6 +103,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.LEARNING_RATE: record.learning_rate,
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
+        Metric.UPDATE: record.update_s,
         Metric.GRADIENT_ERROR: record.gradient_error,
         Metric.PARAMETER_ERROR: record.parameter_error,
         Metric.BUBBLE: record.bubble_measured,

@@ -11,6 +11,7 @@ from shardwright.units import format_bytes, format_seconds
 __all__ = ["alternatives", "describe_memory", "predict", "reasons", "title"]
 
 _NUM_ALTERNATIVES = 5
+_MOVED_BY_ADAM = 7  # numbers for each parameter: four are read, three are written
 
 
 def predict(option: Option) -> Prediction:
@@ -41,9 +42,17 @@ def predict(option: Option) -> Prediction:
         memory=option.memory,
         provenance=layout.chain.provenance,
         correction=correction.factor,
+        update_s=_update_seconds(option),
         error=correction.error_of(layout.chain.provenance),
         conditions=conditions_of(option),
     )
+
+
+def _update_seconds(option: Option) -> float:
+    """Of the rank that updates most."""
+    device = option.workload.fabric.cluster.device
+    most = max(state.optimized for state in option.layout.state_bytes())
+    return most / (device.update_Bps or device.memory_Bps / _MOVED_BY_ADAM)
 
 
 def title(option: Option) -> str:
@@ -67,6 +76,7 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
             f"Summing the gradients over {replicas} replicas takes {format_seconds(best.replica_s)} a step."
         )
     found += _sharing(best)
+    found += _slow_hosts(best)
     if config.pins:
         pins = ", ".join(f"{key} {value}" for key, value in config.pins.items())
         found.append(f"Fixed by the settings: {pins}.")
@@ -88,6 +98,17 @@ def _correction(best: Option) -> list[str]:
     text = f"{correction.runs} earlier runs like it on this machine correct the step by {by}"
     inside = "" if correction.error is None else f"; nine of ten took that within {correction.error:.0%}"
     return [f"{text}{inside}."]
+
+
+def _slow_hosts(best: Option) -> list[str]:
+    slowness = best.layout.slowness
+    if len(set(slowness)) < 2:
+        return []
+    ratio = max(slowness) / min(slowness)
+    slow = [str(rank) for rank, times in enumerate(slowness) if times == max(slowness)]
+    who = f"Pipeline rank {slow[0]}" if len(slow) == 1 else f"Pipeline ranks {', '.join(slow)}"
+    takes = "takes" if len(slow) == 1 else "take"
+    return [f"{who} {takes} {ratio:.1f} times as long as the fastest for the same work, and less of it."]
 
 
 def _sharing(best: Option) -> list[str]:

@@ -51,6 +51,20 @@ class Fabric:
         return max(links, key=lambda link: link.seconds(2**20), default=None)
 
     @property
+    def slowness(self) -> tuple[float, ...]:
+        """For each pipeline rank, how many times as long it computes as costs say; empty: as long.
+
+        Replicas wait for one another: the slowest counts.
+        """
+        if not self.cluster.slowness:
+            return ()
+        mesh = self.mesh
+        return tuple(
+            max(self.cluster.slowness_of(mesh.rank_of(pipeline=p, data=d)) for d in range(mesh.data))
+            for p in range(mesh.pipeline)
+        )
+
+    @property
     def ranks_per_node(self) -> int:
         """Pipeline ranks of one replica that share a host."""
         hosts = [

@@ -1,7 +1,7 @@
 """A chain cut in stages, with the stages on ranks: what each stage costs and what flows between them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 import numpy as np
@@ -22,12 +22,14 @@ class Layout:
         cuts: position of the first call of each stage, then the number of calls.
         ranks: pipeline rank of each stage.
         recompute: for each call, whether its activations are recomputed in the backward.
+        slowness: for each pipeline rank, how many times as long its calls take; empty: once.
     """
 
     chain: Chain
     cuts: tuple[int, ...]
     ranks: tuple[int, ...]
     recompute: NDArray[np.bool_]
+    slowness: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -57,16 +59,17 @@ class Layout:
         chain = self.chain
         saved = self.saved_bytes()
         again = np.where(self.recompute, chain.recompute_s, 0.0)
+        times = np.array([self.slowness[rank] for rank in self.ranks]) if self.slowness else 1.0
         columns = [
-            np.add.reduceat(values, np.asarray(self.cuts[:-1])).tolist()
-            for values in (
-                chain.forward_s,
-                chain.backward_s,
-                chain.input_s,
-                chain.weight_s,
-                saved,
-                again,
-                chain.weight_bytes,
+            (np.add.reduceat(values, np.asarray(self.cuts[:-1])) * factor).tolist()
+            for values, factor in (
+                (chain.forward_s, times),
+                (chain.backward_s, times),
+                (chain.input_s, times),
+                (chain.weight_s, times),
+                (saved, 1.0),
+                (again, times),
+                (chain.weight_bytes, 1.0),
             )
         ]
         return tuple(
@@ -202,4 +205,4 @@ class Layout:
         """The same layout with exactly these calls recomputed."""
         recompute = np.zeros(self.chain.num_calls, dtype=bool)
         recompute[list(calls)] = True
-        return Layout(chain=self.chain, cuts=self.cuts, ranks=self.ranks, recompute=recompute)
+        return replace(self, recompute=recompute)

@@ -45,11 +45,16 @@ class Objective:
     memory_weight: float
     limit_bytes: int
     recompute: RecomputePolicy
-    _cache: dict[int, Floats] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False, repr=False)
 
-    def cost(self, in_flight: int) -> Floats:
-        """Cost of every interval as a stage with so many microbatches in flight; infinite: impossible."""
-        if in_flight not in self._cache:
+    def cost(self, in_flight: int, slowness: float = 1.0) -> Floats:
+        """Cost of every interval as a stage; infinite: impossible.
+
+        Args:
+            in_flight: microbatches that the stage has in flight.
+            slowness: how many times as long its rank takes as the tables say.
+        """
+        if (in_flight, slowness) not in self._cache:
             tables = self.tables
             saved = in_flight * tables.saved_bytes
             again, overflow = self._relax(
@@ -60,21 +65,27 @@ class Objective:
                 recomputed=tables.recomputed_bytes,
                 again_s=tables.recompute_s,
             )
-            cost = self._mix(self.seconds + again, self.state_bytes + saved)
+            cost = self._mix((self.seconds + again) * slowness, self.state_bytes + saved)
             possible = np.triu(overflow <= 0, 1)
-            self._cache[in_flight] = np.where(possible, cost, np.inf)
-        return self._cache[in_flight]
+            self._cache[in_flight, slowness] = np.where(possible, cost, np.inf)
+        return self._cache[in_flight, slowness]
 
     def rank_key(
-        self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]
+        self,
+        cuts: Sequence[int],
+        *,
+        ranks: Sequence[int],
+        in_flight: Sequence[int],
+        slowness: Sequence[float] = (),
     ) -> tuple[float, float, float, float]:
         """What counts for ranks: bytes missing on the worst, on all; the dearest rank, the dearest stage."""
         at, owner = np.asarray(cuts), np.asarray(ranks)
         pick = (at[:-1], at[1:])
         sums = self._rank_sums(pick, owner, np.asarray(in_flight))
         again, overflow = self._relax(**sums)
-        seconds = self.seconds[pick]
-        cost = self._mix(np.bincount(owner, seconds) + again, sums["state"] + sums["saved"])
+        times = np.asarray(slowness) if slowness else np.ones(len(again))
+        seconds = self.seconds[pick] * times[owner]
+        cost = self._mix(np.bincount(owner, seconds) + again * times, sums["state"] + sums["saved"])
         return float(overflow.max()), float(overflow.sum()), float(cost.max()), float(seconds.max())
 
     def fits(self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]) -> bool:

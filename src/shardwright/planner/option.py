@@ -75,7 +75,7 @@ class Workload:
         self.fabric = fabric
         self.demands = demands
         self._objectives: dict[float, Objective] = {}
-        self._free_splits: dict[tuple[float, int], tuple[int, ...] | None] = {}
+        self._free_splits: dict[tuple[float, tuple[float, ...]], tuple[int, ...] | None] = {}
 
     def draft(
         self, kind: str, ranks: tuple[int, ...], *, exposed: float = 1.0, cuts: tuple[int, ...] | None = None
@@ -97,7 +97,9 @@ class Workload:
             starts = self.chain.starts
             cuts = tuple(starts[cut] for cut in self._cut(ranks, flying, exposed))
         recompute = np.full(self.chain.num_calls, demands.recompute == "full")
-        layout = Layout(chain=self.chain, cuts=cuts, ranks=ranks, recompute=recompute)
+        layout = Layout(
+            chain=self.chain, cuts=cuts, ranks=ranks, recompute=recompute, slowness=self.fabric.slowness
+        )
         if demands.recompute == "auto":
             layout = choose_recompute(
                 layout,
@@ -133,29 +135,35 @@ class Workload:
         objective = self.objective(exposed)
         num_atoms, num_stages = self.chain.num_atoms, len(ranks)
         several = num_stages > max(ranks) + 1
+        slowness = self.fabric.slowness
+        of_stages = tuple(slowness[rank] for rank in ranks) if slowness else (1.0,) * num_stages
 
         def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
-            return objective.rank_key(cuts, ranks=ranks, in_flight=flying)
+            return objective.rank_key(cuts, ranks=ranks, in_flight=flying, slowness=slowness)
 
-        cuts = self._free_split(exposed, num_stages)
+        cuts = self._free_split(exposed, of_stages)
         if objective.memory_weight or not objective.fits(cuts, ranks=ranks, in_flight=flying):
-            tables = {flight: objective.cost(flight) for flight in set(flying)}
             limited = split(
-                num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: tables[flying[stage]]
+                num_atoms,
+                num_stages=num_stages,
+                cost_of_stage=lambda stage: objective.cost(flying[stage], of_stages[stage]),
             )
             several = several or limited is None
             cuts = limited or cuts
         return improve(cuts, key=key) if several else cuts
 
-    def _free_split(self, exposed: float, num_stages: int) -> tuple[int, ...]:
-        """The fastest split where memory is no limit."""
-        known = self._free_splits.get((exposed, num_stages))
+    def _free_split(self, exposed: float, slowness: tuple[float, ...]) -> tuple[int, ...]:
+        """The fastest split where memory is no limit, for stages that take so many times as long."""
+        known = self._free_splits.get((exposed, slowness))
         if known is None:
             free = replace(self.objective(exposed), limit_bytes=0, memory_weight=0.0)
-            cost = free.cost(1)
-            known = split(self.chain.num_atoms, num_stages=num_stages, cost_of_stage=lambda stage: cost)
+            known = split(
+                self.chain.num_atoms,
+                num_stages=len(slowness),
+                cost_of_stage=lambda stage: free.cost(1, slowness[stage]),
+            )
             assert known is not None
-            self._free_splits[exposed, num_stages] = known
+            self._free_splits[exposed, slowness] = known
         return known
 
 

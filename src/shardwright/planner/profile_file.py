@@ -112,6 +112,7 @@ class _Device(_Record):
     reached: Annotated[float, Field(gt=0, le=1)] = 0.7
     memory_Bps: Positive
     overhead_s: Seconds
+    update_Bps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class _Cluster(_Record):
@@ -120,6 +121,7 @@ class _Cluster(_Record):
     cores_per_node: NonNegativeInt
     intra_node: _Link
     inter_node: _Link
+    slowness: tuple[Positive, ...] = ()
 
     def cluster(self) -> Cluster:
         return Cluster(
@@ -128,6 +130,7 @@ class _Cluster(_Record):
             cores_per_node=self.cores_per_node,
             intra_node=self.intra_node.link(),
             inter_node=self.inter_node.link(),
+            slowness=self.slowness,
         )
 
 

@@ -15,14 +15,19 @@ from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
 from shardwright.torch.heap import give_back_freed_memory
+from shardwright.torch.update_rate import update_rate
 
-__all__ = ["cores_of_host", "device_name", "present_cluster"]
+__all__ = ["cores_of_host", "device_name", "present_cluster", "seconds_of_products"]
 
 _SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 1024 * 1024
 # Networks take bursts faster than what follows them: where a large message takes less than this, a larger one
 # is timed.
 _LONG_S, _LARGER_BYTES = 0.02, 8 * 1024 * 1024
 _MESSAGES = 5
+# Products of a few milliseconds, on CPUs and GPUs, tell how fast hosts are; by less they differ by chance.
+_PRODUCT_SIZE = (512, 4096)
+_PRODUCTS = 15
+_UNLIKE = 1.2
 
 
 def present_cluster(context: Context) -> Cluster:
@@ -41,12 +46,45 @@ def present_cluster(context: Context) -> Cluster:
         context.local_peers.shrink()  # the model's messages may be smaller than those
     give_back_freed_memory()
     return Cluster(
-        device=Device(name=device_name(context.device), memory_bytes=_memory_bytes(context)),
+        device=Device(
+            name=device_name(context.device),
+            memory_bytes=_memory_bytes(context),
+            update_Bps=0.0 if context.config.profile == "estimated" else update_rate(context),
+        ),
         ranks_per_node=per_node,
         cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,
         intra_node=intra or inter or Link(latency_s=0.0, bandwidth_Bps=1e12),
         inter_node=inter or intra or Link(latency_s=0.0, bandwidth_Bps=1e12),
+        slowness=_slowness(context),
     )
+
+
+def _slowness(context: Context) -> tuple[float, ...]:
+    """How the hosts compute against the mean of all ranks; empty where they are alike, or there is one."""
+    per_node, world_size = context.local_size, context.mesh.world_size
+    if world_size <= per_node or context.config.profile == "estimated":
+        return ()
+    dist.barrier()
+    seconds = [0.0] * world_size
+    dist.all_gather_object(seconds, seconds_of_products(context.device))
+    mean = statistics.fmean(seconds)
+    hosts = [seconds[first : first + per_node] for first in range(0, world_size, per_node)]
+    found = tuple(statistics.fmean(host) / mean for host in hosts)
+    return found if max(found) > _UNLIKE * min(found) else ()
+
+
+def seconds_of_products(device: torch.device) -> float:
+    """The median of some matrix products, while all ranks do the same."""
+    size = _PRODUCT_SIZE[device.type == "cuda"]
+    matrix = torch.ones(size, size, device=device)
+    times = []
+    for _ in range(1 + _PRODUCTS):  # the first warms up
+        start = time.perf_counter()
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
 def cores_of_host() -> int:

@@ -15,6 +15,7 @@ from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
+from shardwright.torch.update_clock import UpdateClock
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
 
@@ -69,6 +70,7 @@ class DistributedOptimizer(Optimizer):
             )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
+        self.clock = UpdateClock()
         self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
             current = context()
@@ -109,7 +111,7 @@ class DistributedOptimizer(Optimizer):
         if scaler is not None and not scaler.begin_update():
             return None
         self._clip()
-        with self._lent_to_scaler(), self._own_rows(), self._own_parts(), _stepping():
+        with self.clock.running(), self._lent_to_scaler(), self._own_rows(), self._own_parts(), _stepping():
             self.optimizer.step()
         return None
 

@@ -35,7 +35,7 @@ from shardwright.torch.startup import begin, shutdown
 from shardwright.torch.step import step
 from shardwright.units import format_seconds
 
-__all__ = ["Training", "measure_here", "plan_here"]
+__all__ = ["Training", "measure_here", "plan_here", "title_of", "try_plan"]
 
 _NEAR_TIE = 1.01
 _CLOSE = 1.1
@@ -86,10 +86,10 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     seconds = []
     for number, plan in enumerate(finalists, start=1):
         title = f"trying plan {number} of {len(finalists)}"
-        seconds.append(_tried(training, plan, config, steps, title=title))
+        seconds.append(try_plan(training, plan, config=config, steps=steps, title=title))
     for number in _close(finalists, seconds):
         title = f"trying plan {number + 1} again"
-        again_s = _tried(training, finalists[number], config, steps, title=title)
+        again_s = try_plan(training, finalists[number], config=config, steps=steps, title=title)
         seconds[number] = min(seconds[number], again_s)
     if history is not None:
         for plan, each in zip(finalists, seconds, strict=True):
@@ -139,11 +139,22 @@ def _traceless(config: Config) -> Config:
     return Config.merge(config, {"run_dir": "off", "log_interval": 10**9})
 
 
-def _tried(training: Training, plan: Plan, config: Config, steps: int, *, title: str) -> float:
-    """Seconds of a step: the median over some steps, of the slowest rank."""
+def try_plan(training: Training, plan: Plan, *, config: Config, steps: int, title: str) -> float:
+    """Runs a plan for some steps; collective over all ranks, without a run.
+
+    Args:
+        training: what is trained.
+        plan: how.
+        config: settings.
+        steps: that are timed, after two that warm up.
+        title: of the line that tells how far it is.
+
+    Returns:
+        Seconds of a step: the median, of the slowest rank.
+    """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(prints=is_first)
-    with console.phase(f"{title}: {_title(plan)}") as phase, _silence():
+    with console.phase(f"{title}: {title_of(plan)}") as phase, _silence():
         begin(_traceless(config), plan)
         try:
             return _timed(training, steps, phase)
@@ -232,15 +243,17 @@ def _trial(plan: Plan, seconds: float, steps: int) -> Trial:
 
 def _sentence(plans: Sequence[Plan], of_sample: Sequence[float], best: int) -> str:
     others = [
-        f"{_title(plan)} {each / of_sample[best] - 1:+.1%}"
+        f"{title_of(plan)} {each / of_sample[best] - 1:+.1%}"
         for number, (plan, each) in enumerate(zip(plans, of_sample, strict=True))
         if number != best
     ]
-    text = f"Tried on the present machines: {_title(plans[best])}, {format_seconds(of_sample[best])} a batch"
+    text = (
+        f"Tried on the present machines: {title_of(plans[best])}, {format_seconds(of_sample[best])} a batch"
+    )
     return f"{text}; {', '.join(others)}." if others else f"{text}."
 
 
-def _title(plan: Plan) -> str:
+def title_of(plan: Plan) -> str:
     mesh = plan.mesh
     shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)

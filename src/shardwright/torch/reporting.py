@@ -82,6 +82,7 @@ class Reporter:
                 memory_bytes=memory,
                 memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
+                update_s=_update_seconds(context),
                 gradient_error=_lost_in(replicas.gradient_quantiser) if replicas else None,
                 parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
             )
@@ -190,6 +191,13 @@ def _memory() -> int:
 def _device_memory(context: Context) -> int | None:
     """Memory that a rank has, as far as the machines were looked at."""
     return (context.cluster.device.memory_bytes or None) if context.cluster else None
+
+
+def _update_seconds(context: Context) -> float | None:
+    """Of all optimizers, since the last step."""
+    taken = [optimizer.clock.taken() for optimizer in context.optimizers]
+    known = [seconds for seconds in taken if seconds is not None]
+    return sum(known) if known else None
 
 
 def _learning_rate(context: Context) -> float | None:

@@ -22,6 +22,7 @@ def run_folder(path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = T
             StepRecord(
                 step=step,
                 seconds=1.1 * step_s,
+                update_s=0.02 if step > 1 else None,
                 samples=4,
                 loss=5.0 / step,
                 memory_bytes=tuple(4000 + rank for rank in range(world)),

@@ -23,6 +23,7 @@ from shardwright.observe import (
     read_json_lines,
     report_at_end,
 )
+from shardwright.observe.explanation import format_explanation
 from shardwright.observe.report import ReportData, gather, render_page, write_report
 from shardwright.observe.report.charts import charts
 from shardwright.observe.report.spans import MOST_LANES
@@ -34,12 +35,14 @@ def page(data: ReportData) -> str:
 
 
 def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
-    plan = planned(data=2)
+    plan = planned(data=2, update_s=0.016)
     assert plan.prediction is not None
     data = gather(run_folder(tmp_path / "run", plan))
-    step, memory = data.compared
+    step, update, memory = data.compared
     assert (step.predicted, step.measured) == (plan.prediction.step_s, 1.1 * plan.prediction.step_s)
     assert step.error == pytest.approx(1 / 1.1 - 1)
+    assert (update.predicted, update.measured) == (0.016, 0.02)
+    assert update.error == pytest.approx(-0.2)
     assert memory.predicted == max(part.peak for part in plan.prediction.memory)
     assert memory.measured == pytest.approx(4003)
     # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
@@ -68,6 +71,32 @@ def test_the_measured_timeline_is_that_of_the_trace(tmp_path: Path) -> None:
     ]
     for found, expected in zip(data.timeline.spans, predicted, strict=True):
         assert found.start_s == pytest.approx(expected.start_s, abs=1e-6)
+
+
+def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:
+    plan = planned(kind="zb_h1", slow_stage=2.0, recompute_s=0.01)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan))
+    assert list(data.stage_seconds) == [0, 1]
+    for stage, (forward_s, backward_s) in data.stage_seconds.items():
+        expected = plan.prediction.stages[stage]
+        # The replay adds what the runtime takes for each action: of a split backward, twice.
+        assert forward_s == pytest.approx(expected.forward_s, abs=1e-3)
+        assert backward_s == pytest.approx(expected.backward_s, abs=2e-3)
+    html = page(data)
+    assert "forward, measured" in html
+    assert "backward, measured" in html
+    assert "forward, measured" not in page(gather(run_folder(tmp_path / "other", plan, trace=False)))
+
+
+def test_the_update_is_told_beside_the_step(tmp_path: Path) -> None:
+    html = page(gather(run_folder(tmp_path / "run", planned(update_s=0.016))))
+    assert "optimizer's update" in html
+    assert 'data-figure="update_predicted" data-value="0.016"' in html
+    assert 'data-figure="update_measured" data-value="0.02"' in html
+    assert "optimizer's update" in format_explanation(gather(tmp_path / "run"))
+    bare = page(gather(run_folder(tmp_path / "bare", None)))
+    assert "update_predicted" in bare  # it was measured
 
 
 def test_a_plan_alone(tmp_path: Path) -> None:

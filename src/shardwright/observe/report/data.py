@@ -14,7 +14,7 @@ from shardwright.observe.report.measured import (
     read_metrics,
     read_timeline,
 )
-from shardwright.observe.report.spans import Span, choose_ranks, simulated_spans, thin
+from shardwright.observe.report.spans import Span, choose_ranks, seconds_of_stages, simulated_spans, thin
 from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan, Prediction
 from shardwright.planner.memory_over_time import RankMemory, memory_over_time
@@ -54,6 +54,7 @@ class Predicted:
 
     Attributes:
         waterfall: parts of the step.
+        update_s: seconds of the optimizer's update, which is not a part of it; 0: not known.
         step_s: seconds of the replayed schedule alone, for the timeline.
         idle_s: for each pipeline rank, the seconds of it without work.
         spans: the timeline of the ranks that are shown.
@@ -63,6 +64,7 @@ class Predicted:
     """
 
     waterfall: Waterfall
+    update_s: float
     step_s: float
     idle_s: tuple[float, ...]
     spans: tuple[Span, ...]
@@ -80,7 +82,8 @@ class ReportData:
         plan: the plan; None for runs without one.
         ranks: the pipeline ranks that are shown one by one.
         num_ranks: all pipeline ranks.
-        compared: step time and peak memory, predicted beside measured.
+        compared: step time, the optimizer's update, and peak memory, predicted beside measured.
+        stage_seconds: measured forward and backward of one microbatch, by stage; empty without a timeline.
         spent: what ranks spend a step on, mean of them, predicted beside measured.
         predicted: what the plan predicts; None where it predicts nothing.
         timeline: the measured one; None where there is none.
@@ -96,6 +99,7 @@ class ReportData:
     num_ranks: int
     compared: tuple[Compared, ...]
     spent: tuple[Compared, ...]
+    stage_seconds: Mapping[int, tuple[float, float]]
     predicted: Predicted | None
     timeline: MeasuredTimeline | None
     steps: tuple[StepMetrics, ...]
@@ -111,6 +115,7 @@ class ReportData:
             "ranks_shown": list(self.ranks),
             "pipeline_ranks": self.num_ranks,
             "compared": [{**asdict(row), "error": row.error} for row in self.compared],
+            "stage_seconds": {str(stage): list(times) for stage, times in self.stage_seconds.items()},
             "spent": [{**asdict(row), "error": row.error} for row in self.spent],
             "predicted": None,
             "measured_timeline": None if self.timeline is None else asdict(self.timeline),
@@ -123,6 +128,7 @@ class ReportData:
             stack = [memory.model_dump() for memory in self.predicted.stack]
             document["predicted"] = {
                 "waterfall": asdict(self.predicted.waterfall),
+                "update_s": self.predicted.update_s,
                 "schedule_s": self.predicted.step_s,
                 "idle_s": list(self.predicted.idle_s),
                 "timeline": [asdict(span) for span in self.predicted.spans],
@@ -180,6 +186,7 @@ def _put_together(
     if plan is not None and replay is not None:
         predicted = _predicted(plan, replay, ranks, limit_bytes=limit_bytes)
     spent = _spent(replay, timeline, num_ranks)
+    stage_seconds = {} if timeline is None else seconds_of_stages(timeline.spans)
     if timeline is not None:
         timeline = MeasuredTimeline(timeline.step, thin(timeline.spans, ranks))
     peaks = _peaks(plan, steps)
@@ -190,6 +197,7 @@ def _put_together(
         num_ranks=num_ranks,
         compared=_compared(plan, steps, peaks),
         spent=spent,
+        stage_seconds=stage_seconds,
         predicted=predicted,
         timeline=timeline,
         steps=steps,
@@ -209,6 +217,7 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
         memory = tuple(rows[rank] for rank in ranks)
     return Predicted(
         waterfall=break_down(plan),
+        update_s=plan.prediction.update_s,
         step_s=replay.simulation.step_s,
         idle_s=replay.idle_s,
         spans=thin(simulated_spans(replay.simulation), ranks),
@@ -240,10 +249,16 @@ def _compared(
     prediction = plan.prediction if plan is not None else None
     # The first step traces and plans.
     times = [step.step_s for step in (steps[1:] or steps) if step.step_s is not None]
+    updates = [step.update_s for step in steps if step.update_s is not None]
     memory = prediction.memory if prediction is not None else ()
     return (
         Compared(
             "step time (s)", prediction.step_s if prediction else None, median(times) if times else None
+        ),
+        Compared(
+            "optimizer's update (s)",
+            prediction.update_s or None if prediction else None,
+            median(updates) if updates else None,
         ),
         Compared(
             "peak memory (bytes)",

@@ -53,6 +53,7 @@ class StepMetrics:
     step: int
     loss: float | None
     step_s: float | None
+    update_s: float | None
     peak_bytes: tuple[float, ...]
     limit_bytes: float | None
 
@@ -82,6 +83,7 @@ def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
             step=step,
             loss=_number(record, Metric.LOSS, where),
             step_s=_number(record, Metric.STEP, where),
+            update_s=_number(record, Metric.UPDATE, where),
             peak_bytes=tuple(_as_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
             limit_bytes=None if limit_gib is None else limit_gib * _GIB,
         )

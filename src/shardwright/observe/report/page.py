@@ -6,9 +6,10 @@ policy forbids the page to load anything, and to run scripts but its own.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from shardwright import __version__
 from shardwright.observe.report.charts import PART_COLORS, charts
@@ -41,7 +42,7 @@ def render_page(data: ReportData, *, library: str) -> str:
             _waterfall(data),
             _alternatives(data.plan),
             _reasons(data.plan),
-            _stages(data.plan),
+            _stages(data),
             _metrics(data),
         )
         if section
@@ -83,7 +84,9 @@ def _head(data: ReportData) -> str:
             f"<p>{count} step{'s' * (count != 1)} done, the last is number {data.steps[-1].step}.</p>"
         )
     lines += [f'<p class="note">{escape(note)}</p>' for note in data.notes]
-    cards = "".join(_card(row, key) for row, key in zip(data.compared, ("step", "memory"), strict=True))
+    keyed = zip(data.compared, ("step", "update", "memory"), strict=True)
+    known = [(row, key) for row, key in keyed if key != "update" or row.predicted or row.measured]
+    cards = "".join(_card(row, key) for row, key in known)
     lines.append(f'<div class="cards">{cards}</div>')
     return "\n".join(lines)
 
@@ -109,7 +112,7 @@ def _what_ran(plan: Plan) -> Sequence[str]:
 
 
 def _card(row: Compared, key: str) -> str:
-    form = format_seconds if key == "step" else format_bytes
+    form = format_bytes if key == "memory" else format_seconds
     shown = {
         part: "unknown" if value is None else form(value)
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
@@ -121,7 +124,7 @@ def _card(row: Compared, key: str) -> str:
         f'{part} <b data-figure="{key}_{part}" data-value="{value!r}">{shown[part]}</b>'
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
     )
-    title = {"step": "Step time", "memory": "Peak memory of a rank"}[key]
+    title = {"step": "Step time", "update": "Optimizer's update", "memory": "Peak memory of a rank"}[key]
     return f'<div class="card"><span class="soft">{title}</span><br>{figures}{error}</div>'
 
 
@@ -204,6 +207,8 @@ def _waterfall(data: ReportData) -> str:
         for part in waterfall.parts
     ]
     rows.append(["<b>predicted step</b>", format_seconds(waterfall.step_s), "100.0%", _WITHOUT_OPTIMIZER])
+    if data.predicted.update_s:
+        rows.append(["optimizer's update", format_seconds(data.predicted.update_s), "", _UPDATE])
     return "\n".join(
         [
             "<h2>What the step is spent on</h2>",
@@ -213,7 +218,8 @@ def _waterfall(data: ReportData) -> str:
     )
 
 
-_WITHOUT_OPTIMIZER = "The optimizer's own step is not part of it."
+_WITHOUT_OPTIMIZER = "The optimizer's update is not part of it."
+_UPDATE = "After the step, on the rank that has most to update."
 
 
 def _alternatives(plan: Plan | None) -> str:
@@ -240,7 +246,8 @@ def _reasons(plan: Plan | None) -> str:
     return "<h2>Why this plan</h2>\n<ul>" + "".join(f"<li>{escape(why)}</li>" for why in plan.why) + "</ul>"
 
 
-def _stages(plan: Plan | None) -> str:
+def _stages(data: ReportData) -> str:
+    plan, measured = data.plan, data.stage_seconds
     if plan is None:
         return ""
     rows = []
@@ -250,8 +257,8 @@ def _stages(plan: Plan | None) -> str:
         row = [str(index), str(stage.rank), str(len(stage.units)), escape(ends), str(len(stage.recompute))]
         if cost is not None:
             row += [
-                format_seconds(cost.forward_s),
-                format_seconds(cost.backward_s),
+                *_beside(cost.forward_s, measured.get(index, (None, None))[0], measured),
+                *_beside(cost.backward_s, measured.get(index, (None, None))[1], measured),
                 format_bytes(cost.parameter_bytes),
                 format_bytes(cost.saved_bytes),
                 format_bytes(cost.send_bytes),
@@ -259,12 +266,23 @@ def _stages(plan: Plan | None) -> str:
         rows.append(row)
     header = ["stage", "rank", "units", "first .. last", "recomputed"]
     if plan.prediction is not None:
-        header += ["forward", "backward", "parameters", "kept", "sends"]
-    note = '<p class="soft">Times, bytes kept and bytes sent are predicted, for one microbatch.</p>'
+        header += [*_beside_header("forward", measured), *_beside_header("backward", measured)]
+        header += ["parameters", "kept", "sends"]
+    note = '<p class="soft">Times, bytes kept and bytes sent are for one microbatch, and predicted'
+    note += "; measured are the means of the step in the timeline.</p>" if measured else ".</p>"
     shown = _table(header, rows[:_MOST_ROWS])
     if len(rows) > _MOST_ROWS:
         shown += f'<p class="soft">{len(rows) - _MOST_ROWS} more stages: shardwright plan show has all.</p>'
     return f"<h2>Stages</h2>\n{note if plan.prediction else ''}{shown}"
+
+
+def _beside(predicted_s: float, measured_s: float | None, shown: Mapping[int, Any]) -> list[str]:
+    """A predicted time, and the measured one where there are any."""
+    return [format_seconds(predicted_s), _seconds(measured_s)] if shown else [format_seconds(predicted_s)]
+
+
+def _beside_header(name: str, shown: Mapping[int, Any]) -> list[str]:
+    return [name, f"{name}, measured"] if shown else [name]
 
 
 _MOST_ROWS = 128

@@ -1,16 +1,19 @@
 """Bars of a timeline, few enough for a page: some ranks, and of very long rows the two ends."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwright.schedule import Kind, Simulation
 
-__all__ = ["MOST_LANES", "Span", "choose_ranks", "simulated_spans", "thin"]
+__all__ = ["MOST_LANES", "Span", "choose_ranks", "seconds_of_stages", "simulated_spans", "thin"]
 
 MOST_LANES = 24
 """Ranks shown one by one; of more, some stand for all."""
 
 _MOST_SPANS = 6000
+_HALVES = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}
+_ACTION = re.compile(r"(?P<stage>\d+)(?:F|B|I|W)(?P<microbatch>\d+)")
 _KINDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -49,6 +52,28 @@ def simulated_spans(simulation: Simulation) -> tuple[Span, ...]:
         if e.end_s > e.start_s
     ]
     return tuple(spans)
+
+
+def seconds_of_stages(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """Forward and backward of one microbatch, by stage: the means over all microbatches of a step."""
+    sums: dict[int, dict[str, float]] = {}
+    microbatches: dict[int, set[int]] = {}
+    for span in spans:
+        half = _HALVES.get(span.kind)
+        named = _ACTION.fullmatch(span.name)
+        if half is None or named is None:
+            continue
+        stage = int(named["stage"])
+        of_stage = sums.setdefault(stage, {"forward": 0.0, "backward": 0.0})
+        of_stage[half] += span.end_s - span.start_s
+        microbatches.setdefault(stage, set()).add(int(named["microbatch"]))
+    return {
+        stage: (
+            of_stage["forward"] / len(microbatches[stage]),
+            of_stage["backward"] / len(microbatches[stage]),
+        )
+        for stage, of_stage in sorted(sums.items())
+    }
 
 
 def choose_ranks(num_ranks: int, *, important: Iterable[int] = ()) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""How long the optimizer's update takes: foreseen, measured, written down."""
+
+import time
+
+import torch
+from torch import nn
+
+import shardwright.torch as sw
+from shardwright.observe import read_json_lines
+from shardwright.torch.context import context
+from shardwright.torch.update_clock import UpdateClock
+from shardwright.torch.update_rate import update_rate
+
+
+def test_a_clock_adds_up_until_it_is_asked():
+    clock = UpdateClock()
+    assert clock.taken() is None
+    for _ in range(2):
+        with clock.running():
+            time.sleep(0.01)
+    taken = clock.taken()
+    assert taken is not None
+    assert 0.02 <= taken < 1.0
+    assert clock.taken() is None
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that cannot be tried."""
+
+    def step(self, closure=None):
+        raise RuntimeError("a closure is needed")
+
+
+def test_the_rate_is_that_of_the_own_optimizer_and_0_where_it_cannot_be_tried(tmp_path):
+    sw.init({"run_dir": "off"})
+    try:
+        drawn = torch.random.get_rng_state()
+        adam = update_rate(context())
+        assert torch.equal(torch.random.get_rng_state(), drawn)
+        sw.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
+        sgd = update_rate(context())
+        assert 0 < adam < sgd  # which has neither averages nor a root
+        context().optimizers.clear()
+        sw.DistributedOptimizer(Odd([nn.Parameter(torch.zeros(2))], lr=0.1))
+        assert update_rate(context()) == 0.0
+    finally:
+        sw.shutdown()
+
+
+def test_a_run_writes_down_its_updates_and_its_plan_foresees_them(tmp_path):
+    sw.init({"run_dir": str(tmp_path), "run_name": "run", "plan_one_stage": True, "report": False})
+    try:
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
+        optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x).square().mean())
+
+        for _ in range(4):
+            train(model, torch.randn(4, 512))
+            optimizer.step()
+            optimizer.zero_grad()
+        prediction = context().plan.prediction
+    finally:
+        sw.shutdown()
+    (folder,) = tmp_path.iterdir()
+    found = [record.get("time/update(s)") for record in read_json_lines(folder / "metrics.jsonl")]
+    assert found[0] is None
+    assert all(seconds > 0 for seconds in found[1:])
+    assert 0.1 < prediction.update_s / min(found[1:]) < 10
