@@ -128,8 +128,8 @@ def unet_3d() -> LayerChain:
     for level in (2, 1, 0):
         shape = tuple(2 * side for side in shape)
         # Each position of the output is made of one position of the input: one tap of the kernel of eight.
-        skip, _ = passed.pop()
         up = add(f"up {level}", x, x.channels, 1, shape)
+        skip, _ = passed.pop()  # which the join behind reads
         layers[-1] = replace(layers[-1], parameters=8 * x.channels * x.channels)
         joined = _Tensor(up.channels + skip.channels, up.positions)
         x = two(f"join {level}", joined, skip.channels, skip.channels, shape)

@@ -18,7 +18,6 @@ from shardwright.costs.links import ring_rate, ring_seconds
 
 __all__ = ["BlockSeconds", "block_seconds", "head_seconds"]
 
-_WIDTH = 2  # bytes of an element of an activation, and of a weight that is moved
 _ELEMENTWISE_KERNELS = 12
 _ELEMENTWISE_BACKWARD = 1.6
 _ELEMENTWISE_WHOLE, _ELEMENTWISE_SPLIT = 14, 18
@@ -63,16 +62,17 @@ class BlockSeconds:
 class _Rank:
     """Rates of one rank, as they are reached."""
 
-    def __init__(self, rates: Rates, reached: Efficiencies):
+    def __init__(self, rates: Rates, reached: Efficiencies, width: Numbers):
         self.peak = rates.flops_per_s
         self.flops_per_s = rates.flops_per_s * np.minimum(reached.matmul * reached.matmul_factor, 1.0)
         self.memory_Bps = rates.memory_Bps * np.minimum(reached.memory, 1.0)
         self.reached = reached
+        self.width = width
 
     def product(self, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
         smallest = np.minimum(np.minimum(rows, columns), inner)
         flops = 2.0 * rows * columns * inner
-        moved = _WIDTH * (rows * columns + columns * inner + rows * inner)
+        moved = self.width * (rows * columns + columns * inner + rows * inner)
         return (
             self.reached.kernel_s
             + flops / self.flops_per_s * (1 + self.reached.half_size / smallest)
@@ -82,7 +82,7 @@ class _Rank:
 
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
     """Seconds of a mean block for one microbatch."""
-    rank = _Rank(rates, reached)
+    rank = _Rank(rates, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     products = _products(rank, shape, options, tokens)
     attention, attention_backward = _attention(rank, shape, options, tokens)
@@ -106,7 +106,7 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
 
 def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Seconds of the head and the loss, forward and backward, for one microbatch."""
-    rank = _Rank(rates, reached)
+    rank = _Rank(rates, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     width = shape.vocabulary / options.tensor
     return 3 * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_Bps
@@ -144,7 +144,7 @@ def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> 
 def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
     divided = np.where(options.sequence_parallel > 0, options.tensor, 1.0)
     width = _ELEMENTWISE_WHOLE / divided + _ELEMENTWISE_SPLIT / options.tensor
-    moved = 2 * tokens * shape.hidden * width * rank.reached.elementwise
+    moved = rank.width * tokens * shape.hidden * width * rank.reached.elementwise
     return moved / rank.memory_Bps + _ELEMENTWISE_KERNELS * rank.reached.kernel_s
 
 
@@ -154,7 +154,7 @@ def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     rate = ring_rate(
         rates, ranks=t, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
     )
-    once = ring_seconds(rates, _WIDTH * tokens * shape.hidden, ranks=t, stride=1.0, rate=rate)
+    once = ring_seconds(rates, options.width * tokens * shape.hidden, ranks=t, stride=1.0, rate=rate)
     return 2 * 2 * once * (1 + 0.5 * shape.cross)
 
 
@@ -166,7 +166,7 @@ def _context(
     rate = ring_rate(
         rates, ranks=c, stride=options.tensor, link_share=reached.link, network_share=reached.reduce_network
     )
-    ring = (c - 1) * 2 * _WIDTH * tokens * shape.keys / options.tensor / rate
+    ring = (c - 1) * 2 * options.width * tokens * shape.keys / options.tensor / rate
     forward, backward = np.maximum(0.0, ring - attention), np.maximum(0.0, 2 * ring - 2 * attention)
     return np.where(c > 1, forward + backward, 0.0)
 
@@ -177,5 +177,5 @@ def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies,
     rate = ring_rate(
         rates, ranks=e, stride=options.tensor, link_share=reached.link, network_share=reached.gather_network
     )
-    sent = _WIDTH * tokens * shape.experts_per_token * shape.hidden * (e - 1) / e
+    sent = options.width * tokens * shape.experts_per_token * shape.hidden * (e - 1) / e
     return np.where(e > 1, 2 * (sent / rate + rates.network_latency_s * (e - 1)), 0.0)

@@ -215,6 +215,7 @@ class Options(_Columns):
         hierarchical: see `Gathers`.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
         placement: see `Placement`.
+        width: bytes of an activation, a weight that is moved, a gradient that is sent: 2 in 16 bits, else 4.
     """
 
     tensor: Numbers = 1.0
@@ -236,6 +237,7 @@ class Options(_Columns):
     hierarchical: Numbers = int(Gathers.BY_NODES)
     whole_layers: Numbers = 0
     placement: Numbers = int(Placement.PDT)
+    width: Numbers = 2.0
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

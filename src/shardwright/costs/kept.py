@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, in 16 bits.
+"""What a block keeps for its backward: as below in 16 bits, twice as much in 32.
 
 After Korthikanti et al. 2022, arXiv:2205.05198, with heads of keys, widths of MLPs and experts as they are::
 
@@ -17,7 +17,7 @@ _SCORES = 5  # bytes of a token, head and key
 
 def kept_bytes(shape: Shape, options: Options) -> Numbers:
     """Bytes that a mean block keeps for the backward of one microbatch, wherever they are."""
-    inputs = 2 * tokens_of(shape, options) * shape.hidden / _divided(options)
+    inputs = options.width * tokens_of(shape, options) * shape.hidden / _divided(options)
     kept = _block_bytes(shape, options, scores=options.recompute != Recompute.SELECTIVE)
     share = options.recomputed(shape.layers)
     return share * inputs + (1 - share) * kept
@@ -39,7 +39,12 @@ def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
     kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
     of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
     whole = _WHOLE * shape.hidden / _divided(options)
-    return tokens_of(shape, options) * (whole + (attention + mlp + of_scores) / options.tensor)
+    return (
+        options.width
+        / 2
+        * tokens_of(shape, options)
+        * (whole + (attention + mlp + of_scores) / options.tensor)
+    )
 
 
 def _divided(options: Options) -> Numbers:

@@ -156,7 +156,7 @@ def stage_bytes(
     # The last stage begins the backward of a microbatch before it takes the next one.
     flight = np.where(one_stage, 1.0, np.where(last, np.minimum(flight, _in_flight_last(options)), flight))
     live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
-    logits = tokens_of(shape, options) * (4 + precision.weight) * shape.vocabulary / t
+    logits = tokens_of(shape, options) * (4 + options.width) * shape.vocabulary / t
     return RankBytes(
         parameters=weights,
         gradients=gradients,

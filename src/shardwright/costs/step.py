@@ -30,8 +30,8 @@ __all__ = [
     "update_seconds",
 ]
 
-_WEIGHT_BYTES = 2  # of a gathered parameter, and of a gradient that is reduced
-_UPDATE_BYTES = 36  # that Adam moves for a parameter with a master copy
+# That Adam moves for a parameter: in 16 bits with a master copy, in 32 without.
+_UPDATE_BYTES, _UPDATE_BYTES_32 = 36, 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,8 @@ def bubble_seconds(options: Options, *, mean: Numbers, weight: Numbers, hop: Num
 def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Messages of a microbatch there and back, at one end of a stage."""
     p = options.pipeline
-    num_bytes = 2 * options.microbatch * shape.sequence / options.context * shape.hidden / options.tensor
+    tokens = options.microbatch * shape.sequence / options.context
+    num_bytes = options.width * tokens * shape.hidden / options.tensor
     near = options.pipeline_span <= rates.per_node
     once = hop_seconds(rates, num_bytes, share=reached.point_to_point, near=near)
     kind = options.schedule
@@ -201,7 +202,7 @@ def shard_seconds(
     is exposed, and nearly all of very much.
     """
     ranks, stride, m = options.shard, options.replica_stride, options.microbatches
-    num_bytes = _WEIGHT_BYTES * parameters
+    num_bytes = options.width * parameters
     flat = ring_seconds(
         rates,
         num_bytes,
@@ -240,7 +241,7 @@ def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reac
     divided = options.sharded >= Sharded.GRADIENTS
     shard = np.where(divided, options.shard, 1.0)
     replicas = options.data / shard
-    num_bytes = 2 * _WEIGHT_BYTES * parameters / shard
+    num_bytes = 2 * options.width * parameters / shard
     rate = ring_rate(
         rates,
         ranks=replicas,
@@ -257,7 +258,7 @@ def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached:
     own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
     rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
-    return own * _UPDATE_BYTES / rate
+    return own * np.where(np.asarray(options.width) > 2, _UPDATE_BYTES_32, _UPDATE_BYTES) / rate
 
 
 def _offload_seconds(

@@ -22,9 +22,13 @@ class _Planned:
 
     @property
     def replica_s(self) -> float:
-        """Seconds of a step, for one of its replicas: each has a batch of its own."""
-        assert self.plan.prediction is not None
-        return self.plan.prediction.step_s / self.mesh.data
+        """Seconds of a step, for one of its replicas: each has a batch of its own.
+
+        Not as earlier runs correct them: of some grids there were enough, of others not.
+        """
+        prediction = self.plan.prediction
+        assert prediction is not None
+        return prediction.step_s / prediction.correction / self.mesh.data
 
     @property
     def simplicity(self) -> tuple[int, int]:

@@ -66,6 +66,7 @@ class PastRun:
         run: tells it from others; of two entries of one run, the later counts.
         kind: what it has in common with others.
         model: fingerprint.
+        samples: of a step of one replica; 0 in entries of versions that did not write it.
         predicted_s: seconds of a step, before any correction.
         measured_s: the median of its steps.
         steps: that were timed.
@@ -83,6 +84,7 @@ class PastRun:
     predicted_bytes: int
     measured_bytes: int
     when: str
+    samples: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write."""
@@ -129,15 +131,17 @@ class Correction:
 NO_CORRECTION = Correction()
 
 
-def correction_of(runs: Iterable[PastRun], kind: RunKind, *, model: str) -> Correction:
-    """What the latest runs of a kind and model say: small models err by other factors than large ones.
+def correction_of(runs: Iterable[PastRun], kind: RunKind, *, model: str, samples: int) -> Correction:
+    """What the latest runs of a kind, model and batch say: small steps err by other factors than large ones.
 
     Args:
         runs: in the order in which they were written down.
         kind: of the run that is planned.
         model: fingerprint of its model.
+        samples: of a step of one of its replicas.
     """
-    latest = {run.run: run for run in runs if run.kind == kind and run.model == model}
+    alike = (run for run in runs if (run.kind, run.model, run.samples) == (kind, model, samples))
+    latest = {run.run: run for run in alike}
     ratios = [math.log(run.measured_s / run.predicted_s) for run in latest.values()][-_LATEST:]
     if len(ratios) < _FEWEST:
         return NO_CORRECTION
@@ -148,5 +152,5 @@ def correction_of(runs: Iterable[PastRun], kind: RunKind, *, model: str) -> Corr
 def _interval(ratios: Sequence[float], factor: float) -> float | None:
     if len(ratios) < _FEWEST_FOR_INTERVAL:
         return None
-    errors = sorted(abs(math.expm1(factor - ratio)) for ratio in ratios)
+    errors = sorted(abs(math.expm1(ratio - factor)) for ratio in ratios)
     return max(_NARROWEST, errors[math.ceil(_SHARE_INSIDE * len(errors)) - 1])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
-from shardwright.topology.task import NOT_RUN_YET, Task
+from shardwright.topology.task import NOT_RUN_YET, Task, runs_shards
 
 __all__ = ["NAMES", "all_ways", "divisors"]
 
@@ -25,7 +25,6 @@ NAMES = tuple(field.name for field in fields(Options))
 _LARGEST_MICROBATCH = 64
 _MOST_VIRTUAL = 8
 _MOST_CONTEXT = 64
-_RUN_SHARDED = (Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.PARAMETERS)
 
 
 def all_ways(task: Task) -> Options:
@@ -114,6 +113,7 @@ def _grid(
         "kept_layers": pins.get("kept_layers", 0) * same,
         "whole_layers": pins.get("whole_layers", 0) * same,
         "placement": placements[fits],
+        "width": task.width * same,
     }
 
 
@@ -158,9 +158,13 @@ def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
 
 def _shards(task: Task, data: int) -> list[tuple[int, int]]:
     """Shard groups, each with what they divide."""
-    kinds = [k for k in Sharded if k and (not task.only_what_runs or k in _RUN_SHARDED)]
     ways = [(1, int(Sharded.NOTHING))]
-    ways += [(s, int(kind)) for s in divisors(data)[1:] for kind in kinds]
+    ways += [
+        (s, int(kind))
+        for s in divisors(data)[1:]
+        for kind in list(Sharded)[1:]
+        if not task.only_what_runs or runs_shards(kind, shard=s, data=data)
+    ]
     return [(s, k) for s, k in ways if _pinned(task, "shard", s) and _pinned(task, "sharded", k)]
 
 
@@ -172,7 +176,8 @@ def _recomputations(task: Task) -> list[int]:
 
 
 def _offloads(task: Task) -> list[int]:
-    return _chosen(task, "offload", [int(kind) for kind in Offload])
+    kinds = [int(kind) for kind in Offload] if task.has_host_memory else [int(Offload.NOTHING)]
+    return _chosen(task, "offload", kinds)
 
 
 def _placements(task: Task, pipeline: int, data: int) -> list[int]:
@@ -196,6 +201,13 @@ def _check_pins(task: Task) -> None:
     for name, value in task.pins.items():
         if name not in NAMES:
             raise ConfigError(f"{name!r} is no option of a topology. They are {', '.join(NAMES)}.")
+        if name == "offload" and value and not task.has_host_memory:
+            raise ConfigError(
+                f"offload is {value}, but {task.machines.name} computes where its memory is, and has no "
+                "other. Unpin it."
+            )
+        if name == "width":
+            raise ConfigError(f"width is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
         if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"{name} is {value}, but it must be at least 1.")
         if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):

@@ -7,10 +7,20 @@ from types import MappingProxyType
 
 from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory, NodeKind
-from shardwright.costs import BF16, FP32, Calibration, KindOfRank, Precision, Rates, Shape, calibration_of
+from shardwright.costs import (
+    BF16,
+    FP32,
+    Calibration,
+    KindOfRank,
+    Precision,
+    Rates,
+    Shape,
+    Sharded,
+    calibration_of,
+)
 from shardwright.errors import ConfigError
 
-__all__ = ["MOST_BATCH", "MOST_RANKS", "NOT_RUN_YET", "Task"]
+__all__ = ["MOST_BATCH", "MOST_RANKS", "NOT_RUN_YET", "Task", "runs_shards"]
 
 MOST_RANKS = 1_000_000
 MOST_BATCH = 10_000_000
@@ -25,6 +35,12 @@ NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
     }
 )
 """Options that are priced, and that the runtime of this version does not have."""
+
+
+def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
+    """Whether the runtime divides this among so many of the replicas: optimizer state among all of them."""
+    return kind in (Sharded.NOTHING, Sharded.PARAMETERS) or (kind == Sharded.OPTIMIZER and shard == data)
+
 
 _DEVICE_MARGIN = 0.06  # of memory, for what an allocator cannot use
 _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data
@@ -167,6 +183,11 @@ class Task:
         """Of the host's memory that a rank may fill with what it offloads; 0 where it is not known."""
         shares = [kind.memory_bytes / kind.num_accelerators for kind, _ in self.machines.nodes]
         return 0 if self._on_cpus else int(min(shares) * (1 - _HOST_MARGIN))
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether there is memory besides that of the accelerators, which they reach."""
+        return all(kind.accelerator.host_Bps > 0 and not kind.cores for kind, _ in self.machines.nodes)
 
     @property
     def margin(self) -> float:

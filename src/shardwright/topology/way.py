@@ -16,7 +16,7 @@ from shardwright.costs import (
     Sharded,
 )
 from shardwright.topology.pricing import memory_of, mixed_of, seconds_of
-from shardwright.topology.task import NOT_RUN_YET, Task
+from shardwright.topology.task import NOT_RUN_YET, Task, runs_shards
 from shardwright.units import format_bytes, format_seconds
 
 __all__ = ["Way", "describe", "way_of"]
@@ -133,11 +133,14 @@ class Way:
     @property
     def not_run_yet(self) -> list[str]:
         """Parts of it that this version's runtime does not have."""
-        return [
-            text
-            for name, text in NOT_RUN_YET.items()
-            if getattr(self.options, name) > (0 if name == "offload" else 1)
+        o = self.options
+        found = [
+            text for name, text in NOT_RUN_YET.items() if getattr(o, name) > (0 if name == "offload" else 1)
         ]
+        kind = Sharded(int(o.sharded))
+        if not runs_shards(kind, shard=o.shard, data=o.data):
+            found.append(f"sharing {_SHARED[kind]} by {int(o.shard)} of {int(o.data)} replicas")
+        return found
 
     @property
     def memory_text(self) -> str:
@@ -155,8 +158,10 @@ class Way:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a training script sets, as far as this version runs it; see docs/configuration.md."""
+        """What a training script sets; empty where this version does not run it."""
         o = self.options
+        if self.not_run_yet:
+            return {}
         found: dict[str, Any] = {
             "pipeline_parallel_degree": int(o.pipeline),
             "data_parallel_degree": int(o.data),

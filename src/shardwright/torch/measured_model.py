@@ -51,12 +51,14 @@ class MeasuredModel:
         costs: what was measured, by cost class.
         cluster: the present machines.
         past_runs: on them, by which predictions are corrected.
+        samples: of a step of one replica.
     """
 
     candidates: Mapping[int, Candidates]
     costs: Mapping[str, UnitCost]
     cluster: Cluster
     past_runs: Sequence[PastRun] = ()
+    samples: int = 0
 
     def plans(self, mesh: Mesh, config: Config) -> list[Plan]:
         """The best plan of one grid for each number of microbatches.
@@ -69,7 +71,9 @@ class MeasuredModel:
         failures: list[PlanError] = []
         for number, candidate in self.candidates[mesh.pipeline].items():
             one, (graph, _) = {number: candidate}, candidate
-            correction = correction_of(self.past_runs, kind, model=graph.model_fingerprint)
+            correction = correction_of(
+                self.past_runs, kind, model=graph.model_fingerprint, samples=self.samples
+            )
             try:
                 found.append(
                     make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)
@@ -118,6 +122,7 @@ def measure_model(
         costs=costs,
         cluster=cluster,
         past_runs=() if history is None else history.read(),
+        samples=Splitter().batch_size(arguments) or 0,
     )
 
 

@@ -11,7 +11,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwright.config import Config
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
-from shardwright.planner import best_plans, meshes
+from shardwright.planner import PastRun, RunKind, best_plans, meshes
 from shardwright.torch.batch import Arguments
 from shardwright.torch.context import context
 from shardwright.torch.inspection import loss_of, with_data
@@ -92,9 +92,26 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         again_s = try_plan(training, finalists[number], config=config, steps=steps, title=title)
         seconds[number] = min(seconds[number], again_s)
     if history is not None:
-        for plan, each in zip(finalists, seconds, strict=True):
-            history.append(past_run(plan, each, steps=steps, ranks_per_node=measured.cluster.ranks_per_node))
+        per_node = measured.cluster.ranks_per_node
+        for found in _runs_worth_keeping(finalists, seconds, measured.samples, steps, per_node):
+            history.append(found)
     return _verdict(finalists, seconds, steps)
+
+
+def _runs_worth_keeping(
+    plans: Sequence[Plan], seconds: Sequence[float], samples: int, steps: int, ranks_per_node: int
+) -> Iterable[PastRun]:
+    """Of each kind of run the fastest: one busy moment of the machine counts once, like one run."""
+    order = sorted(range(len(plans)), key=lambda number: seconds[number])
+    kept: dict[RunKind, PastRun] = {}
+    for number in order:
+        plan = plans[number]
+        if plan.prediction is not None and plan.prediction.provenance == "measured":
+            found = past_run(
+                plan, seconds[number], steps=steps, samples=samples, ranks_per_node=ranks_per_node
+            )
+            kept.setdefault(found.kind, found)
+    return kept.values()
 
 
 def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:

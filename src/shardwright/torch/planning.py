@@ -89,7 +89,9 @@ class Planner:
                     mesh=context.mesh,
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
-                    correction=_correction(context, traces[counts[0]].graph),
+                    correction=_correction(
+                        context, traces[counts[0]].graph, samples=splitter.batch_size(arguments) or 0
+                    ),
                 )
             )
         as_it_runs = gradients == torch.is_grad_enabled()
@@ -169,13 +171,13 @@ class Planner:
         return placement
 
 
-def _correction(context: Context, graph: ModelGraph) -> Correction:
+def _correction(context: Context, graph: ModelGraph, *, samples: int) -> Correction:
     """What earlier runs of the model on this machine say; nothing where units are not measured."""
     history = history_of(context)
     if history is None or context.config.profile == "estimated":
         return NO_CORRECTION
     kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
-    return correction_of(history.read(), kind, model=graph.model_fingerprint)
+    return correction_of(history.read(), kind, model=graph.model_fingerprint, samples=samples)
 
 
 def _optimizer_factor(context: Context) -> float:

@@ -87,7 +87,7 @@ class Reporter:
                 parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
             )
         )
-        self._write_down(seconds, memory)
+        self._write_down(seconds, memory, samples=step.samples)
         # The first step plans; the third is the first that an impatient user can look at.
         if context.config.trace and step.schedule is not None and (number == 3 or number % interval == 0):
             self._write_timeline(step)
@@ -100,7 +100,7 @@ class Reporter:
 
     # ---- inside ----
 
-    def _write_down(self, seconds: float, memory: Sequence[int]) -> None:
+    def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
         context = self._context
         prediction = context.plan.prediction if context.plan is not None else None
@@ -110,7 +110,9 @@ class Reporter:
             assert context.plan is not None
             if self._recorder is None:
                 self._recorder = RunRecorder(history_of(context), context.local_size)
-            self._recorder.step_done(seconds, context.plan, memory_bytes=max(memory, default=0))
+            self._recorder.step_done(
+                seconds, context.plan, samples=samples, memory_bytes=max(memory, default=0)
+            )
 
     def _start(self) -> Observer:
         context = self._context

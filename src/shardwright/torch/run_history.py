@@ -99,8 +99,10 @@ class RunRecorder:
     _seconds: list[float] = field(default_factory=list)
     _run: str = ""
 
-    def step_done(self, seconds: float, plan: Plan, *, memory_bytes: int) -> None:
+    def step_done(self, seconds: float, plan: Plan, *, samples: int, memory_bytes: int) -> None:
         """A training step ended, in all `seconds` long; the first ones plan and warm up."""
+        if len(self._seconds) >= max(_WRITTEN_AFTER):
+            return
         self._seconds.append(seconds)
         number = len(self._seconds)
         prediction = plan.prediction
@@ -111,6 +113,7 @@ class RunRecorder:
             plan,
             median(timed),
             steps=len(timed),
+            samples=samples,
             ranks_per_node=self.ranks_per_node,
             measured_bytes=memory_bytes,
             run=self._run,
@@ -120,7 +123,14 @@ class RunRecorder:
 
 
 def past_run(
-    plan: Plan, step_s: float, *, steps: int, ranks_per_node: int, measured_bytes: int = 0, run: str = ""
+    plan: Plan,
+    step_s: float,
+    *,
+    steps: int,
+    samples: int,
+    ranks_per_node: int,
+    measured_bytes: int = 0,
+    run: str = "",
 ) -> PastRun:
     """What is written of a run.
 
@@ -128,6 +138,7 @@ def past_run(
         plan: that it followed, with a prediction.
         step_s: seconds of a step.
         steps: that were timed.
+        samples: of a step of one replica.
         ranks_per_node: of the machines.
         measured_bytes: peak memory of a rank; 0 where it was not measured.
         run: name of the run; empty: a new one.
@@ -145,6 +156,7 @@ def past_run(
         run=run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}",
         kind=RunKind.of(mesh, ranks_per_node=ranks_per_node),
         model=plan.model.fingerprint,
+        samples=samples,
         predicted_s=prediction.step_s / prediction.correction,
         measured_s=step_s,
         steps=steps,

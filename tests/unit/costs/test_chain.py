@@ -40,6 +40,16 @@ def chain_of(*flops, parameters=1_000_000):
     return LayerChain(name="chain", layers=layers)
 
 
+def test_skips_of_the_u_net_cross_the_cuts_until_they_are_joined():
+    model = CONVOLUTIONAL["unet-3d"]
+    crossing = {layer.name: layer.crossing for layer in model.layers}
+    # The largest skip is made on the first level, and read behind the last "up".
+    skip = 64 * 128 * 128 * 112
+    assert crossing["bottom b"] > skip
+    assert crossing["up 0"] > skip
+    assert crossing["join 0 a"] < skip
+
+
 def test_resnet_50_is_as_published():
     model = CONVOLUTIONAL["resnet-50"]
     assert model.num_parameters == 25_557_032

@@ -65,6 +65,23 @@ def test_parts_are_no_less_than_nothing_and_add_up(shape, options):
         assert np.isfinite(float(found.total))
 
 
+@given(SHAPES, ways())
+@settings(deadline=None)
+def test_numbers_of_twice_the_width_take_twice_as_much(shape, options):
+    wide = replace(options, width=4.0)
+    for part, of in (("activations", rank_bytes), ("point_to_point", None), ("all_reduce", None)):
+        if of is not None:
+            assert getattr(of(shape, wide), part) == pytest.approx(
+                2 * float(getattr(of(shape, options), part))
+            )
+            continue
+        no_latency = replace(A100, link_latency_s=0.0, network_latency_s=0.0)
+        narrow_s, wide_s = (
+            float(getattr(step_seconds(shape, each, no_latency, REACHED), part)) for each in (options, wide)
+        )
+        assert wide_s == pytest.approx(2 * narrow_s)
+
+
 @given(
     SHAPES,
     ways(),

@@ -146,11 +146,38 @@ def test_no_more_layers_are_recomputed_than_memory_requires(memory, batch, nodes
 def test_pinned_recomputation_stays_and_kept_layers_can_be_pinned():
     task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb"), batch=64)
     assert search(replace(task, pins={"recompute": 2})).best.options.kept_layers == 0
-    pinned = search(replace(task, pins={"recompute": 2, "kept_layers": 3, "pipeline": 1})).best
+    pinned = search(replace(task, pins={"recompute": 2, "kept_layers": 3}, only_what_runs=True)).best
     assert "all but 3 layers a rank" in pinned.title
     assert pinned.settings["activation_checkpointing"] == "auto"
     with pytest.raises(ConfigError, match="kept_layers is 99, but llama3-8b is 32 layers"):
         search(replace(task, pins={"kept_layers": 99}))
+
+
+def test_cpus_offload_nothing():
+    task = Task(
+        model=find_architecture("gpt2-1.5b"),
+        machines=parse_inventory("this-cpu*16"),
+        batch=16,
+        dtype="float32",
+    )
+    assert set(all_ways(task).offload) == {0}
+    with pytest.raises(ConfigError, match="offload is 1, but this-cpu x 16 computes where its memory is"):
+        search(replace(task, pins={"offload": 1}))
+
+
+def test_what_the_runtime_does_not_share_is_said_and_has_no_settings():
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb"), batch=64)
+    pins = {"tensor": 1, "pipeline": 1, "context": 1}
+    gradients = search(replace(task, pins=pins | {"sharded": 2, "shard": 8})).best
+    assert gradients.not_run_yet == ["sharing optimizer state and gradients by 8 of 8 replicas"]
+    assert gradients.settings == {}
+    part = search(replace(task, pins=pins | {"sharded": 1, "shard": 2, "recompute": 2})).best
+    assert "sharing optimizer state by 2 of 8 replicas" in part.not_run_yet
+    only = all_ways(replace(task, pins=pins, only_what_runs=True))
+    assert set(only.sharded) == {0, 1, 3}
+    assert set(only.shard[only.sharded == 1]) == {8}
+    with pytest.raises(ConfigError, match="the dtype"):
+        search(replace(task, pins={"width": 4}))
 
 
 def test_the_faster_way_to_gather_is_taken_and_told():

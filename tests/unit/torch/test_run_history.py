@@ -37,7 +37,7 @@ def recorded(folder, *, steps, seconds=0.2):
     recorder = RunRecorder(history, 2)
     plan = plan_of(0.1)
     for number in range(steps):
-        recorder.step_done(9.0 if number < 2 else seconds, plan, memory_bytes=7)
+        recorder.step_done(9.0 if number < 2 else seconds, plan, samples=8, memory_bytes=7)
     return history.read()
 
 
@@ -59,7 +59,7 @@ def test_predictions_are_kept_as_they_were_before_their_correction(tmp_path):
     history = RunHistory(tmp_path, "machine")
     recorder = RunRecorder(history, 2)
     for _ in range(8):
-        recorder.step_done(0.2, plan_of(0.3, correction=1.5), memory_bytes=1)
+        recorder.step_done(0.2, plan_of(0.3, correction=1.5), samples=8, memory_bytes=1)
     assert abs(history.read()[0].predicted_s - 0.2) < 1e-12
 
 
