@@ -25,6 +25,9 @@ _RULES = {
 }
 
 
+_MOST_SHOWN = 200
+
+
 def describe(findings: Iterable[Mapping[str, Any]], *, root: str) -> list[str]:
     """One line for each finding.
 
@@ -47,6 +50,8 @@ def _line(finding: Mapping[str, Any], root: str) -> str:
         return f"{key} is missing."
     if kind == "extra_forbidden":
         return f"{key} is not a field. Remove it."
+    if kind == "json_invalid":
+        return f"{root} is no JSON: {context['error']}."
     if kind == "value_error" and not key:
         return f"{root}: {context['error']}."
     if kind == "value_error":
@@ -55,4 +60,6 @@ def _line(finding: Mapping[str, Any], root: str) -> str:
         rule = "it must be " + _RULES[kind].format(**context)
     else:
         rule = str(finding["msg"])
-    return f"{key} is {finding['input']!r}, but {rule}."
+    given = repr(finding["input"])
+    given = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
+    return f"{key} is {given}, but {rule}."

@@ -51,6 +51,7 @@ COMMANDS = (
         settings={"allow_interspersed_args": False},
     ),
     Command(name="plan", summary="Make a plan without running it, show one, compare two.", is_group=True),
+    Command(name="diff", summary="Compare two plans: which units moved, which degrees and settings changed."),
     Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
     Command(name="why-not", summary="Say why the best way is not the one that you have in mind."),
     Command(name="what-if", summary="Show what other machines, faster links or longer samples would change."),

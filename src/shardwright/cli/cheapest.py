@@ -56,8 +56,9 @@ def cheapest(
     from shardwright.plan import align
     from shardwright.topology import cheapest as choosing
 
-    found = choosing.offers(task, tokens=tokens)
-    best = choosing.cheapest(found, deadline_s=None if days is None else days * _DAY_S)
+    deadline_s = None if days is None else days * _DAY_S
+    found = choosing.offers(task, tokens=tokens, deadline_s=deadline_s)
+    best = choosing.cheapest(found, deadline_s=deadline_s)
     if as_json:
         rows = [
             {

@@ -45,7 +45,8 @@ Machines = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="With --cluster: whose rates count: bfloat16, float16 or float32.")
+    str | None,
+    typer.Option("--dtype", help="With --cluster: whose rates: bfloat16, float16 or float32 (default)."),
 ]
 SearchDegrees = Annotated[
     bool,
@@ -67,7 +68,10 @@ Verify = Annotated[
         help="Measure on this machine, run the best N plans for some steps, keep the fastest.",
     ),
 ]
-TrialSteps = Annotated[int, typer.Option("--trial-steps", min=1, help="Steps of a trial of --verify.")]
+TrialSteps = Annotated[
+    int | None, typer.Option("--trial-steps", min=1, help="Steps of a trial of --verify (default: 5).")
+]
+_TRIAL_STEPS = 5
 BuildOnSomething = Annotated[
     str | None,
     typer.Option(
@@ -88,12 +92,12 @@ def make(
     config: ConfigFile = None,
     machine: Machine = None,
     machines: Machines = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     output: Output = None,
     search_degrees: SearchDegrees = False,
     profile: ProfileFile = None,
     verify: Verify = 0,
-    trial_steps: TrialSteps = 5,
+    trial_steps: TrialSteps = None,
     num_nodes: NumNodes = 1,
     node_rank: NodeRank = None,
     endpoint: Endpoint = None,
@@ -113,16 +117,32 @@ def make(
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     _check(resolved, world)
     if verify:
-        _refuse_with_verify({"--machine": machine, "--cluster": machines, "--profile": profile})
+        _refuse_with_verify(
+            {
+                "--machine": machine,
+                "--cluster": machines,
+                "--profile": profile,
+                "--dtype": dtype,
+                "--search-degrees": search_degrees or None,
+            }
+        )
         order = Order(
             factory=factory,
             build_on=build_on or "cpu",
             settings=resolved.model_dump(exclude_defaults=True),
             most_trials=verify,
-            steps=trial_steps,
+            steps=trial_steps or _TRIAL_STEPS,
         )
         plan = verified_plan(order, world=world, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint)
     else:
+        _refuse_without_verify(
+            {
+                "--nnodes": num_nodes if num_nodes > 1 else None,
+                "--node-rank": node_rank,
+                "--rdzv-endpoint": endpoint,
+                "--trial-steps": trial_steps,
+            }
+        )
         measured = None if profile is None else MeasuredProfile.read(profile)
         plan = _plan(
             factory,
@@ -138,10 +158,22 @@ def make(
 
 
 def _cluster(
-    machine: Path | None, machines: str | None, dtype: str, measured: MeasuredProfile | None, *, world: int
+    machine: Path | None,
+    machines: str | None,
+    dtype: str | None,
+    measured: MeasuredProfile | None,
+    *,
+    world: int,
 ) -> Cluster:
-    if machine is not None and machines is not None:
-        raise UsageError("--machine and --cluster both say what the machines are. Drop one of the two.")
+    given = {"--machine": machine, "--cluster": machines, "--profile": measured}
+    saying = [name for name, value in given.items() if value is not None]
+    if len(saying) > 1:
+        raise UsageError(
+            f"{' and '.join(saying)} each say what the machines are, and costs of units hold where they were "
+            f"measured alone. Drop {'all but one' if len(saying) > 2 else 'one of the two'}."
+        )
+    if dtype is not None and machines is None:
+        raise UsageError(f"--dtype is {dtype}, but only --cluster has rates by dtype. Drop it, or add that.")
     if machine is not None:
         return read_cluster(machine)
     if machines is not None:
@@ -151,7 +183,7 @@ def _cluster(
                 f"--world is {world}, but {found.name} has {found.num_ranks} ranks. Take more nodes, or "
                 "fewer ranks."
             )
-        return cluster_of(found, dtype=dtype)
+        return cluster_of(found, dtype=dtype or "float32")
     if measured is not None:
         return measured.cluster
     Console().status(_assumption())
@@ -206,6 +238,15 @@ def _refuse_with_verify(given: Mapping[str, object]) -> None:
             raise UsageError(
                 f"--verify measures the present machines itself, so {option} {value} has no use. Drop one of "
                 "the two."
+            )
+
+
+def _refuse_without_verify(given: Mapping[str, object]) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} is {value}, but without --verify nothing runs. Drop it, or say how many plans to "
+                "try: --verify 3"
             )
 
 

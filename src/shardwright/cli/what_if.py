@@ -118,9 +118,12 @@ def _changed(
         )
         for kind, number in found.nodes
     )
+    between = found.between_kinds_Bps
     return replace(
         task,
-        machines=replace(found, nodes=nodes),
-        batch=batch or task.batch,
-        sequence=sequence or task.sequence,
+        machines=replace(
+            found, nodes=nodes, between_kinds_Bps=None if between is None else between * network
+        ),
+        batch=task.batch if batch is None else batch,
+        sequence=task.sequence if sequence is None else sequence,
     )

@@ -57,6 +57,7 @@ _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has
 
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+_MOST_ACCELERATORS = 1024  # of a node
 Size = Annotated[int, Field(ge=0, le=2**60)]
 
 
@@ -105,7 +106,7 @@ def _document(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cluster file {path} is no text: {error}.") from error
     try:
         document = yaml.load(text, Loader=_PlainLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: of a date that is none
         raise ConfigError(f"cluster file {path} is no YAML: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"cluster file {path} holds no fields. {_ADVICE[:-1]}.")
@@ -144,7 +145,7 @@ class _Product(_Record):
 class _Accelerator(_Record):
     name: str
     family: str
-    memory: Size
+    memory: Annotated[int, Field(gt=0, le=2**60)]
     memory_Bps: Positive
     host_Bps: NonNegative = 0.0
     flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
@@ -178,7 +179,7 @@ class _Named(_Record):
 class _Node(_Record):
     name: str
     number: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
-    accelerators: PositiveInt
+    accelerators: Annotated[int, Field(ge=1, le=_MOST_ACCELERATORS)]
     accelerator: _Accelerator
     link_Bps: Positive
     link_latency_s: NonNegative = 1e-5

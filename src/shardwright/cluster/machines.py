@@ -8,7 +8,13 @@ from shardwright.cluster.inventory import Inventory, NodeKind
 from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
 
-__all__ = ["cluster_of", "find_machines"]
+__all__ = ["DEVICE_BASE_BYTES", "DEVICE_MARGIN", "cluster_of", "find_machines", "usable_bytes"]
+
+DEVICE_MARGIN = 0.06
+"""Of memory, what an allocator cannot use."""
+
+DEVICE_BASE_BYTES = 1.5 * 2**30
+"""Of memory, what the driver and its kernels take."""
 
 _FILES = (".yaml", ".yml", ".json")
 
@@ -20,6 +26,14 @@ def find_machines(text: str) -> Inventory:
         ConfigError: there are none of the name, or the file cannot be used.
     """
     return read_inventory(text) if Path(text).suffix in _FILES else parse_inventory(text)
+
+
+def usable_bytes(kind: NodeKind) -> int:
+    """Memory that the tensors of a rank may fill: without what drivers and allocators keep from them."""
+    memory = kind.accelerator.memory_bytes
+    if kind.cores:
+        return memory
+    return max(memory // 2, int(memory / (1 + DEVICE_MARGIN) - DEVICE_BASE_BYTES))
 
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
@@ -54,13 +68,13 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
     return Cluster(
         device=Device(
             name=slowest.name,
-            memory_bytes=min(chip.memory_bytes for chip in chips),
+            memory_bytes=min(usable_bytes(kind) for kind in kinds),
             flops_per_s=slowest.flops_per_s[dtype],
             reached=1.0 if slowest.products else Device.reached,
             memory_Bps=min(chip.memory_Bps for chip in chips),
         ),
         ranks_per_node=sizes[0],
-        cores_per_node=min(kind.cores for kind in kinds),
+        cores_per_node=min(_cores(kind) for kind in kinds),
         intra_node=Link(
             latency_s=max(kind.link_latency_s for kind in kinds),
             bandwidth_Bps=min(kind.link_Bps for kind in kinds),
@@ -76,6 +90,11 @@ def _slowness(machines: Inventory, least: float, dtype: str) -> tuple[float, ...
         least / kind.accelerator.flops_per_s[dtype] for kind, number in machines.nodes for _ in range(number)
     ]
     return tuple(of_nodes) if min(of_nodes) < 1 else ()
+
+
+def _cores(kind: NodeKind) -> int:
+    """Rates that were measured while all ranks computed have in them how these share the cores."""
+    return max(kind.cores, kind.num_accelerators) if kind.cores and kind.accelerator.products else kind.cores
 
 
 def _occupancy(kinds: list[NodeKind]) -> float:

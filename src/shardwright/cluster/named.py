@@ -27,6 +27,7 @@ _CPU_LINK_BPS, _CPU_LINK_LATENCY_S = 2e9, 5e-5
 _CPU_NETWORK_BPS, _CPU_NETWORK_LATENCY_S = 1.25e9, 1e-4  # 10 Gbit/s
 _UNKNOWN_MEMORY = 8 * 2**30
 
+_MOST_DIGITS = 12
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
 _TERM = re.compile(r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:\s*\*\s*(?P<number>[-+\w.]+))?", re.IGNORECASE)
 
@@ -69,6 +70,11 @@ def parse_inventory(text: str) -> Inventory:
     return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
 
 
+def _shortened(text: str, most: int = 60) -> str:
+    """A text for a message: of a long one, the begin."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def kind_called(name: str) -> NodeKind:
     """The kind of nodes of a name.
 
@@ -87,8 +93,11 @@ def kind_called(name: str) -> NodeKind:
 def _number(text: str | None, whole: str) -> int:
     if text is None:
         return 1
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_NODES:
-        raise ConfigError(f"{text!r} in {whole!r} is not a number of nodes: take 1 to {MOST_NODES}.")
+    # Python refuses to read numbers of thousands of digits.
+    if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= MOST_NODES:
+        raise ConfigError(
+            f"{_shortened(text)!r} in {_shortened(whole)!r} is not a number of nodes: take 1 to {MOST_NODES}."
+        )
     return int(text)
 
 

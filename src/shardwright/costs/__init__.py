@@ -1,6 +1,6 @@
 """Seconds and bytes of a training step in closed form, for many candidates at once."""
 
-from shardwright.costs.calibration import Calibration, calibration_of
+from shardwright.costs.calibration import Calibration, calibration_of, known_runtimes
 from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import (
@@ -40,6 +40,7 @@ __all__ = [
     "calibration_of",
     "chain_bytes",
     "chain_seconds",
+    "known_runtimes",
     "mixed_chain",
     "mixed_prices",
     "rank_bytes",

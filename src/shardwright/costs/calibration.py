@@ -49,6 +49,13 @@ class Calibration:
         return seconds / factor, seconds * factor
 
 
+@lru_cache(maxsize=1)
+def known_runtimes() -> tuple[str, ...]:
+    """Runtimes of which published runs on some accelerators were read, and our own."""
+    found = {name for family in _document()["accelerators"].values() for name in family["runtimes"]}
+    return tuple(sorted(found | {"shardwright"}))
+
+
 def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
     """The efficiencies of a runtime on a family of accelerators.
 

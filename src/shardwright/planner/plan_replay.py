@@ -108,6 +108,10 @@ class Replay:
         return tuple(max(0.0, self.simulation.step_s - busy_s) for busy_s in self.simulation.busy_s)
 
 
+_MOST_ACTIONS = 5_000_000
+"""Of a schedule that is played out: a minute or so."""
+
+
 def base_setting(plan: Plan) -> Setting:
     """The conditions that a plan was made with, as far as it tells.
 
@@ -115,6 +119,7 @@ def base_setting(plan: Plan) -> Setting:
         PlanError: the plan has no prediction.
     """
     prediction = _prediction(plan)
+    _check_length(len(plan.stages), plan.schedule.microbatches)
     schedule, costs = schedule_of(plan), stage_costs_of(plan)
     assert costs is not None
     conditions = prediction.conditions
@@ -152,6 +157,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
         )
     _check_ranks(plan, change)
     microbatches = change.num_microbatches or plan.schedule.microbatches
+    _check_length(len(plan.stages), microbatches)
     share = plan.schedule.microbatches / microbatches
     costs = tuple(
         _scaled(cost, seconds=share * change.slow.get(rank, 1.0) / change.compute_rate, num_bytes=share)
@@ -176,6 +182,15 @@ def change_setting(plan: Plan, change: Change) -> Setting:
         link=_links(conditions, change),
         sync_s=_sync_s(plan, change),
     )
+
+
+def _check_length(stages: int, microbatches: int) -> None:
+    actions = 2 * stages * microbatches
+    if actions > _MOST_ACTIONS:
+        raise PlanError(
+            f"{microbatches} microbatches on {stages} stages are {actions} actions, which take hours to play "
+            f"out. Take at most {_MOST_ACTIONS // (2 * stages)} microbatches."
+        )
 
 
 def play(setting: Setting) -> Replay:

@@ -107,6 +107,12 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
         return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
     closest = closest_way(pinned, ways, np.asarray(memory[0].total))
     over = closest.peak_bytes - closest.limit_bytes
+    if over <= 0:
+        second = (
+            f"With {_text(pins)} nothing fits: what {closest.title} offloads is more than the "
+            f"{format_bytes(task.host_bytes)} of the host's memory that a rank may use."
+        )
+        return Comparison(answer.best, closest, False, (first, second))
     second = (
         f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
         f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."

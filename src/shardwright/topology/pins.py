@@ -18,6 +18,8 @@ _CHOICES: Mapping[str, type[IntEnum]] = {
     "placement": Placement,
     "hierarchical": Gathers,
 }
+_SWITCHES = frozenset({"sequence_parallel", "flash", "whole_layers"})
+_MOST_DIGITS = 12
 _OTHER_NAMES = {
     "1f1b": "one_f_one_b",
     "interleaved_1f1b": "interleaved",
@@ -78,9 +80,11 @@ def _value(name: str, text: str) -> int:
             known = ", ".join(choice.lower() for choice in choices.__members__)
             raise ConfigError(f"{name} is {text!r}, but it must be one of {known}.")
         return int(choices[plain])
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}, but it must be a whole number.")
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{name} is {text[:_MOST_DIGITS]!r}, but it must be a whole number, of few digits.")
     number = int(text)
+    if name in _SWITCHES and number > 1:
+        raise ConfigError(f"{name} is {number}, but it must be 0 or 1.")
     if name in _CHOICES and number not in list(_CHOICES[name]):
         raise ConfigError(f"{name} is {number}, but it must be from 0 to {len(_CHOICES[name]) - 1}.")
     return number

@@ -143,6 +143,12 @@ def closest_way(task: Task, ways: Options, needed: NDArray[np.float64]) -> Way:
 
 def _nothing_fits(task: Task, ways: Options, needed: NDArray[np.float64]) -> str:
     closest = closest_way(task, ways, needed)
+    if closest.peak_bytes <= closest.limit_bytes:
+        raise InfeasiblePlanError(
+            f"nothing of {len(needed)} ways fits: {closest.title} needs {format_bytes(closest.peak_bytes)} a "
+            f"rank, but what it offloads is more than the {format_bytes(task.host_bytes)} of the host's "
+            "memory that a rank may use. Take hosts with more memory, or offload less."
+        )
     lines = [
         f"nothing of {len(needed)} ways fits in {format_bytes(closest.limit_bytes)} a rank. The closest "
         f"({closest.title}) needs {format_bytes(closest.peak_bytes)}: {closest.memory_text}.",

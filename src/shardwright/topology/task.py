@@ -1,5 +1,6 @@
 """What a topology is searched for: a model, machines, a batch."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -7,6 +8,7 @@ from types import MappingProxyType
 
 from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory, NodeKind
+from shardwright.cluster.machines import DEVICE_BASE_BYTES, DEVICE_MARGIN
 from shardwright.costs import (
     BF16,
     FP32,
@@ -17,6 +19,7 @@ from shardwright.costs import (
     Shape,
     Sharded,
     calibration_of,
+    known_runtimes,
 )
 from shardwright.errors import ConfigError
 
@@ -42,9 +45,7 @@ def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
     return kind in (Sharded.NOTHING, Sharded.PARAMETERS) or (kind == Sharded.OPTIMIZER and shard == data)
 
 
-_DEVICE_MARGIN = 0.06  # of memory, for what an allocator cannot use
 _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data
-_DEVICE_BASE_BYTES = 1.5 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,10 @@ class Task:
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{name} is {value}, but it must be from 1 to {most}.")
+        if self.runtime not in known_runtimes():
+            near = difflib.get_close_matches(self.runtime, known_runtimes(), n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(known_runtimes())}."
+            raise ConfigError(f"{self.runtime!r} is no runtime whose efficiencies are known; {hint}")
         if self.sequence is not None and isinstance(self.model, LayerChain):
             raise ConfigError(
                 f"sequence is {self.sequence}, but a sample of {self.model.name} ({self.model.sample}) has "
@@ -192,12 +197,12 @@ class Task:
     @property
     def margin(self) -> float:
         """Share of what is needed that allocators take on top."""
-        return 0.0 if self._on_cpus else _DEVICE_MARGIN
+        return 0.0 if self._on_cpus else DEVICE_MARGIN
 
     @property
     def base_bytes(self) -> float:
         """Memory of a rank that is taken before the model is there."""
-        return 0.0 if self._on_cpus else _DEVICE_BASE_BYTES
+        return 0.0 if self._on_cpus else DEVICE_BASE_BYTES
 
     @property
     def _on_cpus(self) -> bool:

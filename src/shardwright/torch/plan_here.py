@@ -275,6 +275,6 @@ def title_of(plan: Plan) -> str:
     shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)
     how = f", {plan.schedule.kind} with {stages} stages" if stages > 1 else ""
-    return (
-        f"pipeline {mesh.pipeline} x data {mesh.data}{shared}, {plan.schedule.microbatches} microbatches{how}"
-    )
+    count = plan.schedule.microbatches
+    cut = f"{count} microbatch{'es' * (count != 1)}"
+    return f"pipeline {mesh.pipeline} x data {mesh.data}{shared}, {cut}{how}"

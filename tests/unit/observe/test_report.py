@@ -205,6 +205,8 @@ def test_damaged_files_are_named(
     ("change", "message"),
     [
         ({"ts": "soon"}, r"traceEvents\.\d+: ts is 'soon', but it must be a number"),
+        ({"ts": "nan"}, r"traceEvents\.\d+: ts, dur are nan, .* must be finite"),
+        ({"cat": ["forward"]}, r"traceEvents\.\d+: cat is \['forward'\], but it must be one of"),
         ({"cat": "sleep"}, r"traceEvents\.\d+: cat is 'sleep', but it must be one of forward, backward"),
     ],
 )
@@ -215,6 +217,31 @@ def test_damaged_events_are_named(tmp_path: Path, change: dict[str, Any], messag
     (folder / "trace.json").write_text(json.dumps(document))
     with pytest.raises(UsageError, match=message):
         gather(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"args": None}, "sort_index is None"), ({"args": {"sort_index": "inf"}}, "must be a rank")],
+)
+def test_damaged_ranks_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    document = json.loads((folder / "trace.json").read_text())
+    next(e for e in document["traceEvents"] if e["name"] == "process_sort_index").update(change)
+    (folder / "trace.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=message):
+        gather(folder)
+
+
+def test_a_timeline_of_nothing_but_waiting_is_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned())
+    document = json.loads((folder / "trace.json").read_text())
+    for event in document["traceEvents"]:
+        if event["ph"] == "X" and event["tid"] == 2:
+            event["cat"] = "wait"
+    (folder / "trace.json").write_text(json.dumps(document))
+    data = gather(folder)
+    assert [row.measured for row in data.spent] == [None, None, None]
+    assert "<h2>Timeline of a step</h2>" in page(data)
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -6,12 +6,28 @@ import pytest
 
 from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
-from shardwright.errors import InfeasiblePlanError, UsageError
+from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
 from shardwright.topology import Task, search
 from shardwright.topology.cheapest import cheapest, offers
 
 DAY_S = 86400
 TASK = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("p5.48xlarge*6"), batch=96)
+
+
+def test_with_a_deadline_numbers_between_powers_of_two_are_looked_at():
+    every = {offer.num_nodes: offer for offer in offers(TASK, tokens=100e9)}
+    assert list(every) == [1, 2, 4, 6]
+    # Four nodes are too slow, six are in time.
+    deadline_s = (every[4].seconds + every[6].seconds) / 2
+    found = {offer.num_nodes: offer for offer in offers(TASK, tokens=100e9, deadline_s=deadline_s)}
+    assert list(found) == [1, 2, 4, 5, 6]
+    in_time = [number for number, offer in found.items() if offer.seconds <= deadline_s]
+    assert cheapest(list(found.values()), deadline_s=deadline_s).num_nodes in in_time
+
+
+def test_wrong_pins_are_told():
+    with pytest.raises(ConfigError, match="tensor=7"):
+        offers(replace(TASK, pins={"tensor": 7}), tokens=1e9)
 
 
 def test_each_offer_is_what_a_search_finds():

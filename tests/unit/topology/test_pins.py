@@ -2,6 +2,7 @@
 
 import pytest
 
+from shardwright.cluster import parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.topology.pins import parse_pins
 
@@ -39,3 +40,19 @@ def test_names_of_others_and_values_by_name():
 def test_what_is_no_pin(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_pins([text])
+
+
+@pytest.mark.parametrize("text", ["flash=7", "sequence_parallel=2", "whole_layers=3"])
+def test_switches_are_0_or_1(text):
+    with pytest.raises(ConfigError, match="must be 0 or 1"):
+        parse_pins([text])
+
+
+def test_numbers_of_thousands_of_digits_are_refused_shortly():
+    many = "9" * 5000
+    with pytest.raises(ConfigError, match="of few digits") as refused:
+        parse_pins([f"tensor={many}"])
+    assert len(str(refused.value)) < 200
+    with pytest.raises(ConfigError, match="is not a number of nodes") as refused:
+        parse_inventory(f"p4d.24xlarge*{many}")
+    assert len(str(refused.value)) < 400

@@ -292,7 +292,9 @@ def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
     for span in spans:
         if span.kind in _WORK:
             sums[_WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
-    end_s = max(span.end_s for span in spans if span.kind in _WORK)
+    end_s = max((span.end_s for span in spans if span.kind in _WORK), default=0.0)
+    if not end_s:
+        return (None, None, None)  # nothing but waiting was recorded
     return sums["forward"], sums["backward"], end_s - sum(sums.values())
 
 

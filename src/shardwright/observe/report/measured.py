@@ -23,6 +23,7 @@ _CATEGORIES = {
     "wait": "wait",
 }
 _GIB = 2**30
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +107,21 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UsageError(f"{path}: traceEvents must be a list of objects. {_FOREIGN}")
     threads = {
-        (event.get("pid"), event.get("tid"))
+        _thread(event)
         for event in events
-        if event.get("name") == "thread_name" and event.get("args", {}).get("name") == "measured"
+        if event.get("name") == "thread_name" and _arguments(event).get("name") == "measured"
     }
-    pids = {event.get("pid"): 0 for event in events if (event.get("pid"), event.get("tid")) in threads}
+    pids = {pid: 0 for pid, _ in map(_thread, events) if any(pid == known for known, _ in threads)}
     order = {
-        event.get("pid"): event.get("args", {}).get("sort_index")
+        _thread(event)[0]: _arguments(event).get("sort_index")
         for event in events
         if event.get("name") == "process_sort_index"
     }
-    rank_of = {pid: int(_as_number(order.get(pid), "sort_index", str(path))) for pid in pids}
+    rank_of = {pid: _rank(order.get(pid), path) for pid in pids}
     spans = [
         _span(event, number, rank_of, path)
         for number, event in enumerate(events)
-        if event.get("ph") == "X" and (event.get("pid"), event.get("tid")) in threads
+        if event.get("ph") == "X" and _thread(event) in threads
     ]
     other = document.get("otherData")
     step = other.get("step") if isinstance(other, dict) else None
@@ -130,15 +131,34 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
 _FOREIGN = "The file was damaged, or something else wrote it: remove it, or name another run."
 
 
+def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
+    """Of an event; as text, which anything that a file may hold has."""
+    return repr(event.get("pid")), repr(event.get("tid"))
+
+
+def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = event.get("args")
+    return found if isinstance(found, dict) else {}
+
+
+def _rank(value: Any, path: Path) -> int:
+    number = _as_number(value, "sort_index", str(path))
+    if not 0 <= number <= _MOST_RANKS:
+        raise UsageError(f"{path}: sort_index is {value!r}, but it must be a rank. {_FOREIGN}")
+    return int(number)
+
+
 def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], path: Path) -> Span:
     where = f"{path}, traceEvents.{number}"
     start_us, length_us = (_as_number(event.get(key), key, where) for key in ("ts", "dur"))
+    if not (math.isfinite(start_us) and math.isfinite(length_us)):
+        raise UsageError(f"{where}: ts, dur are {start_us}, {length_us}, but must be finite. {_FOREIGN}")
     category = event.get("cat")
-    if category not in _CATEGORIES:
+    if not isinstance(category, str) or category not in _CATEGORIES:
         raise UsageError(f"{where}: cat is {category!r}, but it must be one of {', '.join(_CATEGORIES)}.")
     kind = _CATEGORIES[category]
     return Span(
-        rank=rank_of[event.get("pid")],
+        rank=rank_of[_thread(event)[0]],
         kind=kind,
         start_s=start_us / 1e6,
         end_s=(start_us + length_us) / 1e6,
@@ -158,5 +178,5 @@ def _as_number(value: Any, name: str, where: str) -> float:
     try:
         # float() also reads "NaN" and "Infinity", which is how JsonLines writes them.
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{where}: {name} is {value!r}, but it must be a number. {_FOREIGN}") from error

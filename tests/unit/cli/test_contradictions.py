@@ -1,0 +1,64 @@
+"""Options that contradict one another, or would do nothing, are refused."""
+
+import pytest
+from planned import planned
+
+from cli.calling import call
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.planner.profile_file import MeasuredProfile
+
+LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+
+
+@pytest.fixture
+def profile(tmp_path):
+    cluster = Cluster(
+        device=Device(name="cpu"), ranks_per_node=2, cores_per_node=2, intra_node=LINK, inter_node=LINK
+    )
+    found = MeasuredProfile(fingerprint="f", costs={}, cluster=cluster, num_ranks=2, when="now")
+    found.write(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2"], "--nnodes is 2, but without --verify nothing runs"),
+        (["--trial-steps", "3"], "--trial-steps is 3, but without --verify"),
+        (["--rdzv-endpoint", "a:1"], "--rdzv-endpoint is a:1, but without --verify"),
+        (["--dtype", "bfloat16"], "--dtype is bfloat16, but only --cluster has rates"),
+        (["--verify", "2", "--search-degrees"], "--search-degrees True has no use"),
+        (["--verify", "2", "--dtype", "float16"], "--dtype float16 has no use"),
+    ],
+)
+def test_options_without_use_are_refused(capsys, words, message):
+    code, _, err = call(capsys, "plan", "make", "m.py:build", "-n", "2", *words)
+    assert code == 2
+    assert message in err
+
+
+def test_costs_measured_here_are_not_mixed_with_other_machines(capsys, profile):
+    code, _, err = call(
+        capsys, "plan", "make", "m.py:build", "-n", "2", "--profile", profile, "--cluster", "p4d.24xlarge"
+    )
+    assert code == 2
+    assert "--cluster and --profile each say what the machines are" in err
+
+
+def test_diff_is_plan_diff(capsys, tmp_path):
+    planned().write(tmp_path / "a.json")
+    planned(microbatches=8).write(tmp_path / "b.json")
+    words = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert call(capsys, "diff", *words) == call(capsys, "plan", "diff", *words)
+    assert call(capsys, "diff", words[0], words[0])[0] == 0
+
+
+@pytest.mark.parametrize("words", ["simulate {plan} --microbatches 100000000", "explain {long}"])
+def test_schedules_that_would_take_hours_are_refused(capsys, tmp_path, words):
+    plan, long = tmp_path / "plan.json", tmp_path / "long.json"
+    planned().write(plan)
+    long.write_text(plan.read_text().replace('"microbatches": 4', '"microbatches": 100000000', 1))
+    code, _, err = call(capsys, *words.format(plan=plan, long=long).split())
+    assert code != 0
+    assert "100000000 microbatches on 2 stages are 400000000 actions" in err
+    assert "Take at most 1250000 microbatches" in err
