@@ -10,6 +10,8 @@ import torch.distributed as dist
 from shardwright.cli.factory import build
 from shardwright.cli.measuring_order import Order
 from shardwright.config import Config
+from shardwright.errors import ShardwrightError
+from shardwright.exit_codes import exit_code_of
 from shardwright.plan import identity
 from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.torch.measured_model import MeasuredModel
@@ -29,8 +31,16 @@ def _training(order: Order) -> Training:
 
 
 def main() -> None:
-    """Does what the argument says."""
-    order = Order.from_json(sys.argv[1])
+    """Does what the argument says; a mistake of the user's is told like those that a command finds itself."""
+    try:
+        _do(Order.from_json(sys.argv[1]))
+    except ShardwrightError as error:
+        if _is_first():
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(exit_code_of(error))
+
+
+def _do(order: Order) -> None:
     config = Config.parse(order.settings)
     if order.most_trials:
         plan = plan_here(_training(order), config=config, most=order.most_trials, steps=order.steps)

@@ -1,14 +1,71 @@
 """Runs a module of ours on several ranks of this host, or of several: for commands that measure."""
 
+import os
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
-__all__ = ["run_on_ranks"]
+__all__ = ["run_for_files", "run_on_ranks"]
+
+
+def run_for_files(
+    module: str,
+    arguments: Callable[[Sequence[Path]], Sequence[str]],
+    *,
+    outputs: Sequence[Path],
+    num_ranks: int,
+    num_nodes: int = 1,
+    node_rank: int | None = None,
+    endpoint: str | None = None,
+) -> bool:
+    """Runs a module whose first rank writes files; they are put in place when all has gone well.
+
+    Args:
+        module: its name; each rank runs it as a program.
+        arguments: that it gets, of the paths at which the first rank is to write.
+        outputs: where the files go in the end.
+        num_ranks, num_nodes, node_rank, endpoint: as for `run_on_ranks`.
+
+    Returns:
+        Whether this host has the files: the one of the first rank has, others have not.
+
+    Raises:
+        UsageError: a file cannot go where it is wanted; told before anything is measured.
+        SystemExit: a rank has failed.
+    """
+    for output in outputs:
+        _refuse_unwritable(output)
+    with tempfile.TemporaryDirectory(prefix="shardwright-files-") as folder:
+        written = [Path(folder, f"{number}{output.suffix}") for number, output in enumerate(outputs)]
+        run_on_ranks(
+            module,
+            arguments(written),
+            num_ranks=num_ranks,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            endpoint=endpoint,
+        )
+        found = [(path, output) for path, output in zip(written, outputs, strict=True) if path.exists()]
+        for path, output in found:
+            temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
+            shutil.copyfile(path, temporary)
+            temporary.replace(output)
+        return bool(found)
+
+
+def _refuse_unwritable(output: Path) -> None:
+    if output.is_dir():
+        raise UsageError(f"{output} is a folder. Name a file in it.")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(
+            f"{output} cannot be written: there is no folder {output.absolute().parent}. Make it."
+        )
 
 
 def run_on_ranks(
@@ -33,20 +90,21 @@ def run_on_ranks(
     Raises:
         SystemExit: a rank has failed, with the exit code that tells how.
     """
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
-        request = LaunchRequest(
-            target=module,
-            is_module=True,
-            arguments=tuple(arguments),
-            num_ranks=num_ranks,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            endpoint=endpoint,
-            run_folder=RunFolder.create(Path(folder), name="ranks", environ={}).path,
-        )
-        # Here, because it imports torch: --help answers before.
-        from shardwright.launch.agent import launch
+    folder = tempfile.mkdtemp(prefix="shardwright-")
+    request = LaunchRequest(
+        target=module,
+        is_module=True,
+        arguments=tuple(arguments),
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        run_folder=RunFolder.create(Path(folder), name="ranks", environ={}).path,
+    )
+    # Here, because it imports torch: --help answers before.
+    from shardwright.launch.agent import launch
 
-        code = launch(request, report=lambda text: print(text, file=sys.stderr))
-        if code:
-            sys.exit(code)
+    code = launch(request, report=lambda text: print(text, file=sys.stderr))
+    if code:
+        sys.exit(code)  # the logs of the ranks stay where the message says
+    shutil.rmtree(folder, ignore_errors=True)

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.on_ranks import run_on_ranks
+from shardwright.cli.on_ranks import run_for_files
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
 
@@ -41,12 +41,13 @@ def verified_plan(
     refuse_broken(order.factory, build_on=order.build_on)
     with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
         out = Path(folder, "plan.json")
-        run_on_ranks(
+        is_here = run_for_files(
             RANKS,
-            [dataclasses.replace(order, out=str(out)).to_json()],
+            lambda paths: [dataclasses.replace(order, out=str(paths[0])).to_json()],
+            outputs=[out],
             num_ranks=world // num_nodes,
             num_nodes=num_nodes,
             node_rank=node_rank,
             endpoint=endpoint,
         )
-        return Plan.read(out) if out.exists() else None
+        return Plan.read(out) if is_here else None

@@ -9,7 +9,7 @@ import yaml
 
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.machines_text import format_machines
-from shardwright.cli.on_ranks import run_on_ranks
+from shardwright.cli.on_ranks import run_for_files
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
@@ -45,15 +45,16 @@ def probe(
     shardwright probe -n 4 prices.json
     """
     if not show:
-        run_on_ranks(
+        is_here = run_for_files(
             "shardwright.torch.probing_ranks",
-            [str(out.absolute()), str(cluster.absolute())],
+            lambda paths: [str(path) for path in paths],
+            outputs=[out, cluster],
             num_ranks=num_ranks,
             num_nodes=num_nodes,
             node_rank=node_rank,
             endpoint=endpoint,
         )
-        if node_rank not in (None, 0):
+        if not is_here:
             return  # the host of rank 0 has the files
     alone = num_ranks * num_nodes == 1 and not show
     if as_json:

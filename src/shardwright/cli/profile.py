@@ -1,5 +1,6 @@
 """``shardwright profile``: measure what the units of a model cost here."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from shardwright.cli.application import AsJson, Factory, print_json
 from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.on_ranks import run_on_ranks
+from shardwright.cli.on_ranks import run_for_files
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Link
@@ -55,22 +56,19 @@ def profile(
     shardwright plan make model.py:build -n 8 --profile profile.json
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
+    resolved.resolve_world(num_ranks * num_nodes)
     refuse_broken(factory, build_on=build_on)
-    order = Order(
-        factory=factory,
-        build_on=build_on,
-        settings=resolved.model_dump(exclude_defaults=True),
-        out=str(output),
-    )
-    run_on_ranks(
+    order = Order(factory=factory, build_on=build_on, settings=resolved.model_dump(exclude_defaults=True))
+    is_here = run_for_files(
         RANKS,
-        [order.to_json()],
+        lambda paths: [dataclasses.replace(order, out=str(paths[0])).to_json()],
+        outputs=[output],
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         node_rank=node_rank,
         endpoint=endpoint,
     )
-    if node_rank not in (None, 0):
+    if not is_here:
         return  # the host of rank 0 has the file
     found = MeasuredProfile.read(output)
     if as_json:

@@ -62,3 +62,15 @@ def test_schedules_that_would_take_hours_are_refused(capsys, tmp_path, words):
     assert code != 0
     assert "100000000 microbatches on 2 stages are 400000000 actions" in err
     assert "Take at most 1250000 microbatches" in err
+
+
+@pytest.mark.parametrize(
+    "words", [["profile", "m.py:build", "-o", "{out}"], ["probe", "{out}"], ["probe", "--cluster", "{out}"]]
+)
+def test_where_files_go_is_looked_at_before_anything_is_measured(capsys, tmp_path, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.py").write_text("from torch import nn\ndef build(): return nn.Linear(2, 2), ()\n")
+    for out, message in (("nowhere/x.json", "there is no folder"), (".", ". is a folder")):
+        code, _, err = call(capsys, *(word.format(out=out) for word in words))
+        assert code == 2
+        assert message in err
