@@ -7,6 +7,7 @@ import typer
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
+    BuildOn,
     Dtype,
     Machines,
     Model,
@@ -37,6 +38,7 @@ def cheapest(
     pin: Pins = None,
     runtime: Runtime = "shardwright",
     only_what_runs: OnlyWhatRuns = False,
+    build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
     """Find the cheapest number of machines, up to MACHINES, that trains so many tokens in time.
@@ -52,6 +54,7 @@ def cheapest(
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=pin or (),
+        build_on=build_on,
     )
     from shardwright.plan import align
     from shardwright.topology import cheapest as choosing

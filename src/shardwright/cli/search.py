@@ -7,6 +7,7 @@ import typer
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
+    BuildOn,
     Dtype,
     Machines,
     Model,
@@ -39,6 +40,7 @@ def search(
     objective: ObjectiveOption = "speed",
     runtime: Runtime = "shardwright",
     only_what_runs: OnlyWhatRuns = False,
+    build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to train a model on machines that need not be there, and say why.
@@ -58,6 +60,7 @@ def search(
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=pin or (),
+        build_on=build_on,
     )
     from shardwright.topology import largest_batch
     from shardwright.topology import search as search_all

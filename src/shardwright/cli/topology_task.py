@@ -44,6 +44,12 @@ Pins = Annotated[
     list[str] | None,
     typer.Option("--pin", metavar="NAME=VALUE", help="An option that is given: tensor=8, recompute=full."),
 ]
+BuildOn = Annotated[
+    str,
+    typer.Option(
+        "--build-on", metavar="DEVICE", help="Where a factory given as MODEL runs; meta takes no memory."
+    ),
+]
 
 
 def task_of(
@@ -56,6 +62,7 @@ def task_of(
     runtime: str,
     only_what_runs: bool,
     pins: Sequence[str],
+    build_on: str,
 ) -> "Task":
     """The task that the words of a command describe.
 
@@ -68,7 +75,7 @@ def task_of(
     from shardwright.topology.pins import parse_pins
 
     return Task(
-        model=_model(model),
+        model=_model(model, build_on),
         machines=find_machines(machines),
         batch=batch,
         sequence=sequence,
@@ -79,9 +86,9 @@ def task_of(
     )
 
 
-def _model(text: str) -> "Transformer | LayerChain":
+def _model(text: str, build_on: str) -> "Transformer | LayerChain":
     if ":" in text:
-        return _traced(text)
+        return _traced(text, build_on)
     from shardwright.catalogue import find_architecture, from_hugging_face
 
     path = Path(text)
@@ -98,8 +105,8 @@ def _model(text: str) -> "Transformer | LayerChain":
     return from_hugging_face(document, name=path.parent.name or path.stem)
 
 
-def _traced(factory: str) -> "LayerChain":
-    """The model that a factory builds; traced, which needs torch and no weights."""
+def _traced(factory: str, build_on: str) -> "LayerChain":
+    """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
     from shardwright.cli.factory import advice_on_meta, build
     from shardwright.observe.console import Console
     from shardwright.topology.traced_chain import chain_of
@@ -107,8 +114,8 @@ def _traced(factory: str) -> "LayerChain":
 
     console = Console()
     with console.phase(f"building {factory}"):
-        sample = build(factory, device="meta")
-    with console.phase("tracing the model"), advice_on_meta("meta"):
+        sample = build(factory, device=build_on)
+    with console.phase("tracing the model"), advice_on_meta(build_on):
         graph = trace_model(
             sample.model, *sample.args, loss=sample.loss, num_stages=_FINE_STAGES, **sample.kwargs
         )

@@ -8,6 +8,7 @@ import typer
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
+    BuildOn,
     Dtype,
     Machines,
     Model,
@@ -36,6 +37,7 @@ def what_if(
     pin: Pins = None,
     runtime: Runtime = "shardwright",
     only_what_runs: OnlyWhatRuns = False,
+    build_on: BuildOn = "meta",
     other_machines: Annotated[str | None, typer.Option("--machines", help="Others instead.")] = None,
     other_batch: Annotated[
         int | None, typer.Option("--other-batch", help="Samples of a step instead.")
@@ -63,6 +65,7 @@ def what_if(
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=pin or (),
+        build_on=build_on,
     )
     other = _changed(
         task, other_machines, other_batch, other_sequence, network=network, links=links, memory=memory

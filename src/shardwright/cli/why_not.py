@@ -7,6 +7,7 @@ import typer
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.topology_task import (
     Batch,
+    BuildOn,
     Dtype,
     Machines,
     Model,
@@ -32,6 +33,7 @@ def why_not(
     dtype: Dtype = "bfloat16",
     runtime: Runtime = "shardwright",
     only_what_runs: OnlyWhatRuns = False,
+    build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
     """Say why the best way to train is not the one that you have in mind: how much slower, or larger, it is.
@@ -47,6 +49,7 @@ def why_not(
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=wanted,
+        build_on=build_on,
     )
     from shardwright.topology.explain import why_not as explain
 

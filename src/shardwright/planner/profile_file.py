@@ -21,7 +21,8 @@ from shardwright.profile import UnitCost
 
 __all__ = ["MeasuredProfile"]
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_MOST_S = 1e6  # days for one unit are a mistake
+Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

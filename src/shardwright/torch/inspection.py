@@ -26,6 +26,7 @@ from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.tracing import trace_parts
 from shardwright.torch.tree import flatten, leaves
+from shardwright.units import format_bytes
 
 __all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data"]
 
@@ -136,8 +137,22 @@ class _Offline:
         """The plan for one grid."""
         if mesh.pipeline not in self._candidates:
             self._candidates[mesh.pipeline] = self._traced(mesh.pipeline)
-        return make_plan(
+        plan = make_plan(
             self._candidates[mesh.pipeline], cluster=self._cluster, config=self._config, mesh=mesh
+        )
+        notes = self._assumptions(mesh)
+        return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
+
+    def _assumptions(self, mesh: Mesh) -> tuple[str, ...]:
+        """What a profile of fewer ranks does not know."""
+        measured = self._measured
+        if measured is None or mesh.world_size <= measured.num_ranks:
+            return ()
+        hosts = -(-mesh.world_size // self._cluster.ranks_per_node)
+        rate = format_bytes(int(self._cluster.inter_node.bandwidth_Bps))
+        return (
+            f"The profile was measured with {measured.num_ranks} ranks: {mesh.world_size} are taken to be on "
+            f"{hosts} such hosts, with {rate}/s between them. Measure on as many to know.",
         )
 
     def _traced(self, pipeline: int) -> Candidates:

@@ -36,6 +36,7 @@ __all__ = ["main"]
 
 _TIMEOUT_S = 120.0
 _MOST_SIZES = 8
+_MEMORY_STEP = 64 * 2**20
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of the whole
 _FAMILIES = ("V100", "A100", "H100", "H200", "B200")
 
@@ -131,7 +132,8 @@ def _host(run: Context, cluster: Cluster) -> _Host:
         is_cpu=run.device.type == "cpu",
         ranks=run.local_size,
         cores=cores_of_host(),
-        memory_bytes=cluster.device.memory_bytes,
+        # Equal machines differ by some pages, and are of one kind all the same.
+        memory_bytes=cluster.device.memory_bytes // _MEMORY_STEP * _MEMORY_STEP,
         number=run.rank // run.local_size,
     )
 
