@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.units import parse_bytes
@@ -104,7 +105,7 @@ def _number(text: str | None, whole: str) -> int:
 def _this_cpu() -> NodeKind:
     """The machine that this runs on: a rank for each core, with rates that are typical for one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = _memory_of_host()
+    memory = host_memory_bytes() or _UNKNOWN_MEMORY
     core = Accelerator(
         name="CPU core",
         family="cpu",
@@ -125,13 +126,6 @@ def _this_cpu() -> NodeKind:
         cores=cores,
         source="typical",
     )
-
-
-def _memory_of_host() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return _UNKNOWN_MEMORY
 
 
 def _accelerator(name: str, fields: Mapping[str, Any]) -> Accelerator:

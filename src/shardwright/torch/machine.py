@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster import Cluster, Device, Link
+from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
@@ -104,16 +105,10 @@ def device_name(device: torch.device) -> str:
 
 
 def _memory_bytes(context: Context) -> int:
-    """Memory that one rank may use: the GPU's, or its share of what the host has available."""
+    """Memory that one rank may use: the GPU's, or its share of the host's, or of its container's."""
     if context.device.type == "cuda":
         return int(torch.cuda.get_device_properties(context.device).total_memory)
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                return int(line.split()[1]) * 1024 // context.local_size
-    except OSError:
-        pass
-    return 0
+    return host_memory_bytes() // context.local_size
 
 
 def _time_link(context: Context, first: int, second: int, local: LocalPeers | None) -> Link:
