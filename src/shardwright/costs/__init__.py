@@ -14,7 +14,7 @@ from shardwright.costs.inputs import (
     Shape,
     Sharded,
 )
-from shardwright.costs.kinds import KindOfRank, MixedPrices, mixed_prices
+from shardwright.costs.kinds import KindOfRank, MixedPrices, mixed_fit, mixed_prices
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
 from shardwright.costs.step import StepSeconds, step_seconds
 
@@ -42,6 +42,7 @@ __all__ = [
     "chain_seconds",
     "known_runtimes",
     "mixed_chain",
+    "mixed_fit",
     "mixed_prices",
     "rank_bytes",
     "step_seconds",

@@ -29,7 +29,15 @@ from shardwright.costs.step import (
     update_seconds,
 )
 
-__all__ = ["KindOfRank", "MixedPrices", "StagesAlike", "mixed_prices", "rates_among", "stages_alike"]
+__all__ = [
+    "KindOfRank",
+    "MixedPrices",
+    "StagesAlike",
+    "mixed_fit",
+    "mixed_prices",
+    "rates_among",
+    "stages_alike",
+]
 
 _BISECTIONS = 30
 _ROUNDING = 1e-9
@@ -140,13 +148,7 @@ def mixed_prices(
         precision: of parameters and updates.
         base: bytes that are taken before the model is there.
     """
-    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
-    columns = Options(
-        **{
-            name: np.broadcast_to(np.asarray(getattr(options, name), dtype=float), (number,))
-            for name in options.names()
-        }
-    )
+    columns, number = _columns(options)
     seconds = {field.name: np.zeros(number) for field in fields(StepSeconds)}
     num_bytes = {field.name: np.zeros(number) for field in fields(RankBytes)}
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
@@ -163,6 +165,37 @@ def mixed_prices(
         limit=limit,
         blocks=blocks,
     )
+
+
+def mixed_fit(
+    shape: Shape,
+    options: Options,
+    kinds: Sequence[KindOfRank],
+    *,
+    precision: Precision = BF16,
+    base: float = 1.5 * 2**30,
+) -> NDArray[np.bool_]:
+    """Whether candidates fit in memory; the same as of `mixed_prices`, without the seconds.
+
+    Args:
+        shape, options, kinds, precision, base: as there.
+    """
+    columns, number = _columns(options)
+    found = np.zeros(number, dtype=bool)
+    for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
+        group = _Group(shape, columns.take(chosen), alike, kinds, kinds[0].rates, precision, base)
+        found[chosen] = group.fit()
+    return found
+
+
+def _columns(options: Options) -> tuple[Options, int]:
+    """Options as columns of one length, and that."""
+    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
+    columns = {
+        name: np.broadcast_to(np.asarray(getattr(options, name), dtype=float), (number,))
+        for name in options.names()
+    }
+    return Options(**columns), number
 
 
 def _as_asked(options: Options, columns: dict[str, Floats]) -> dict[str, Numbers]:
@@ -198,30 +231,38 @@ class _Group:
         self._between, self._precision, self._base = between, precision, base
         self._slow = max({kind for each in alike for kind in each.kinds}, key=self._slowness)
         self._number = len(np.asarray(options.pipeline))
-        used = sorted({kind for each in alike for kind in each.kinds})
-        blocks = {k: block_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
-        heads = {k: head_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
-        self._blocks = [_slowest([blocks[k] for k in each.kinds]) for each in alike]
-        self._head = self._wide(np.maximum.reduce([heads[k] for k in alike[-1].kinds]))
         self._limits = np.array([min(kinds[k].memory_bytes for k in each.kinds) for each in alike])
         self._memories = np.array(
             [min(float(kinds[k].rates.memory_Bps) for k in each.kinds) for each in alike]
         )
         self._stages = np.array([each.stages for each in alike], dtype=float)[:, None]
 
+    def fit(self) -> NDArray[np.bool_]:
+        """Whether the blocks of each candidate can be dealt so that every rank has memory for its own."""
+        caps, layers = self._caps(), self._shape.layers
+        each_equal = (np.ceil(layers / self._stages.sum()) <= caps).all(axis=0)
+        enough = (self._stages * np.minimum(caps, layers)).sum(axis=0) >= layers
+        found: NDArray[np.bool_] = np.where(
+            np.asarray(self._options.whole_layers) > 0, each_equal, enough & (caps >= 1).all(axis=0)
+        )
+        return found
+
     def prices(self) -> MixedPrices:
         """Of all candidates of the group."""
-        shape, options = self._shape, self._options
-        totals = np.stack([self._wide(block.total) for block in self._blocks])
+        shape, options, kinds = self._shape, self._options, self._kinds
+        used = sorted({kind for each in self._alike for kind in each.kinds})
+        of_kinds = {k: block_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
+        of_stages = [_slowest([of_kinds[k] for k in each.kinds]) for each in self._alike]
+        last = [head_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in self._alike[-1].kinds]
+        head = self._wide(np.maximum.reduce(last))
+        totals = np.stack([self._wide(block.total) for block in of_stages])
         rates = self._rates()
         # What a block adds to the end of a step, spread over its microbatches.
         ends = np.stack([self._end(rates, memory) for memory in self._memories]) / options.microbatches
-        caps = self._caps()
-        too_few = (self._stages * np.minimum(caps, shape.layers)).sum(axis=0) < shape.layers
-        # What does not fit is priced all the same, without regard for memory.
-        most = self._dealt(totals + ends, np.where(too_few | (caps < 1).any(axis=0), np.inf, caps))
         heads = np.zeros_like(totals)
-        heads[-1] = self._head
+        heads[-1] = head
+        # What does not fit is priced all the same, without regard for memory.
+        most = self._dealt(totals + ends, heads, np.where(self.fit(), self._caps(), np.inf))
         slowest = np.argmax(most * (totals + ends) + heads, axis=0)
         share = self._stages / totals  # as blocks would be dealt if they could be cut
         seconds = step_of_stages(
@@ -229,8 +270,8 @@ class _Group:
             options,
             replace(rates, memory_Bps=self._memories[slowest]),
             self._kinds[self._slow].reached,
-            block=_mean(self._blocks, share / share.sum(axis=0)),
-            head=self._head,
+            block=_mean(of_stages, share / share.sum(axis=0)),
+            head=head,
             slowest=np.take_along_axis(most * totals + heads, slowest[None], axis=0)[0],
             slowest_blocks=np.take_along_axis(most, slowest[None], axis=0)[0],
         )
@@ -268,24 +309,22 @@ class _Group:
             self._shape, self._options, blocks, last=each.last, precision=self._precision, base=self._base
         )
 
-    def _dealt(self, totals: Floats, caps: Floats) -> Floats:
+    def _dealt(self, totals: Floats, heads: Floats, caps: Floats) -> Floats:
         """Blocks of a pipeline rank, at most: (alike, ways)."""
         layers = self._shape.layers
         each_equal = np.full_like(totals, np.ceil(layers / self._stages.sum()))
-        low, high = np.zeros(self._number), layers * totals.max(axis=0) + self._head
-        found = self._within(high, totals, caps)
+        low, high = np.zeros(self._number), layers * totals.max(axis=0) + heads[-1]
+        found = self._within(high - heads, totals, caps)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            blocks = self._within(middle, totals, caps)
+            blocks = self._within(middle - heads, totals, caps)
             enough = (self._stages * blocks).sum(axis=0) >= layers
             found = np.where(enough, blocks, found)
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return np.where(np.asarray(self._options.whole_layers) > 0, each_equal, found)
 
-    def _within(self, time: Floats, totals: Floats, caps: Floats) -> Floats:
-        """Blocks that pipeline ranks compute in a time; at least one, as each has a stage."""
-        left = np.broadcast_to(time, totals.shape).copy()
-        left[-1] -= self._head
+    def _within(self, left: Floats, totals: Floats, caps: Floats) -> Floats:
+        """Blocks that pipeline ranks compute in the time that is left; at least one, as each has a stage."""
         return np.clip(np.floor(left / totals + _ROUNDING), 1.0, np.minimum(caps, self._shape.layers))
 
     def _neediest(self, most: Floats) -> tuple[RankBytes, Floats]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwright.topology.pricing import fits, memory_of, seconds_of
+from shardwright.topology.pricing import bytes_of, fits, seconds_of
 from shardwright.topology.search import Answer, closest_way, search
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
@@ -99,13 +99,12 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)
-    memory = memory_of(task, ways)
     first = f"The best way: {describe(answer.best)}."
-    if fits(task, ways, memory).any():
+    if fits(task, ways).any():
         other = search(pinned).best
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
         return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
-    closest = closest_way(pinned, ways, np.asarray(memory[0].total))
+    closest = closest_way(pinned, ways, np.asarray(bytes_of(task, ways).total))
     over = closest.peak_bytes - closest.limit_bytes
     if over <= 0:
         second = (

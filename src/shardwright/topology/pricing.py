@@ -18,6 +18,7 @@ from shardwright.costs import (
     chain_bytes,
     chain_seconds,
     mixed_chain,
+    mixed_fit,
     mixed_prices,
     rank_bytes,
     step_seconds,
@@ -85,18 +86,18 @@ def _raised(rates: Rates, faster: Mapping[str, float]) -> Rates:
     return replace(rates, **{name: getattr(rates, name) * factor for name, factor in faster.items()})
 
 
-def fits(
-    task: Task, ways: Options, memory: tuple[RankBytes, NDArray[np.float64]] | None = None
-) -> NDArray[np.bool_]:
+def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
     """Whether ways fit in the memory of accelerators, and what they offload in that of hosts, if it is known.
 
     Args:
         task: what is asked for.
         ways: options as columns.
-        memory: their `memory_of`, where that is known.
     """
-    num_bytes, limit = memory or memory_of(task, ways)
-    found: NDArray[np.bool_] = np.atleast_1d(num_bytes.total <= limit)
+    if task.kinds and not isinstance(task.model, LayerChain):
+        found = mixed_fit(task.shape, ways, task.kinds, precision=task.precision, base=task.base_bytes)
+    else:
+        num_bytes, limit = memory_of(task, ways)
+        found = np.atleast_1d(num_bytes.total <= limit)
     offload = np.broadcast_to(ways.offload, found.shape)
     on_host = np.flatnonzero(found & (offload != Offload.NOTHING))
     if task.host_bytes and len(on_host):

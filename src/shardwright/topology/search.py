@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import InfeasiblePlanError
 from shardwright.topology.least_recomputation import with_least_recomputation
-from shardwright.topology.pricing import bytes_of, fits, memory_of, seconds_of
+from shardwright.topology.pricing import bytes_of, fits, seconds_of
 from shardwright.topology.remedies import remedies
 from shardwright.topology.space import NAMES, all_ways
 from shardwright.topology.task import Task
@@ -55,12 +55,10 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
         ConfigError: the pins contradict one another.
     """
     ways = all_ways(task)
-    memory = memory_of(task, ways)
-    fitting = np.flatnonzero(fits(task, ways, memory))
-    needed = np.asarray(memory[0].total)
+    fitting = np.flatnonzero(fits(task, ways))
     if not len(fitting):
-        raise InfeasiblePlanError(_nothing_fits(task, ways, needed))
-    return best_of(task, ways.take(fitting), objective=objective, num_ways=len(needed))
+        raise InfeasiblePlanError(_nothing_fits(task, ways, np.asarray(bytes_of(task, ways).total)))
+    return best_of(task, ways.take(fitting), objective=objective, num_ways=len(ways.pipeline))
 
 
 def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -> Answer:

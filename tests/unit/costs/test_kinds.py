@@ -21,6 +21,7 @@ from shardwright.costs import (
     chain_bytes,
     chain_seconds,
     mixed_chain,
+    mixed_fit,
     mixed_prices,
     rank_bytes,
     step_seconds,
@@ -130,6 +131,17 @@ def test_blocks_stay_within_memory_and_more_of_it_is_never_slower(small, times, 
     assert found.blocks.sum() >= SHAPE.layers
     larger = mixed_prices(SHAPE, way(2, 8), [replace(kinds[0], memory_bytes=limit * more), kinds[1]], A100)
     assert larger.seconds.total <= found.seconds.total * (1 + 1e-9)
+
+
+@given(st.floats(1.0, 14.0), st.floats(1.0, 14.0), st.sampled_from([0, 1]), st.sampled_from([2, 3, 4]))
+@settings(deadline=None)
+def test_what_fits_is_told_without_the_seconds(first, second, whole, pipeline):
+    one = float(stage_bytes(SHAPE, way(pipeline, 24 / pipeline), 1.0, last=False).total)
+    none = float(stage_bytes(SHAPE, way(pipeline, 24 / pipeline), 0.0, last=False).total)
+    kinds = [kind(12, memory=none + (one - none) * room) for room in (first, second)]
+    options = way(pipeline, 24 / pipeline, whole_layers=whole)
+    found = mixed_prices(SHAPE, options, kinds, A100)
+    assert mixed_fit(SHAPE, options, kinds)[0] == (found.num_bytes.total <= found.limit[0])
 
 
 def test_what_fits_nowhere_is_told_with_its_limit():
