@@ -113,3 +113,37 @@ def test_a_profile_makes_plans_without_ranks(tmp_path):
     assert plan.prediction.provenance == "measured"
     assert estimated.prediction.provenance == "estimated"
     assert refused.startswith("StalePlanError: the profile is of a model with fingerprint")
+
+
+def with_refusals(how_many):
+    """Trials of which the first `how_many` are refused on all ranks, as by a runtime that lacks something."""
+    from shardwright.errors import UsageError
+    from shardwright.torch import plan_here as module
+
+    before, left = module.try_plan, [how_many]
+
+    def try_plan(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise UsageError("it does not run here.")
+        return before(*args, **kwargs)
+
+    module.try_plan = try_plan
+    try:
+        return planned({}, most=2)
+    except UsageError as error:
+        return str(error)
+    finally:
+        module.try_plan = before
+
+
+def test_a_plan_that_does_not_run_is_told_and_the_others_are_tried():
+    from shardwright.plan import Plan
+
+    plan = Plan.parse(run_ranks(with_refusals, 2, 1)[0])
+    assert len(plan.trials) == 1
+    assert any(
+        reason.startswith("Could not be tried: pipeline") and reason.endswith("it does not run here.")
+        for reason in plan.why
+    )
+    assert run_ranks(with_refusals, 2, 2) == ["it does not run here."] * 2

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.config import Config
+from shardwright.errors import ShardwrightError
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
 from shardwright.planner import PastRun, RunKind, best_plans, meshes
@@ -75,6 +76,7 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     Raises:
         PlanError: the settings cannot be met, or nothing fits.
         TraceError: the model cannot be traced; the line is named.
+        ShardwrightError: none of the plans runs; why the first does not.
     """
     with _run_of_one_pipeline(config):
         measured = _measured(training, config)
@@ -83,19 +85,29 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         make = partial(measured.plans, config=config)
         finalists = run.from_first_rank(lambda: best_plans(grids, make, most=most))
         history = history_of(run) if run.rank == 0 else None
-    seconds = []
+    plans: list[Plan] = []
+    seconds: list[float] = []
+    refusals: list[tuple[Plan, ShardwrightError]] = []
     for number, plan in enumerate(finalists, start=1):
         title = f"trying plan {number} of {len(finalists)}"
-        seconds.append(try_plan(training, plan, config=config, steps=steps, title=title))
-    for number in _close(finalists, seconds):
+        try:
+            seconds.append(try_plan(training, plan, config=config, steps=steps, title=title))
+            plans.append(plan)
+        except ShardwrightError as error:  # on all ranks: the runtime does not run it
+            refusals.append((plan, error))
+    if not plans:
+        raise refusals[0][1]
+    for number in _close(plans, seconds):
         title = f"trying plan {number + 1} again"
-        again_s = try_plan(training, finalists[number], config=config, steps=steps, title=title)
+        again_s = try_plan(training, plans[number], config=config, steps=steps, title=title)
         seconds[number] = min(seconds[number], again_s)
     if history is not None:
         per_node = measured.cluster.ranks_per_node
-        for found in _runs_worth_keeping(finalists, seconds, measured.samples, steps, per_node):
+        for found in _runs_worth_keeping(plans, seconds, measured.samples, steps, per_node):
             history.append(found)
-    return _verdict(finalists, seconds, steps)
+    best = _verdict(plans, seconds, steps)
+    told = tuple(f"Could not be tried: {title_of(plan)}: {error}" for plan, error in refusals)
+    return best.model_copy(update={"why": (*best.why, *told)})
 
 
 def _runs_worth_keeping(
@@ -271,6 +283,7 @@ def _sentence(plans: Sequence[Plan], of_sample: Sequence[float], best: int) -> s
 
 
 def title_of(plan: Plan) -> str:
+    """A plan in a few words: ``pipeline 2 x data 1, 8 microbatches, zb_v with 4 stages``."""
     mesh = plan.mesh
     shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)
