@@ -13,6 +13,9 @@ PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 # The interpreter's version is part of the name, so that another PYTHON makes another environment.
 STAMP := $(VENV)/installed-for-$(PYTHON_VERSION)
 
+# Tests start dozens of interpreters: each would compile the package anew, a second of its own each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help test check sweep demo clean
 .DEFAULT_GOAL := help
 

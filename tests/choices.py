@@ -1,0 +1,43 @@
+"""Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``."""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+__all__ = ["chosen", "some_combinations"]
+
+
+def some_combinations(*axes: Sequence[Any], together: int | None = None) -> list[Any]:
+    """All combinations, as parameters of a test; those that add nothing new are marked ``sweep``.
+
+    Args:
+        axes: the values of each argument of the test.
+        together: each choice of values of so many arguments is seen in every run; 1: each value. By default 2
+            for three arguments or more, and 1 for two.
+    """
+    kept = set(chosen([len(axis) for axis in axes], together or min(2, len(axes) - 1)))
+    return [
+        pytest.param(
+            *(axis[place] for axis, place in zip(axes, places, strict=True)),
+            marks=() if places in kept else pytest.mark.sweep,
+        )
+        for places in product(*(range(len(axis)) for axis in axes))
+    ]
+
+
+def chosen(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:
+    """Few combinations that contain each choice of places in so many axes: always the one with most news."""
+    which = list(combinations(range(len(sizes)), together))
+
+    def shown(combination: tuple[int, ...]) -> set[Any]:
+        return {(axes, tuple(combination[axis] for axis in axes)) for axes in which}
+
+    everything = list(product(*map(range, sizes)))
+    missing = set().union(*map(shown, everything))
+    found: list[tuple[int, ...]] = []
+    while missing:
+        found.append(max(everything, key=lambda combination: len(shown(combination) & missing)))
+        missing -= shown(found[-1])
+    return found

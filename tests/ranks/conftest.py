@@ -1,0 +1,5 @@
+"""Ranks start warm: see ``warm_up.py``."""
+
+from shardwright.testing import preload
+
+preload("warm_up")
