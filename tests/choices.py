@@ -37,7 +37,13 @@ def chosen(sizes: Sequence[int], together: int) -> list[tuple[int, ...]]:
     everything = list(product(*map(range, sizes)))
     missing = set().union(*map(shown, everything))
     found: list[tuple[int, ...]] = []
+
+    def merit(combination: tuple[int, ...]) -> tuple[int, int]:
+        # Of equals one whose values were seen least. Where pairs count, that would take more combinations.
+        seen = sum(a == b for other in found for a, b in zip(combination, other, strict=True))
+        return len(shown(combination) & missing), -seen if together == 1 else 0
+
     while missing:
-        found.append(max(everything, key=lambda combination: len(shown(combination) & missing)))
+        found.append(max(everything, key=merit))
         missing -= shown(found[-1])
     return found

@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from shardwright.cli import main
+
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 
 MODEL = """
@@ -40,7 +42,21 @@ def shardwright(tmp_path):
     return run
 
 
-def test_a_plan_from_a_profile(shardwright):
+@pytest.fixture
+def refused(shardwright, monkeypatch, capsys):
+    """Runs a command that starts no ranks in this process, which has imported torch already."""
+    monkeypatch.chdir(shardwright.folder)
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            main([*words])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_plan_from_a_profile(shardwright, refused):
     found = shardwright("profile", "model.py:build", "-n", "2", "-o", "profile.json")
     assert found.returncode == 0, found.stderr
     assert "Linear" in found.stdout or "Sequential" in found.stdout
@@ -50,14 +66,13 @@ def test_a_plan_from_a_profile(shardwright):
     )
     assert made.returncode == 0, made.stderr
     assert "The times of the units were measured." in made.stdout
-    stale = shardwright("plan", "make", "model.py:build_another", "-n", "2", "--profile", "profile.json")
-    assert stale.returncode == 2
-    assert "the profile is of a model with fingerprint" in stale.stderr
+    words = ("-n", "2", "--profile", "profile.json")
+    stale = refused("plan", "make", "model.py:build_another", *words)
+    assert "the profile is of a model with fingerprint" in stale
     text = (shardwright.folder / "profile.json").read_text()
     (shardwright.folder / "profile.json").write_text(text.replace('"latency_s": ', '"latency_s": -'))
-    damaged = shardwright("plan", "make", "model.py:build", "-n", "2", "--profile", "profile.json")
-    assert damaged.returncode == 2
-    assert "cluster.intra_node.latency_s is -" in damaged.stderr
+    damaged = refused("plan", "make", "model.py:build", *words)
+    assert "cluster.intra_node.latency_s is -" in damaged
 
 
 def test_the_best_of_the_plans_that_were_tried(shardwright):
@@ -71,16 +86,14 @@ def test_the_best_of_the_plans_that_were_tried(shardwright):
     assert plan["trials"][0]["mesh"] == plan["mesh"]
 
 
-def test_what_cannot_be_tried_is_said_once(shardwright):
+def test_what_cannot_be_tried_is_said_once(shardwright, refused):
     failing = shardwright("plan", "make", "model.py:build_that_fails", "-n", "2", "--verify", "2")
     assert failing.returncode == 2
     assert failing.stderr.count("RuntimeError: the data are not there") == 1
-    both = shardwright("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
-    assert both.returncode == 2
-    assert "--profile p.json has no use" in both.stderr
-    odd = shardwright("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
-    assert odd.returncode == 2
-    assert "--world 3 on --nnodes 2" in odd.stderr
+    both = refused("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
+    assert "--profile p.json has no use" in both
+    odd = refused("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
+    assert "--world 3 on --nnodes 2" in odd
 
 
 def test_nothing_that_fits_ends_with_three(shardwright):

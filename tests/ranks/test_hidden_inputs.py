@@ -15,6 +15,7 @@ from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.glue import intercept_calls
 from shardwright.torch.trace import trace_step
@@ -272,8 +273,7 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize("name", [*TOGETHER, *FREE])
-@pytest.mark.parametrize("pipeline", ["auto", "zb_v"])
+@pytest.mark.parametrize(("name", "pipeline"), some_combinations([*TOGETHER, *FREE], ["auto", "zb_v"]))
 def test_modules_that_share_an_object_share_a_stage(name, pipeline):
     config = {**CONFIG, "pipeline": pipeline, "pipeline_parallel_degree": 2}
     case = Case(config=config, iterations=[Iteration()] * 2)

@@ -15,18 +15,26 @@ from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 12)), EVALUATION)
+# Each is traced anew, which takes most of the time of these tests: after the first schedule of a test the
+# others do with less, except in the sweep.
+TWO_LENGTHS = OTHER_LENGTHS[:2]
 
 
-def check(build: Any, *kinds: str, **settings: Any) -> None:
+def compare(build: Any, *kinds: str, whole: bool, **settings: Any) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
     cases = {
         kind: Case(
             config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
-            iterations=OTHER_LENGTHS,
+            iterations=TWO_LENGTHS if number and not whole else OTHER_LENGTHS,
         )
-        for kind in kinds or KINDS
+        for number, kind in enumerate(kinds or KINDS)
     }
     assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "all"])
+def check(request):
+    return partial(compare, whole=request.param)
 
 
 class Table(nn.Module):
@@ -202,16 +210,16 @@ TABLES = (
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_table_is_computed_once_and_found_by_later_microbatches(kind):
+def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     check(partial(AddsTable, kind), "1f1b", KINDS[1 + TABLES.index(kind) % 2])
 
 
-def test_a_table_is_copied_into_a_buffer_by_every_microbatch():
+def test_a_table_is_copied_into_a_buffer_by_every_microbatch(check):
     """The buffer had a home, for which the path of the first microbatch was every other's."""
     check(partial(AddsTableOnce, TableCopiedIntoABuffer))
 
 
-def test_a_table_may_be_filled_later_where_a_rank_has_one_stage():
+def test_a_table_may_be_filled_later_where_a_rank_has_one_stage(check):
     check(partial(AddsTable, TableFilledInPlace), "1f1b")
 
 
@@ -279,7 +287,7 @@ class CountsInPlace(Stack):
 
 
 @pytest.mark.parametrize("build", [BlocksCountInPlace, CountsInPlace, CountsToo, ScalesByTheFirst, WarmsUp])
-def test_what_the_first_microbatch_alone_computes_on_every_rank(build):
+def test_what_the_first_microbatch_alone_computes_on_every_rank(check, build):
     check(build, "1f1b", "interleaved_1f1b")
 
 
@@ -326,14 +334,14 @@ class CountsInPlaceForLater(CountsInPlace):
         return super().forward(x) / (self.calls + self.more[0] + self.helper.tables[0])
 
 
-def test_a_tensor_that_microbatches_change_in_turn_needs_one_stage_a_rank():
+def test_a_tensor_that_microbatches_change_in_turn_needs_one_stage_a_rank(check):
     check(CountsInPlaceForLater, "1f1b")
     with pytest.raises(RanksFailedError, match=r"the attribute (calls|more) of .* stages change in between"):
         check(CountsInPlaceForLater, "interleaved_1f1b")
 
 
 @pytest.mark.parametrize("build", [ScalesOnce, ReturnsEarlier, DrawsOnce])
-def test_other_operations_that_have_a_place_are_refused(build):
+def test_other_operations_that_have_a_place_are_refused(check, build):
     with pytest.raises(RanksFailedError, match="takes another path than when it was traced"):
         check(build, "1f1b")
 
@@ -438,7 +446,7 @@ class ShortensLate(Stack):
     ],
     ids=["new", "in place", "a list"],
 )
-def test_what_later_microbatches_begin_to_keep_needs_one_stage_a_rank(build, message):
+def test_what_later_microbatches_begin_to_keep_needs_one_stage_a_rank(check, build, message):
     check(build, "1f1b")
     with pytest.raises(RanksFailedError, match=message):
         check(build, "interleaved_1f1b")
@@ -458,7 +466,7 @@ class ReadsWhenRecomputed(Stack):
         return self.head(x)
 
 
-def test_a_recomputation_finds_the_attributes_of_its_microbatch():
+def test_a_recomputation_finds_the_attributes_of_its_microbatch(check):
     check(ReadsWhenRecomputed)
 
 
@@ -492,5 +500,5 @@ class ParameterAsBuffer(Stack):
 
 
 @pytest.mark.parametrize("build", [ReadsKeptMask, ParameterAsBuffer])
-def test_free_tensors_in_unusual_places(build):
+def test_free_tensors_in_unusual_places(check, build):
     check(build)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import some_combinations
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -157,8 +158,10 @@ def test_a_memory_limit_is_kept_by_recomputation():
     assert tight[0][3] == pytest.approx(free[0][3])
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    some_combinations(["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"], ["none", "full"]),
+)
 def test_the_predicted_peak_is_the_measured_one(kind, checkpointing):
     settings = {"pipeline": kind, "activation_checkpointing": checkpointing}
     for predicted, measured, _, _ in run_ranks(peak_of_a_step, 2, settings):

@@ -11,22 +11,33 @@ from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import classify, features
 from zoo_modules import WIDTH, Block, Stack
 
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 
 
-def check(build: Any, *kinds: str, **settings: Any) -> None:
+# The first schedule of a test runs all of these. Each is traced anew, which takes most of the time of these
+# tests: the others train only, except in the sweep.
+ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
+FEWER = (Iteration(), Iteration())
+
+
+def compare(build: Any, *kinds: str, whole: bool, **settings: Any) -> None:
     recipe = Recipe(build=build, batch=features, loss=classify)
-    iterations = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
     cases = {
         kind: Case(
             config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
-            iterations=iterations,
+            iterations=ITERATIONS if whole or kind == kinds[0] else FEWER,
         )
         for kind in kinds
     }
     assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "all"])
+def check(request):
+    return partial(compare, whole=request.param)
 
 
 class Expert(Block):
@@ -161,7 +172,7 @@ class CentresOnce(Stack):
     ],
     ids=["of a unit", "random", "behind a flag"],
 )
-def test_what_only_the_first_microbatch_computes_is_refused(build):
+def test_what_only_the_first_microbatch_computes_is_refused(check, build):
     message = "takes another path than when it was traced|goes from one microbatch to the next"
     with pytest.raises(RanksFailedError, match=message):
         check(build, "1f1b")
@@ -201,9 +212,9 @@ class LooksBackOften(Stack):
         self.blocks = nn.ModuleList(LooksBack() for _ in range(8))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_backward_finds_what_its_own_forward_left(recompute):
-    check(LooksBackOften, "gpipe", *KINDS, activation_checkpointing=recompute)
+@pytest.mark.parametrize(("recompute", "kind"), some_combinations(["none", "full"], ["gpipe", *KINDS]))
+def test_a_backward_finds_what_its_own_forward_left(check, recompute, kind):
+    check(LooksBackOften, kind, activation_checkpointing=recompute)
 
 
 class Adapted(nn.Module):
@@ -273,12 +284,12 @@ class HasASecondHalf(Stack):
 
 
 @pytest.mark.parametrize("build", [SwitchesAdaptersOff, EvaluatesInBetween, HasASecondHalf])
-def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(build):
+def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(check, build):
     check(build, *KINDS)
 
 
 @pytest.mark.parametrize("build", [SwitchesAdaptersOff, EvaluatesInBetween])
-def test_a_recomputed_unit_finds_what_it_found_first(build):
+def test_a_recomputed_unit_finds_what_it_found_first(check, build):
     check(build, *KINDS, activation_checkpointing="full")
 
 
@@ -297,25 +308,25 @@ class HasSettings(Stack):
         self.settings = ReadOnly(width=WIDTH)
 
 
-def test_an_attribute_may_refuse_to_be_changed():
+def test_an_attribute_may_refuse_to_be_changed(check):
     check(HasSettings, "1f1b")
 
 
 @pytest.mark.parametrize("block", [Expert, ChoosyExpert])
-def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(block):
+def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block):
     check(lambda: SumsAttributes(block), *KINDS)
 
 
-def test_what_a_recomputed_unit_leaves_in_an_attribute():
+def test_what_a_recomputed_unit_leaves_in_an_attribute(check):
     check(SumsAttributes, "1f1b", activation_checkpointing="full")
 
 
 @pytest.mark.parametrize("build", [KeepsWhatItSaw, Counts])
-def test_every_microbatch_finds_what_it_wrote(build):
+def test_every_microbatch_finds_what_it_wrote(check, build):
     check(build, *KINDS)
 
 
-def test_a_number_may_go_on_to_the_next_microbatch_where_stages_do_not_change():
+def test_a_number_may_go_on_to_the_next_microbatch_where_stages_do_not_change(check):
     check(CountsAtTheEnd, "1f1b")
 
 
@@ -326,7 +337,7 @@ def test_a_number_may_go_on_to_the_next_microbatch_where_stages_do_not_change():
         (Remembers, "the attribute before of the model (Remembers) is read at "),
     ],
 )
-def test_what_the_next_microbatch_would_have_to_wait_for_is_refused(build, message):
+def test_what_the_next_microbatch_would_have_to_wait_for_is_refused(check, build, message):
     with pytest.raises(RanksFailedError) as caught:
         check(build, "interleaved_1f1b")
     assert message in str(caught.value)

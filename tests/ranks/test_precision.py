@@ -8,6 +8,7 @@ import torch.distributed as dist
 from sharded import QUIET, Net, batches, loss_of, on_hosts
 from torch import Tensor, nn
 
+from choices import some_combinations
 from shardwright.errors import ConfigError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -90,17 +91,16 @@ def test_a_pipeline_in_bfloat16_is_the_plain_loop(kind):
     check(run_ranks(training, 2, settings), torch.bfloat16, 4, exactly=kind == "1f1b")
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"sharded_data_parallel_degree": 2},
-        {"sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
-        {"sharded_data_parallel_degree": 4, "ddp_dist_backend": "gloo"},
-        {"data_parallel_degree": 4},
-        {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline": "zb_h1"},
-    ],
+REPLICAS = (
+    {"sharded_data_parallel_degree": 2},
+    {"sharded_data_parallel_degree": 2, "shard_optimizer_state": True},
+    {"sharded_data_parallel_degree": 4, "ddp_dist_backend": "gloo"},
+    {"data_parallel_degree": 4},
+    {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 2, "pipeline": "zb_h1"},
 )
+
+
+@pytest.mark.parametrize(("settings", "name"), some_combinations(REPLICAS, ["bf16", "fp16"]))
 def test_replicas_in_16_bits(settings, name):
     dtype, scaling = (torch.bfloat16, {}) if name == "bf16" else (torch.float16, {"static_loss_scale": 64.0})
     settings = {**settings, name: True, "microbatches": 2}

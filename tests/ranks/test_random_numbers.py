@@ -12,6 +12,7 @@ from zoo import classify, features
 from zoo_modules import Block, Stack
 
 import shardwright.torch as sw
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
@@ -141,8 +142,12 @@ class TakesItsGradient(Block):
         return F.dropout(torch.tanh(x), 0.1, self.training)
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
-@pytest.mark.parametrize("build", [stack_of(SeedsInside), SeedsBetweenBlocks, stack_of(TakesItsGradient)])
+@pytest.mark.parametrize(
+    ("build", "pipeline"),
+    some_combinations(
+        [stack_of(SeedsInside), SeedsBetweenBlocks, stack_of(TakesItsGradient)], ["1f1b", "zb_v"]
+    ),
+)
 def test_numbers_of_a_fixed_seed_leave_all_others_as_they_are(build, pipeline):
     recipe = Recipe(build=build, batch=features, loss=classify)
     case = Case(config={**CONFIG, "pipeline": pipeline}, iterations=[Iteration()] * 2)
@@ -231,8 +236,7 @@ class MadeAnew(Block):
 OF_THEIR_OWN = [stack_of(NoiseOfItsOwn), OneGeneratorForAll, OneGeneratorForLongRows, stack_of(MadeAnew)]
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
-@pytest.mark.parametrize("build", OF_THEIR_OWN)
+@pytest.mark.parametrize(("build", "pipeline"), some_combinations(OF_THEIR_OWN, ["1f1b", "zb_v"]))
 def test_a_generator_of_the_models_own(build, pipeline):
     recipe = Recipe(build=build, batch=features, loss=classify)
     case = Case(config={**CONFIG, "pipeline": pipeline}, iterations=[Iteration()] * 2)
@@ -282,8 +286,10 @@ class CheckpointsDropoutReentrantly(CheckpointsDropout):
     reentrant = True
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb_v"])
-@pytest.mark.parametrize("build", [CheckpointsDropout, CheckpointsDropoutReentrantly])
+@pytest.mark.parametrize(
+    ("build", "pipeline"),
+    some_combinations([CheckpointsDropout, CheckpointsDropoutReentrantly], ["1f1b", "zb_v"]),
+)
 def test_dropout_is_recomputed_with_the_mask_of_its_forward(build, pipeline):
     """The state of the generators was saved before the block had got its own."""
     recipe = Recipe(build=build, batch=features, loss=classify)

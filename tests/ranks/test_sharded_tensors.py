@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from sharded import QUIET, on_hosts
 from torch import Tensor, nn
 
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 SETTINGS = {**QUIET, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
@@ -160,8 +161,7 @@ def differing(ranks_per_host: int, rows: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("rows", [6, 5, 1])
-@pytest.mark.parametrize("ranks_per_host", [4, 1])
+@pytest.mark.parametrize(("ranks_per_host", "rows"), some_combinations([1, 4], [6, 5, 1]))
 def test_shared_tensors_do_what_ordinary_ones_do(ranks_per_host, rows):
     assert run_ranks(differing, 2, ranks_per_host, rows) == [[], []]
 

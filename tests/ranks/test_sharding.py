@@ -10,6 +10,7 @@ from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_train
 from sharded import batches as tokens_of
 from torch import Tensor, nn
 
+from choices import some_combinations
 from shardwright.errors import ConfigError
 from shardwright.shard_layout import ShardLayout
 from shardwright.testing import RanksFailedError, run_ranks
@@ -34,9 +35,9 @@ def check(ranks: int, settings: dict[str, Any], optimizer: str = "AdamW", **more
     return found
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("ranks_per_host", [4, 3, 2, 1])
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize(
+    ("degree", "ranks_per_host", "microbatches"), some_combinations([2, 4], [4, 3, 2, 1], [1, 2])
+)
 def test_a_degree_on_hosts(degree, ranks_per_host, microbatches):
     settings = {"sharded_data_parallel_degree": degree, "microbatches": microbatches}
     found = check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
@@ -45,8 +46,10 @@ def test_a_degree_on_hosts(degree, ranks_per_host, microbatches):
     assert "blocks.0.norm.weight" not in found[0][3]  # below the threshold
 
 
-@pytest.mark.parametrize("ranks_per_host", [4, 2])
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize(
+    ("kind", "ranks_per_host"),
+    some_combinations(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"], [4, 2]),
+)
 def test_beside_a_pipeline(kind, ranks_per_host):
     found = check(4, {**PIPELINE, "pipeline": kind}, ranks_per_host=ranks_per_host, clip=0.5)
     assert all(names for _, _, _, names in found)
@@ -57,17 +60,16 @@ def test_shard_groups_that_span_hosts(placement):
     check(4, {**PIPELINE, "placement_strategy": placement, "pipeline": "zb_h1"}, ranks_per_host=2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**DEGREE_2, **EVERY, "microbatches": 2},
-        {**DEGREE_4, **EVERY, "microbatches": 2},
-        {**PIPELINE, **EVERY, "pipeline": "1f1b"},
-        {**PIPELINE, **EVERY, "pipeline": "zb_h1"},
-        {**PIPELINE, **EVERY, "pipeline": "zb_v", "activation_checkpointing": "full"},
-    ],
+REDUCED_OFTEN = (
+    {**DEGREE_2, **EVERY, "microbatches": 2},
+    {**PIPELINE, **EVERY, "pipeline": "1f1b"},
+    {**DEGREE_4, **EVERY, "microbatches": 2},
+    {**PIPELINE, **EVERY, "pipeline": "zb_h1"},
+    {**PIPELINE, **EVERY, "pipeline": "zb_v", "activation_checkpointing": "full"},
 )
-@pytest.mark.parametrize("ranks_per_host", [4, 2])
+
+
+@pytest.mark.parametrize(("settings", "ranks_per_host"), some_combinations(REDUCED_OFTEN, [2, 4]))
 def test_gradients_reduced_in_every_microbatch(settings, ranks_per_host):
     check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
 
@@ -281,11 +283,13 @@ def test_evaluation_between_backward_and_update(ranks_per_host):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"data_parallel_degree": 4}, DEGREE_2, {"pipeline_parallel_degree": 2, "microbatches": 2}, PIPELINE],
+SHARING = (
+    *({"data_parallel_degree": 4}, DEGREE_2),
+    *({"pipeline_parallel_degree": 2, "microbatches": 2}, PIPELINE),
 )
+
+
+@pytest.mark.parametrize(("settings", "optimizer"), some_combinations(SHARING, ["AdamW", "SGD"]))
 def test_replicas_share_the_optimizers_state(settings, optimizer):
     """Also wider than the parameters, which are shared on each host alone."""
     check(4, {**settings, "shard_optimizer_state": True}, optimizer, ranks_per_host=2, clip=0.5)
@@ -359,9 +363,9 @@ def test_a_rank_keeps_its_part_of_the_state(degree):
         assert kept == expected
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("shares_updates", [False, True])
+@pytest.mark.parametrize(
+    ("degree", "shares_updates", "bf16"), some_combinations([1, 2], [False, True], [False, True])
+)
 def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, shares_updates, bf16):
     settings = {
         **PIPELINE,

@@ -7,6 +7,7 @@ import torch
 from test_changes_between_steps import Stack, apart, batches, start
 from torch import Tensor
 
+from choices import some_combinations
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -18,9 +19,12 @@ class SkipsTheBlocks(Stack):
         return super().forward(x) + self.head(x)
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}])
-@pytest.mark.parametrize("is_leaf", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(
+    ("config", "is_leaf", "frozen"),
+    some_combinations(
+        [{}, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}], [True, False], [True, False]
+    ),
+)
 def test_the_gradient_of_an_input_is_that_of_all_stages(config, is_leaf, frozen):
     def job():
         sw, plain, model = start(SkipsTheBlocks, config)

@@ -1,9 +1,10 @@
 """A model over stages computes what it computes in one process: losses, gradients, parameters, buffers.
 
 Each call of `run_ranks` runs its cases one after the other in the same processes, with a fresh model each.
+Models take turns at the schedules; all of them with everything are left to the sweep at the end of this file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from zoo import TRANSFORMERS, ZOO, classify, features
 from zoo_modules import ChangesWhatAnotherStageReads
 
 import shardwright.torch as sw
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -45,6 +47,12 @@ def case(settings: Mapping[str, Any] | None = None, *, microbatches: int = 4, **
     return Case(config=config, **more)
 
 
+def kinds_of(name: str, names: Sequence[str], *, num_kinds: int) -> list[str]:
+    """Some schedules, other ones for each model of a test; together the models run all."""
+    kinds, first = list(SCHEDULES), list(names).index(name) * num_kinds
+    return [kinds[number % len(kinds)] for number in range(first, first + num_kinds)]
+
+
 def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> None:
     env = {"TRANSFORMERS_VERBOSITY": "error"}
     found = run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=120, env=env)
@@ -58,40 +66,46 @@ def test_every_model_trains_over_two_stages(name):
     check(ZOO[name], {kind: case(SCHEDULES.get(kind), iterations=UNEVEN)})
 
 
-@pytest.mark.parametrize("name", ["GPT-NeoX", "3-D U-Net", "calls one module twice"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("GPT-NeoX", marks=pytest.mark.sweep), "3-D U-Net", "calls one module twice"]
+)
 def test_costs_may_be_measured(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     measured = case({"profile": "measured"})
     check(ZOO[name], {"measured": measured, "from the cache": measured})
 
 
-@pytest.mark.parametrize("name", ["tied embeddings", "3-D U-Net", "two towers"])
+FOUR_STAGES = ("tied embeddings", "3-D U-Net", "two towers")
+
+
+@pytest.mark.parametrize("name", FOUR_STAGES)
 def test_every_schedule_runs_four_stages(name):
-    check(ZOO[name], {kind: case(settings) for kind, settings in SCHEDULES.items()}, num_ranks=4)
+    kinds = kinds_of(name, FOUR_STAGES, num_kinds=2)
+    check(ZOO[name], {kind: case(SCHEDULES[kind]) for kind in kinds}, num_ranks=4)
 
 
-@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize("kind", [pytest.param("interleaved_1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_an_encoder_decoder_runs_over_eight_stages(kind):
     check(ZOO["T5"], {kind: case(SCHEDULES[kind])}, num_ranks=4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "GPT-NeoX",
-        "tied embeddings",
-        "changes in place",
-        "fills one tensor",
-        "changes views",
-        "hooks collect outputs",
-        "statistics in glue",
-        "no_grad comes first",
-        "custom functions",
-    ],
+MORE_MICROBATCHES = (
+    "GPT-NeoX",
+    "tied embeddings",
+    "changes in place",
+    "fills one tensor",
+    "changes views",
+    "hooks collect outputs",
+    "statistics in glue",
+    "no_grad comes first",
+    "custom functions",
 )
+
+
+@pytest.mark.parametrize("name", MORE_MICROBATCHES)
 def test_every_schedule_runs_more_microbatches(name):
-    cases = {kind: case(settings, microbatches=6) for kind, settings in SCHEDULES.items()}
-    check(ZOO[name], cases)
+    kinds = kinds_of(name, MORE_MICROBATCHES, num_kinds=2)
+    check(ZOO[name], {kind: case(SCHEDULES[kind], microbatches=6) for kind in kinds})
 
 
 def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
@@ -105,26 +119,30 @@ def test_what_the_model_recomputes_itself_is_recomputed_once():
     check(ZOO["recomputes"], {kind: case({**SCHEDULES[kind], **full}) for kind in KINDS})
 
 
-@pytest.mark.parametrize("name", ["recomputes", "GPT-2, recomputed"])
-def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training(name):
+@pytest.mark.parametrize(
+    ("name", "kind"), some_combinations(["recomputes", "GPT-2, recomputed"], ["gpipe", "1f1b"])
+)
+def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training(name, kind):
     """It planned cuts inside of what is recomputed as one, and the first step of training was refused."""
-    first = {kind: case(SCHEDULES[kind], iterations=(EVALUATION, Iteration())) for kind in ("gpipe", "1f1b")}
-    check(ZOO[name], first, num_ranks=4)
-
-
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_hidden_states_of_every_layer(name):
-    recipe = replace(ZOO[name], loss=with_hidden_states)
-    check(recipe, {kind: case(SCHEDULES[kind]) for kind in ("interleaved_1f1b", "zb_v")})
+    check(ZOO[name], {kind: case(SCHEDULES[kind], iterations=(EVALUATION, Iteration()))}, num_ranks=4)
 
 
 @pytest.mark.parametrize(
-    "name", ["GPT-2", "tied embeddings", "unused parameters", "ResNet", "parameters in glue"]
+    ("name", "kind"), some_combinations(["GPT-2", "Llama"], ["interleaved_1f1b", "zb_v"])
 )
+def test_hidden_states_of_every_layer(name, kind):
+    check(replace(ZOO[name], loss=with_hidden_states), {kind: case(SCHEDULES[kind])})
+
+
+REPLICATED = ("tied embeddings", "unused parameters", "GPT-2", "ResNet", "parameters in glue")
+
+
+@pytest.mark.parametrize("name", REPLICATED)
 def test_replicas_average_their_gradients(name):
-    degrees, iterations = {"pipeline_parallel_degree": 2}, (Iteration(), Iteration(batch_size=7))
-    kinds = ["1f1b"] if name in TRANSFORMERS else ["gpipe", "interleaved_1f1b", "zb_v"]
-    cases = {kind: case({**SCHEDULES[kind], **degrees}, iterations=iterations) for kind in kinds}
+    """Those of a large model in one schedule."""
+    kinds = kinds_of(name, REPLICATED, num_kinds=2)[: 1 if name in TRANSFORMERS else 2]
+    config = {"pipeline_parallel_degree": 2}
+    cases = {kind: case({**SCHEDULES[kind], **config}, iterations=UNEVEN) for kind in kinds}
     check(ZOO[name], cases, num_ranks=4)
 
 
@@ -168,17 +186,20 @@ def test_a_counter_that_python_reads_needs_one_stage_a_rank():
 
 
 @pytest.mark.parametrize(
-    "build",
-    [
-        zoo_modules.ReadsBeforeItChanges,
-        zoo_modules.RecomputesAcrossBlocks,
-        zoo_modules.TakesAGradient,
-        zoo_modules.ClampsAParameter,
-    ],
+    ("build", "kind"),
+    some_combinations(
+        [
+            zoo_modules.ReadsBeforeItChanges,
+            zoo_modules.RecomputesAcrossBlocks,
+            zoo_modules.TakesAGradient,
+            zoo_modules.ClampsAParameter,
+        ],
+        ["gpipe", "1f1b", "zb_h1"],
+    ),
 )
-def test_the_planner_keeps_together_what_must_share_a_stage(build):
+def test_the_planner_keeps_together_what_must_share_a_stage(build, kind):
     recipe = Recipe(build=build, batch=features, loss=classify)
-    check(recipe, {kind: case(SCHEDULES[kind], iterations=UNEVEN) for kind in ("gpipe", "1f1b", "zb_h1")})
+    check(recipe, {kind: case(SCHEDULES[kind], iterations=UNEVEN)})
 
 
 @pytest.mark.parametrize("build", [zoo_modules.ReadsBeforeItChanges, zoo_modules.RecomputesAcrossBlocks])
@@ -189,10 +210,12 @@ def test_too_few_pieces_are_left_where_everything_must_share_a_stage(build):
         check(recipe, {"1f1b": case(SCHEDULES["1f1b"])}, num_ranks=4)
 
 
-def test_several_groups_share_their_stages_in_every_schedule():
-    iterations = (Iteration(), EVALUATION, Iteration(batch_size=7))
+@pytest.mark.parametrize(
+    ("kind", "then"), some_combinations(list(SCHEDULES), [EVALUATION, Iteration(batch_size=7)])
+)
+def test_several_groups_share_their_stages_in_every_schedule(kind, then):
     recipe = Recipe(build=zoo_modules.SharesAStage, batch=features, loss=classify)
-    check(recipe, {kind: case(SCHEDULES[kind], iterations=iterations) for kind in SCHEDULES})
+    check(recipe, {kind: case(SCHEDULES[kind], iterations=(Iteration(), then))})
 
 
 PLACED_APART: dict[type[nn.Module], str] = {
@@ -225,11 +248,10 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(build):
     assert "zoo_modules.py:" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["fills one tensor", "ResNet", "Llama"])
-def test_evaluation_in_inference_mode(name):
+@pytest.mark.parametrize(("name", "kind"), some_combinations(["Llama", "fills one tensor", "ResNet"], KINDS))
+def test_evaluation_in_inference_mode(name, kind):
     around, inside = Iteration(train=False, inference="around"), Iteration(train=False, inference="inside")
-    cases = {kind: case(SCHEDULES[kind], iterations=(around, Iteration(), inside, around)) for kind in KINDS}
-    check(ZOO[name], cases)
+    check(ZOO[name], {kind: case(SCHEDULES[kind], iterations=(around, Iteration(), inside, around))})
 
 
 SCRIPTS: dict[str, Case] = {
@@ -245,8 +267,9 @@ SCRIPTS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", ["ResNet", "parameters in glue", "tied embeddings"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("script", "name"), some_combinations(list(SCRIPTS), ["ResNet", "parameters in glue", "tied embeddings"])
+)
 def test_what_scripts_do(script, name):
     check(ZOO[name], {script: SCRIPTS[script]})
 
@@ -263,7 +286,9 @@ def test_gradients_of_two_steps_are_averaged_over_replicas():
         check(ZOO["MLP"], {"replicas": replace(script, config=config)}, num_ranks=2 * degree)
 
 
-@pytest.mark.parametrize("name", ["GPT-NeoX", "T5", "ResNet", "parameters in glue"])
+@pytest.mark.parametrize(
+    "name", ["GPT-NeoX", pytest.param("T5", marks=pytest.mark.sweep), "ResNet", "parameters in glue"]
+)
 def test_autocast_around_the_model_call(name):
     recipe = replace(ZOO[name], dtype=torch.float32)
     check(recipe, {"bfloat16": case(autocast=torch.bfloat16, tolerance=2e-2)})
@@ -277,10 +302,9 @@ FROZEN: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_the_first_stage_may_be_frozen(name):
-    kinds = ["zb_v"] if name in TRANSFORMERS else SCHEDULES
-    check(ZOO[name], {kind: case(SCHEDULES[kind], frozen=FROZEN[name]) for kind in kinds})
+@pytest.mark.parametrize(("name", "kind"), some_combinations(list(FROZEN), list(SCHEDULES)))
+def test_the_first_stage_may_be_frozen(name, kind):
+    check(ZOO[name], {kind: case(SCHEDULES[kind], frozen=FROZEN[name])})
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {

@@ -181,7 +181,7 @@ def test_help_is_quick_and_loads_no_torch():
 @pytest.mark.parametrize(
     "words",
     [(command.name, "--help") for command in COMMANDS]
-    + [("plan", "make", "--help"), ("schedule", "show", "1f1b", "--ranks", "2")],
+    + [("plan", "make", "--help"), ("schedule", "show", "1f1b", "--ranks", "2"), ("run", "missing.py")],
     ids=" ".join,
 )
 def test_what_needs_no_torch_loads_none(words):
