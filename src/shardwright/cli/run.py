@@ -87,7 +87,7 @@ def run(
         target=script,
         is_module=is_module,
         arguments=tuple(arguments or ()),
-        num_ranks=num_ranks or _num_devices(),
+        num_ranks=num_ranks or 1,
         num_nodes=num_nodes,
         node_rank=node_rank,
         endpoint=endpoint,
@@ -100,6 +100,8 @@ def run(
         quiet=quiet,
     )
     _check_settings(request)
+    if num_ranks is None:  # last, because it imports torch: mistakes are told before
+        request = dataclasses.replace(request, num_ranks=_num_devices())
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
     if dry_run:
