@@ -78,7 +78,13 @@ class Workload:
         self._free_splits: dict[tuple[float, tuple[float, ...]], tuple[int, ...] | None] = {}
 
     def draft(
-        self, kind: str, ranks: tuple[int, ...], *, exposed: float = 1.0, cuts: tuple[int, ...] | None = None
+        self,
+        kind: str,
+        ranks: tuple[int, ...],
+        *,
+        exposed: float = 1.0,
+        heeds_speed: bool = True,
+        cuts: tuple[int, ...] | None = None,
     ) -> "Draft":
         """Cuts the chain for one placement of stages on ranks.
 
@@ -86,6 +92,7 @@ class Workload:
             kind: schedule family.
             ranks: pipeline rank of each stage.
             exposed: share of the transfers that is taken as not hidden behind compute.
+            heeds_speed: slower hosts get less; else it is cut as if all were alike.
             cuts: positions of the calls at which to cut, where the user has said so.
 
         Raises:
@@ -95,7 +102,7 @@ class Workload:
         flying = _flying(kind, ranks, self.num_microbatches, demands.active_microbatches)
         if cuts is None:
             starts = self.chain.starts
-            cuts = tuple(starts[cut] for cut in self._cut(ranks, flying, exposed))
+            cuts = tuple(starts[cut] for cut in self._cut(ranks, flying, exposed, heeds_speed=heeds_speed))
         recompute = np.full(self.chain.num_calls, demands.recompute == "full")
         layout = Layout(
             chain=self.chain, cuts=cuts, ranks=ranks, recompute=recompute, slowness=self.fabric.slowness
@@ -131,11 +138,13 @@ class Workload:
             )
         return self._objectives[exposed]
 
-    def _cut(self, ranks: tuple[int, ...], flying: Sequence[int], exposed: float) -> tuple[int, ...]:
+    def _cut(
+        self, ranks: tuple[int, ...], flying: Sequence[int], exposed: float, *, heeds_speed: bool
+    ) -> tuple[int, ...]:
         objective = self.objective(exposed)
         num_atoms, num_stages = self.chain.num_atoms, len(ranks)
         several = num_stages > max(ranks) + 1
-        slowness = self.fabric.slowness
+        slowness = self.fabric.slowness if heeds_speed else ()
         of_stages = tuple(slowness[rank] for rank in ranks) if slowness else (1.0,) * num_stages
 
         def key(cuts: tuple[int, ...]) -> tuple[float, ...]:

@@ -13,6 +13,7 @@
 Everything is deterministic: ranks that plan for themselves come to the same plan.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwright.cluster import Cluster
@@ -221,11 +222,14 @@ def _automatic(chain: Chain, m: int, *, config: Config, fabric: Fabric, demands:
             if pipeline * v > workload.chain.num_atoms:
                 continue
             ranks = place_stages(kind, num_ranks=pipeline, stages_per_rank=v)
-            first = workload.draft(kind, ranks, exposed=1.0)
-            yield first
-            second = workload.draft(kind, ranks, exposed=0.0)
-            if second.layout.cuts != first.layout.cuts:
-                yield second
+            # With few units, or several stages a rank, hosts that differ little are best cut as if alike.
+            by_speed = (True, False) if fabric.slowness else (True,)
+            seen: set[tuple[int, ...]] = set()
+            for exposed, heeds_speed in itertools.product((1.0, 0.0), by_speed):
+                draft = workload.draft(kind, ranks, exposed=exposed, heeds_speed=heeds_speed)
+                if draft.layout.cuts not in seen:
+                    seen.add(draft.layout.cuts)
+                    yield draft
 
 
 def _tie_variants(chain: Chain, num_stages: int) -> Iterator[Chain]:

@@ -21,6 +21,7 @@ from shardwright.costs import (
     rank_bytes,
     step_seconds,
 )
+from shardwright.costs.kept import kept_bytes
 
 A100 = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 REACHED = calibration_of("A100", "megatron").efficiencies
@@ -69,17 +70,12 @@ def test_parts_are_no_less_than_nothing_and_add_up(shape, options):
 @settings(deadline=None)
 def test_numbers_of_twice_the_width_take_twice_as_much(shape, options):
     wide = replace(options, width=4.0)
-    for part, of in (("activations", rank_bytes), ("point_to_point", None), ("all_reduce", None)):
-        if of is not None:
-            assert getattr(of(shape, wide), part) == pytest.approx(
-                2 * float(getattr(of(shape, options), part))
-            )
-            continue
-        no_latency = replace(A100, link_latency_s=0.0, network_latency_s=0.0)
-        narrow_s, wide_s = (
-            float(getattr(step_seconds(shape, each, no_latency, REACHED), part)) for each in (options, wide)
-        )
-        assert wide_s == pytest.approx(2 * narrow_s)
+    kept, kept_wide = (float(kept_bytes(shape, each)) for each in (options, wide))
+    assert kept_wide == pytest.approx(2 * kept)
+    no_latency = replace(A100, link_latency_s=0.0, network_latency_s=0.0)
+    narrow, doubled = (step_seconds(shape, each, no_latency, REACHED) for each in (options, wide))
+    for part in ("point_to_point", "all_reduce"):
+        assert float(getattr(doubled, part)) == pytest.approx(2 * float(getattr(narrow, part)))
 
 
 @given(

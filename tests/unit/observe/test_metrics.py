@@ -22,6 +22,7 @@ FULL = StepRecord(
     memory_bytes=(2**30, 3 * 2**30),
     memory_limit_bytes=24 * 2**30,
     learning_rate=1e-3,
+    update_s=0.02,
     gradient_error=0.004,
     parameter_error=0.005,
 )
@@ -41,6 +42,7 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "train/learning_rate": 1e-3,
         "time/step(s)": 0.5,
         "time/step_predicted(s)": 0.45,
+        "time/update(s)": 0.02,
         "time/prediction_error(share)": pytest.approx(-0.1),
         "throughput/samples(1/s)": 32.0,
         "throughput/tokens(1/s)": 8192.0,

@@ -66,7 +66,8 @@ def test_faster_hosts_help(slowness, pipeline):
         plan(each, ranks=ranks, pipeline=pipeline).prediction.step_s
         for each in (tuple(slowness), (max(slowness),) * ranks)
     )
-    assert mixed <= slowest * (1 + 1e-9)
+    # Cuts are moved one by one from where they start, so that plans differ a little in how good they are.
+    assert mixed <= slowest * 1.01
 
 
 def test_replicas_wait_for_the_slowest_host():
