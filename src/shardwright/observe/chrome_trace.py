@@ -5,6 +5,7 @@ One process a rank, and in it two threads: what the plan expects, above what was
     rank 0 (stages 0, 2)   predicted | 0F0 0F1 2F0 ...
                            measured  | 0F0 0F1 wait 2F0 ...
                            activations in flight (bytes), a curve each
+                           memory in use (bytes), measured
 
 Arrows lead from the action that makes a message to the one that waits for it. Times are whole microseconds:
 Perfetto reads fractions as binary numbers and may then find that one action begins before the last has ended.
@@ -21,7 +22,9 @@ from shardwright.errors import ScheduleError
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.schedule import Action, Kind, Simulation, chain_edges
 
-__all__ = ["chrome_trace"]
+__all__ = ["MEMORY_IN_USE", "chrome_trace"]
+
+MEMORY_IN_USE = "memory in use, measured (bytes)"
 
 _CATEGORIES = {
     Kind.FORWARD: "forward",
@@ -101,6 +104,7 @@ def chrome_trace(
         for rank, pid in pid_of.items():
             own = [event for event in timeline.events if event.rank == rank]
             events += _counters(own, timeline, pid, saved_bytes)
+            events += _memory(own, pid)
         for start, end in _arrows(slices, simulation):
             arrow_id += 1
             events += _arrow(start, end, timeline, pid_of, arrow_id)
@@ -116,7 +120,7 @@ def _aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
     for event in ordered:
         start = max(0.0, event.start_s - zero)
         waited = event.work_start_s - zero - start
-        aligned.append(MeasuredEvent(event.rank, event.action, start, event.end_s - zero, waited))
+        aligned.append(event._replace(start_s=start, end_s=event.end_s - zero, waited_s=waited))
     return aligned
 
 
@@ -201,6 +205,20 @@ def _counters(
     for moment_us, change in sorted(changes):
         held += change
         yield {"ph": "C", "name": name, "pid": pid, "ts": moment_us, "args": {unit: held}}
+
+
+def _memory(events: Sequence[MeasuredEvent], pid: int) -> Iterator[dict[str, Any]]:
+    """What one rank had in use at the end of each action, where somebody looked."""
+    for event in events:
+        if event.bytes_in_use:
+            moment_us = _us(event.end_s)
+            yield {
+                "ph": "C",
+                "name": MEMORY_IN_USE,
+                "pid": pid,
+                "ts": moment_us,
+                "args": {"bytes": event.bytes_in_use},
+            }
 
 
 def _size(key: tuple[int, int], saved_bytes: Sequence[int] | None) -> int:

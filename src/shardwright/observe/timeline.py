@@ -21,6 +21,7 @@ class MeasuredEvent(NamedTuple):
         start_s: seconds from the start of the step.
         end_s: seconds from the start of the step.
         waited_s: the part of the time in between in which a message was waited for.
+        bytes_in_use: memory of the rank when the action ended; 0: not known.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class MeasuredEvent(NamedTuple):
     start_s: float
     end_s: float
     waited_s: float = 0.0
+    bytes_in_use: int = 0
 
     @property
     def work_start_s(self) -> float:
@@ -44,7 +46,9 @@ class MeasuredEvent(NamedTuple):
         return self.end_s - self.work_start_s
 
 
-def measured_events(rows: Sequence[Row], *, step_starts: Sequence[float]) -> list[MeasuredEvent]:
+def measured_events(
+    rows: Sequence[Row], *, step_starts: Sequence[float], memory: Sequence[Sequence[int]] | None = None
+) -> list[MeasuredEvent]:
     """Brings what all ranks measured onto one clock that starts with the step.
 
     Args:
@@ -52,16 +56,19 @@ def measured_events(rows: Sequence[Row], *, step_starts: Sequence[float]) -> lis
         step_starts: of each pipeline rank, a moment on its own clock that is the same for all: right after a
             barrier. Ranks of one host may all give the same number, since `time.perf_counter` is one clock
             for all processes of a host.
+        memory: of each pipeline rank, bytes in use at the end of each action; of a rank where nobody looked,
+            none.
 
     Raises:
         ScheduleError: there is not one start for every row.
     """
+    memory = memory or [()] * len(rows)
     if len(rows) != len(step_starts):
         raise ScheduleError(f"{len(rows)} rows have {len(step_starts)} starts. Give one for each rank.")
     return [
-        MeasuredEvent(rank, action, start - zero, end - zero, waited)
-        for rank, (row, zero) in enumerate(zip(rows, step_starts, strict=True))
-        for action, start, end, waited in row
+        MeasuredEvent(rank, action, start - zero, end - zero, waited, looked[number] if looked else 0)
+        for rank, (row, zero, looked) in enumerate(zip(rows, step_starts, memory, strict=True))
+        for number, (action, start, end, waited) in enumerate(row)
     ]
 
 

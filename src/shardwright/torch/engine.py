@@ -166,6 +166,7 @@ class PipelineEngine:
             tokens=num_tokens(arguments),
             flops=sum(program.flops for program in programs),
             row=self.executor.timeline.events,
+            memory=self.executor.timeline.memory,
             schedule=schedule,
             edges=merged_edges(programs),
         )
@@ -202,6 +203,7 @@ class PipelineEngine:
                 / (len(parts) if self._model.average_grads_across_microbatches else 1),
                 model=self._model.module,
                 buffers=buffers,
+                watch_memory=context.reporter is not None and context.reporter.draws_next_step,
             )
         if buffers is not None:
             assert context.pipeline_group is not None

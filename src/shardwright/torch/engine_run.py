@@ -26,6 +26,7 @@ class EngineRun:
         tokens: in the batch of this replica; None if it is not made of tokens.
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
+        memory: bytes in use at the end of each of them; empty where nobody asked.
         schedule: the order of work; None where it is none that has a name.
         edges: transfers between stages, with bytes.
     """
@@ -36,6 +37,7 @@ class EngineRun:
     tokens: int | None
     flops: float = 0.0
     row: Row = ()
+    memory: Sequence[int] = ()
     schedule: Schedule | None = None
     edges: Sequence[Edge] = ()
 

@@ -26,6 +26,7 @@ from shardwright.torch.crossings import Crossing
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Place
 from shardwright.torch.layout import from_memory_order, in_memory_order
+from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Program, generators_of
@@ -42,9 +43,11 @@ class Timeline:
 
     Attributes:
         events: (action, start, end, time spent waiting for messages), seconds on `time.perf_counter`.
+        memory: bytes in use when each of them ended; empty where nobody asked.
     """
 
     events: list[tuple[Action, float, float, float]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
 
     @property
     def busy_s(self) -> float:
@@ -74,6 +77,7 @@ class Executor:
         self._on_backward = on_backward
         self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
         self._waited_s = 0.0
+        self._watches_memory = False
         self._results: list[Any] = []
         self.timeline = Timeline()
 
@@ -88,6 +92,7 @@ class Executor:
         loss_scale: float = 1.0,
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
+        watch_memory: bool = False,
     ) -> list[Any]:
         """Runs all microbatches.
 
@@ -100,12 +105,14 @@ class Executor:
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
             model: the model, for step functions that register hooks on it.
             buffers: its buffers, for step functions that change them between modules.
+            watch_memory: look after each action how much is in use.
 
         Returns:
             What the step function returned for each microbatch; deferred tensors where another rank has the
             value.
         """
         self._begin(schedule, rank, loss_scale=loss_scale)
+        self._watches_memory = watch_memory
         attributes = OwnAttributes(programs) if any(program.attributes for program in programs) else None
         parameters = cache(lambda: frozenset() if model is None else _parameters_of(model))
         self._microbatches = [
@@ -190,6 +197,8 @@ class Executor:
             with self._statistics.updated(forward=kind is Kind.FORWARD):
                 self._compute(action, microbatch)
         self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
+        if self._watches_memory:
+            self.timeline.memory.append(memory_in_use(self._device))
 
     def _compute(self, action: Action, microbatch: Microbatch) -> None:
         kind = action.kind

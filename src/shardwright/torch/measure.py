@@ -53,6 +53,11 @@ class Timing:
     weight_s: float
     spread: float
 
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
 
 class _Clock:
     """Tells the time when a device has done all that was asked of it.

@@ -1,16 +1,11 @@
 """The measured costs of a run's units: timed once on all ranks together, kept in a cache between runs."""
 
-import hashlib
-import json
 import logging
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,19 +14,18 @@ from shardwright.observe.console import Phase
 from shardwright.profile import UnitCost
 from shardwright.torch.context import Context
 from shardwright.torch.cores import OwnCores
+from shardwright.torch.cost_cache import CostCache
 from shardwright.torch.heap import give_back_freed_memory
-from shardwright.torch.machine import cores_of_host, device_name
+from shardwright.torch.machine import cores_of_host
 from shardwright.torch.measure import Timing, measure_class, unit_cost
 from shardwright.torch.recording import Trace
+from shardwright.units import format_seconds
 
-__all__ = ["Profiler", "cache_folder", "machine_key", "rounds_of", "typical"]
+__all__ = ["Profiler", "rounds_of", "typical"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# Of the cache: another one for another meaning of what is in it.
-_FORMAT = 3
 
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
@@ -40,26 +34,9 @@ _SMALL_BYTES = 64 * 1024
 # gets more turns later, until the turns have gone on for longer than that, or eight times.
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 8
 _WINDOW_S = 4.0
-
-
-def cache_folder() -> Path:
-    """Where measured costs are kept: ``$SHARDWRIGHT_CACHE``, else ``$XDG_CACHE_HOME/shardwright``."""
-    if own := os.environ.get("SHARDWRIGHT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright"
-
-
-def machine_key(context: Context) -> str:
-    """The same for machines on which units cost the same: device, versions, ranks and cores of a host."""
-    described = [
-        _FORMAT,
-        device_name(context.device),
-        torch.__version__,
-        torch.get_num_threads(),
-        context.local_size,
-        cores_of_host(),
-    ]
-    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+# A cost of an earlier run holds where one of a few runs now differs from it by no more than this: a machine
+# that was busy then, or is another one now, is off by more, and a disturbance seldom meets them all.
+_DRIFT, _CHECKS = 0.15, 3
 
 
 class Profiler:
@@ -68,7 +45,7 @@ class Profiler:
     def __init__(self, context: Context):
         self._context = context
         self._cores = OwnCores(context)
-        self._file = cache_folder() / "profile" / f"{machine_key(context)}.json"
+        self._cache = CostCache(context)
 
     def measure(self, traces: Sequence[Trace], *, phase: Phase) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
@@ -76,20 +53,44 @@ class Profiler:
         A class that cannot be run on random data is left out, with a line in the log.
         """
         classes = _classes_worth_timing(traces)
-        known = self._agreed_cache()
-        timings = {key: Timing(**known[key]) for key in classes if key in known}
+        known = self._known(classes)
+        timings = {key: known[key] for key in classes if key in known}
         missing = [key for key in classes if key not in timings]
         measured = self._measure_in_rounds({key: classes[key] for key in missing}, phase)
         timings.update((key, typical(found)) for key, found in measured.items() if found)
         give_back_freed_memory()  # the copies that were measured
         if missing and self._context.rank == 0:
-            self._store({key: asdict(timings[key]) for key in missing if key in timings})
+            self._cache.add({key: timings[key] for key in missing if key in timings}, to=known)
         costs: dict[str, UnitCost] = {}
         for trace in traces:
             for node in trace.graph.nodes:
                 if node.cost_class in timings and node.cost_class not in costs:
                     costs[node.cost_class] = unit_cost(node, trace.graph, timings[node.cost_class])
         return costs
+
+    def _known(self, classes: Mapping[str, Trace]) -> dict[str, Timing]:
+        """What earlier runs have measured, the same on every rank; nothing where it does not hold now."""
+        content = [self._cache.read() if self._context.rank == 0 else {}]
+        if self._context.mesh.world_size > 1:
+            dist.broadcast_object_list(content, src=0)
+        (known,) = content
+        shared = [key for key in classes if key in known]
+        if not shared:
+            return known
+        dearest = max(shared, key=lambda key: known[key].whole_s)
+        then_s = now_s = known[dearest].whole_s
+        for _ in range(_CHECKS):
+            found = self._measure_together(classes[dearest], dearest)
+            now_s = then_s if found is None else found.whole_s
+            if abs(now_s / then_s - 1) <= _DRIFT:
+                return known
+        log.info(
+            "%s takes %s now, and %s in an earlier run: all costs are measured anew",
+            dearest,
+            format_seconds(now_s),
+            format_seconds(then_s),
+        )
+        return {}
 
     def _measure_in_rounds(self, classes: dict[str, Trace], phase: Phase) -> dict[str, list[Timing]]:
         """The timings of every class, one of each round; none of those that cannot be run."""
@@ -139,33 +140,6 @@ class Profiler:
         if len(gathered) > 1:
             dist.all_gather_object(gathered, mine)
         return gathered
-
-    # ---- the cache ----
-
-    def _agreed_cache(self) -> dict[str, Any]:
-        """The first rank's cache, on all ranks, so that all measure the same classes."""
-        content: list[Any] = [{}]
-        if self._context.rank == 0 and os.environ.get("SHARDWRIGHT_CACHE") != "off":
-            try:
-                content[0] = json.loads(self._file.read_text())
-            except (OSError, ValueError):
-                content[0] = {}
-        if self._context.mesh.world_size > 1:
-            dist.broadcast_object_list(content, src=0)
-        known: dict[str, Any] = content[0]
-        return known
-
-    def _store(self, fresh: dict[str, Any]) -> None:
-        if os.environ.get("SHARDWRIGHT_CACHE") == "off":
-            return
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            known = json.loads(self._file.read_text()) if self._file.exists() else {}
-            temporary = self._file.with_suffix(f".tmp-{os.getpid()}")
-            temporary.write_text(json.dumps({**known, **fresh}, indent=1))
-            temporary.replace(self._file)
-        except (OSError, ValueError) as error:
-            log.warning("measured costs cannot be kept in %s: %s", self._file, error)
 
 
 def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:

@@ -61,7 +61,7 @@ class Reporter:
         """A training step ended; collective."""
         context = self._context
         self.num_steps += 1
-        number, interval = self.num_steps, context.config.log_interval
+        number = self.num_steps
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
         bubble, memory = self._gathered(step)
@@ -88,8 +88,7 @@ class Reporter:
             )
         )
         self._write_down(seconds, memory, samples=step.samples)
-        # The first step plans; the third is the first that an impatient user can look at.
-        if context.config.trace and step.schedule is not None and (number == 3 or number % interval == 0):
+        if step.schedule is not None and self._draws(number):
             self._write_timeline(step)
 
     def close(self) -> None:
@@ -98,7 +97,17 @@ class Reporter:
             self._observer.close()
             atexit.unregister(self._observer.close)
 
+    @property
+    def draws_next_step(self) -> bool:
+        """Whether the timeline of the step that comes next, or is going on, will be asked for."""
+        return self._draws(self.num_steps + 1)
+
     # ---- inside ----
+
+    def _draws(self, number: int) -> bool:
+        # The first step plans; the third is the first that an impatient user can look at.
+        config = self._context.config
+        return config.trace and (number == 3 or number % config.log_interval == 0)
 
     def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
@@ -154,14 +163,16 @@ class Reporter:
     def _write_timeline(self, step: EngineRun) -> None:
         context = self._context
         assert step.schedule is not None
-        rows: list[Any] = [step.row]
+        gathered: list[Any] = [(step.row, step.memory)]
         if context.pipeline_group is not None:
-            rows = [None] * context.mesh.pipeline
-            dist.all_gather_object(rows, step.row, group=context.pipeline_group)
+            gathered = [None] * context.mesh.pipeline
+            dist.all_gather_object(gathered, (step.row, step.memory), group=context.pipeline_group)
+        rows, memory = zip(*gathered, strict=True)
         # One clock on one host; the ranks of several are aligned by their first action.
         one_host = context.mesh.world_size == context.local_size
         starts = [row[0][1] for row in rows]
-        events = measured_events(rows, step_starts=[min(starts)] * len(rows) if one_host else starts)
+        zeros = [min(starts)] * len(rows) if one_host else starts
+        events = measured_events(rows, step_starts=zeros, memory=memory)
         costs = stage_costs_of(context.plan) if context.plan else None
         cluster = context.cluster
         simulation = None

@@ -16,7 +16,7 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import PastRun, RunKind
 from shardwright.torch.context import Context
-from shardwright.torch.profiler import cache_folder, machine_key
+from shardwright.torch.cost_cache import cache_folder, machine_key
 
 __all__ = ["RunHistory", "RunRecorder", "history_of", "past_run"]
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
+from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
 from shardwright.torch.replica_buffers import ReplicaBuffers
@@ -69,12 +70,17 @@ class SingleEngine:
         results: list[Any] = []
         losses: list[Tensor] = []
         row: list[tuple[Action, float, float, float]] = []
+        memory: list[int] = []
+        reporter = self._context.reporter
+        looks = reporter is not None and reporter.draws_next_step
+        device = self._context.device
         for index, (args, kwargs) in enumerate(parts):
             handler = _Plain(
                 scale,
                 self._reducer,
                 first=not losses,
                 last=index == num_microbatches - 1,
+                in_use=partial(memory_in_use, device) if looks else None,
             )
             start_s = time.perf_counter()
             before = set_active_handler(handler)
@@ -93,6 +99,7 @@ class SingleEngine:
                 begin_s, end_s = handler.backward_s
                 row.append((Action(Kind.FORWARD, 0, index), start_s, begin_s, 0.0))
                 row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
+                memory += handler.memory
         trains = bool(losses)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
@@ -106,6 +113,7 @@ class SingleEngine:
             samples=splitter.batch_size(arguments) or 0,
             tokens=num_tokens(arguments),
             row=row,
+            memory=memory,
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
 
@@ -162,6 +170,7 @@ class _Plain:
     Attributes:
         loss: what ``backward`` was called with; None as long as it was not.
         backward_s: when that began and ended.
+        memory: bytes in use at these moments; empty where nobody asked.
     """
 
     def __init__(
@@ -171,6 +180,7 @@ class _Plain:
         *,
         first: bool,
         last: bool,
+        in_use: Callable[[], int] | None = None,
     ):
         self._scale = scale
         self._opens = reducer if first else None
@@ -178,6 +188,8 @@ class _Plain:
         self._is_last = last
         self.loss: Tensor | None = None
         self.backward_s = (0.0, 0.0)
+        self.memory: list[int] = []
+        self._in_use = in_use
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing is intercepted on a single rank."""
@@ -204,7 +216,7 @@ class _Plain:
                 "to train."
             )
         self.loss = loss.detach()
-        begin_s = time.perf_counter()
+        begin_s = self._moment()
         start = torch.ones_like(loss) if gradient is None else gradient
         if self._opens is not None:
             self._opens.begin()
@@ -213,7 +225,14 @@ class _Plain:
         torch.autograd.backward(loss, start * self._scale)
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=False, last=self._is_last)
-        self.backward_s = (begin_s, time.perf_counter())
+        self.backward_s = (begin_s, self._moment())
+
+    def _moment(self) -> float:
+        """Now; notes what is in use."""
+        now_s = time.perf_counter()
+        if self._in_use is not None:
+            self.memory.append(self._in_use())
+        return now_s
 
 
 class _tensor_backward:  # noqa: N801  (a context manager)

@@ -9,7 +9,9 @@ from shardwright.plan import Plan
 from shardwright.planner.plan_replay import base_setting, play
 
 
-def run_folder(path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = True) -> Path:
+def run_folder(
+    path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = True, bytes_in_use: int = 0
+) -> Path:
     """A run that measured what its plan predicts, 10 % slower."""
     (path / "logs").mkdir(parents=True)
     if plan is not None:
@@ -32,6 +34,7 @@ def run_folder(path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = T
     log.close()
     if trace and plan is not None:
         simulated = play(base_setting(plan)).simulation
-        document = chrome_trace(measured_as(simulated), simulation=simulated, info={"step": 3})
+        events = [event._replace(bytes_in_use=bytes_in_use) for event in measured_as(simulated)]
+        document = chrome_trace(events, simulation=simulated, info={"step": 3})
         (path / "trace.json").write_text(json.dumps(document))
     return path

@@ -73,6 +73,27 @@ def test_the_measured_timeline_is_that_of_the_trace(tmp_path: Path) -> None:
         assert found.start_s == pytest.approx(expected.start_s, abs=1e-6)
 
 
+def test_measured_memory_stands_beside_the_predicted_one(tmp_path: Path) -> None:
+    data = gather(run_folder(tmp_path / "run", planned(kind="zb_h1"), bytes_in_use=10 * 2**20))
+    assert data.timeline is not None
+    assert list(data.timeline.memory) == [0, 1]
+    for rank, moments in data.timeline.memory.items():
+        work = [
+            span for span in data.timeline.spans if span.rank == rank and span.kind not in ("send", "wait")
+        ]
+        assert [at_s for at_s, _ in moments] == pytest.approx([span.end_s for span in work], abs=1e-6)
+        assert [num_bytes for _, num_bytes in moments] == [10 * 2**20] * len(work)
+    curves = {curve["name"]: curve for curve in charts(data)["memory"]["data"]}
+    assert list(curves) == ["rank 0", "rank 0, measured", "rank 1", "rank 1, measured"]
+    assert set(curves["rank 1, measured"]["y"]) == {10.0}
+    assert curves["rank 1"]["line"]["color"] == curves["rank 1, measured"]["line"]["color"]
+    assert "Dotted: measured" in page(data)
+    bare = gather(run_folder(tmp_path / "bare", planned()))
+    assert "Dotted: measured" not in page(bare)
+    assert bare.timeline is not None
+    assert bare.timeline.memory == {}
+
+
 def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:
     plan = planned(kind="zb_h1", slow_stage=2.0, recompute_s=0.01)
     assert plan.prediction is not None
@@ -205,7 +226,7 @@ def test_damaged_files_are_named(
     ("change", "message"),
     [
         ({"ts": "soon"}, r"traceEvents\.\d+: ts is 'soon', but it must be a number"),
-        ({"ts": "nan"}, r"traceEvents\.\d+: ts, dur are nan, .* must be finite"),
+        ({"ts": "nan"}, r"traceEvents\.\d+: ts is nan, .* must be finite"),
         ({"cat": ["forward"]}, r"traceEvents\.\d+: cat is \['forward'\], but it must be one of"),
         ({"cat": "sleep"}, r"traceEvents\.\d+: cat is 'sleep', but it must be one of forward, backward"),
     ],

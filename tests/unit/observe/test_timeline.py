@@ -21,6 +21,12 @@ def test_all_ranks_on_one_clock() -> None:
     ]
 
 
+def test_memory_belongs_to_the_ends_of_actions() -> None:
+    rows = [[(F0, 100.0, 101.0, 0.0), (F1, 101.0, 102.0, 0.0)], [(F1, 100.0, 103.0, 0.0)]]
+    events = measured_events(rows, step_starts=(100.0, 100.0), memory=[[7, 9], []])
+    assert [event.bytes_in_use for event in events] == [7, 9, 0]
+
+
 def test_one_start_a_rank() -> None:
     with pytest.raises(ScheduleError, match="2 rows have 1 starts"):
         measured_events([[], []], step_starts=(0.0,))

@@ -16,6 +16,7 @@ import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
+from shardwright.observe.chrome_trace import MEMORY_IN_USE
 from shardwright.plan import Plan
 from shardwright.torch.inspection import plan_model
 
@@ -145,3 +146,6 @@ def test_the_timeline_of_a_loop(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "one/trace.json").read_text())["traceEvents"]
     spans = sorted((event["ts"], event["name"]) for event in events if event["ph"] == "X")
     assert [name for _, name in spans] == ["0F0", "0B0", "0F1", "0B1"]
+    looked = [event for event in events if event["name"] == MEMORY_IN_USE]
+    assert len(looked) == 4
+    assert all(event["args"]["bytes"] > 2**20 for event in looked)

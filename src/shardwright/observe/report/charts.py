@@ -6,7 +6,6 @@ from typing import Any
 
 from shardwright.observe.report.data import Predicted, ReportData
 from shardwright.observe.report.spans import Span
-from shardwright.planner.memory_over_time import RankMemory
 
 __all__ = ["COLORS", "PART_COLORS", "charts"]
 
@@ -40,7 +39,8 @@ _NAMES = {
 }
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work")
 _STACK_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#8C8C8C")
-_MOST_LINES = 8
+_LINE_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8C8C8C")
+_MOST_LINES = len(_LINE_COLORS)
 _MOST_POINTS = 2000
 _LANE_PX = 26
 _TITLE_PX = 24
@@ -57,8 +57,8 @@ def charts(data: ReportData) -> dict[str, Figure]:
     found = {}
     if data.predicted is not None:
         found["waterfall"] = _waterfall(data.predicted)
-        if data.predicted.memory:
-            found["memory"] = _memory(data.predicted, data.ranks)
+    if (data.predicted is not None and data.predicted.memory) or (data.timeline and data.timeline.memory):
+        found["memory"] = _memory(data)
     if data.predicted is not None or data.timeline is not None:
         found["timeline"] = _timeline(data)
     if (data.predicted is not None and data.predicted.stack) or data.peak_by_rank:
@@ -192,38 +192,56 @@ def _waterfall(predicted: Predicted) -> Figure:
     return {"data": [trace, total], "layout": layout, "height": 110 + 28 * (len(parts) + 1)}
 
 
-def _memory(predicted: Predicted, ranks: Sequence[int]) -> Figure:
-    """A line a rank; of many ranks, those that need most."""
-    rows = sorted(predicted.memory, key=lambda row: -(row.lasting_bytes + row.peak_activation_bytes))
+def _memory(data: ReportData) -> Figure:
+    """A line a rank, and a dotted one for what was measured; of many ranks, those that need most."""
+    predicted = {
+        row.rank: [(at_s, row.lasting_bytes + held) for at_s, held in row.moments]
+        for row in (data.predicted.memory if data.predicted is not None else ())
+    }
+    measured = {
+        rank: list(moments)
+        for rank, moments in (data.timeline.memory if data.timeline is not None else {}).items()
+        if rank in data.ranks
+    }
+    highest = {
+        rank: max(num_bytes for row in (predicted, measured) for _, num_bytes in row.get(rank, ()))
+        for rank in predicted.keys() | measured.keys()
+    }
+    shown = sorted(sorted(highest, key=lambda rank: (-highest[rank], rank))[:_MOST_LINES])
     traces = []
-    for row in sorted(rows[:_MOST_LINES], key=lambda row: row.rank):
-        moments = _fewer(row)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": _lane(row.rank),
-                "x": [at_s for at_s, _ in moments],
-                "y": [(row.lasting_bytes + held) / _MIB for _, held in moments],
-                "line": {"shape": "hv", "width": 1.5},
-                "hovertemplate": "%{y:.4g} MiB at %{x:.4g} s<extra></extra>",
-            }
-        )
+    for rank, color in zip(shown, _LINE_COLORS, strict=False):
+        for moments, name, dash in (
+            (predicted.get(rank), _lane(rank), "solid"),
+            (measured.get(rank), f"{_lane(rank)}, measured", "dot"),
+        ):
+            if moments:
+                traces.append(_curve(_fewer(moments), name, {"color": color, "dash": dash}))
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": "seconds from the first work"}},
         "yaxis": {"title": {"text": "MiB"}, "rangemode": "tozero", "fixedrange": True},
         "legend": _LEGEND,
     }
-    highest = max(part.peak for part in predicted.stack)
+    limit_bytes = data.predicted.limit_bytes if data.predicted is not None else 0
     # A limit far above everything would flatten the lines; then only the text says it.
-    if 0 < predicted.limit_bytes < 4 * highest:
-        layout["shapes"] = [_limit("y", predicted.limit_bytes)]
+    if 0 < limit_bytes < 4 * max(highest.values()):
+        layout["shapes"] = [_limit("y", limit_bytes)]
     return {"data": traces, "layout": layout, "height": 320}
 
 
-def _fewer(row: RankMemory) -> list[tuple[float, int]]:
+def _curve(moments: Sequence[tuple[float, float]], name: str, line: dict[str, str]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [at_s for at_s, _ in moments],
+        "y": [num_bytes / _MIB for _, num_bytes in moments],
+        "line": {"shape": "hv", "width": 1.5, **line},
+        "hovertemplate": f"{name}: %{{y:.4g}} MiB at %{{x:.4g}} s<extra></extra>",
+    }
+
+
+def _fewer(moments: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most some thousand moments; of each stretch, the one with most bytes."""
-    moments = list(row.moments)
     width = -(-len(moments) // _MOST_POINTS)
     return [
         max(moments[at : at + width], key=lambda moment: moment[1]) for at in range(0, len(moments), width)

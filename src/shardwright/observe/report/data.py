@@ -1,7 +1,7 @@
 """Everything that a report shows, gathered from a run folder or a plan file, before anything is drawn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -188,7 +188,7 @@ def _put_together(
     spent = _spent(replay, timeline, num_ranks)
     stage_seconds = {} if timeline is None else seconds_of_stages(timeline.spans)
     if timeline is not None:
-        timeline = MeasuredTimeline(timeline.step, thin(timeline.spans, ranks))
+        timeline = replace(timeline, spans=thin(timeline.spans, ranks))
     peaks = _peaks(plan, steps)
     return ReportData(
         name=name,

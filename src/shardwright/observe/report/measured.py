@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
+from shardwright.observe.chrome_trace import MEMORY_IN_USE
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.metrics import Metric
 from shardwright.observe.report.spans import Span
@@ -33,10 +34,12 @@ class MeasuredTimeline:
     Attributes:
         step: which step it is of; None where the file does not say.
         spans: what each pipeline rank did, seconds from the start of the first work.
+        memory: of each pipeline rank, (seconds, bytes in use); empty where nobody looked.
     """
 
     step: int | None
     spans: tuple[Span, ...]
+    memory: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,10 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     ]
     other = document.get("otherData")
     step = other.get("step") if isinstance(other, dict) else None
-    return MeasuredTimeline(step if isinstance(step, int) else None, tuple(spans)) if spans else None
+    if not spans:
+        return None
+    memory = _memory(events, rank_of, path)
+    return MeasuredTimeline(step if isinstance(step, int) else None, tuple(spans), memory)
 
 
 _FOREIGN = "The file was damaged, or something else wrote it: remove it, or name another run."
@@ -150,9 +156,7 @@ def _rank(value: Any, path: Path) -> int:
 
 def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], path: Path) -> Span:
     where = f"{path}, traceEvents.{number}"
-    start_us, length_us = (_as_number(event.get(key), key, where) for key in ("ts", "dur"))
-    if not (math.isfinite(start_us) and math.isfinite(length_us)):
-        raise UsageError(f"{where}: ts, dur are {start_us}, {length_us}, but must be finite. {_FOREIGN}")
+    start_us, length_us = (_finite(event.get(key), key, where) for key in ("ts", "dur"))
     category = event.get("cat")
     if not isinstance(category, str) or category not in _CATEGORIES:
         raise UsageError(f"{where}: cat is {category!r}, but it must be one of {', '.join(_CATEGORIES)}.")
@@ -166,12 +170,34 @@ def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], pat
     )
 
 
+def _memory(
+    events: Sequence[Mapping[str, Any]], rank_of: Mapping[Any, int], path: Path
+) -> dict[int, tuple[tuple[float, float], ...]]:
+    """What was in use, by rank, in order of time."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for number, event in enumerate(events):
+        pid = _thread(event)[0]
+        if event.get("ph") == "C" and event.get("name") == MEMORY_IN_USE and pid in rank_of:
+            where = f"{path}, traceEvents.{number}"
+            moment = _finite(event.get("ts"), "ts", where) / 1e6
+            num_bytes = _finite(_arguments(event).get("bytes"), "bytes", where)
+            found.setdefault(rank_of[pid], []).append((moment, num_bytes))
+    return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}
+
+
 def _number(record: Mapping[str, Any], name: str, where: str) -> float | None:
     value = record.get(name)
     if value is None:
         return None
     number = _as_number(value, name, where)
     return number if math.isfinite(number) else None
+
+
+def _finite(value: Any, name: str, where: str) -> float:
+    number = _as_number(value, name, where)
+    if not math.isfinite(number):
+        raise UsageError(f"{where}: {name} is {number}, but it must be finite. {_FOREIGN}")
+    return number
 
 
 def _as_number(value: Any, name: str, where: str) -> float:

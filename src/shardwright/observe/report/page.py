@@ -167,8 +167,17 @@ def _seconds(value: float | None) -> str:
     return "unknown" if value is None else format_seconds(value)
 
 
+def _measured_memory(data: ReportData) -> list[str]:
+    if data.timeline is None or not data.timeline.memory:
+        return []
+    return [
+        "<p>Dotted: measured at the end of every action; on GPUs what tensors take, on CPUs all that the "
+        "process has of its heap, libraries included.</p>"
+    ]
+
+
 def _memory(data: ReportData) -> str:
-    over_time = _plot(data, "memory", label="Predicted memory of each rank over a step")
+    over_time = _plot(data, "memory", label="Memory of each rank over a step")
     stack = _plot(data, "stack", label="Memory of each rank at its peak")
     if not over_time and not stack:
         return ""
@@ -180,6 +189,7 @@ def _memory(data: ReportData) -> str:
         lines += [
             "<p>Predicted, over a step: parameters, gradients, optimizer state and batch, and above them "
             "what is kept for backwards. Temporaries come on top; they are in the next plot.</p>",
+            *_measured_memory(data),
             over_time,
         ]
     if stack:

@@ -1,0 +1,49 @@
+"""The memory in use, as a run's timeline has it."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwright.testing import run_ranks
+
+MIB = 2**20
+WIDTH, ROWS = 1024, 4096  # what a linear layer gives back for a microbatch: 16 MiB
+STAGES = 2
+
+
+def train(folder):
+    import shardwright.torch as sw
+
+    settings = {"pipeline_parallel_degree": STAGES, "microbatches": 4, "pipeline": "gpipe", "trace": True}
+    sw.init({**settings, "profile": "estimated", "run_dir": folder, "run_name": "run"})
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(2 * STAGES)]
+    model = sw.DistributedModel(nn.Sequential(*layers))
+
+    @sw.step
+    def train_step(model, x):
+        model.backward(model(x).square().mean())
+
+    for _ in range(3):
+        model.zero_grad()
+        train_step(model, torch.ones(4 * ROWS, WIDTH))
+    sw.shutdown()
+
+
+def test_every_forward_of_gpipe_adds_what_it_keeps(tmp_path: Path) -> None:
+    run_ranks(train, STAGES, str(tmp_path))
+    events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
+    for rank in range(STAGES):
+        looked = [
+            e["args"]["bytes"]
+            for e in events
+            if e["ph"] == "C" and e["pid"] == rank and "in use" in e["name"]
+        ]
+        assert len(looked) == 8
+        forwards, backwards = looked[:4], looked[4:]
+        # The outputs of two sigmoids, of which the first is the input of a linear layer.
+        kept = [later - earlier for earlier, later in pairwise(forwards)]
+        assert all(24 * MIB < each < 60 * MIB for each in kept), kept
+        assert backwards[-1] < forwards[-1] - 3 * 24 * MIB
