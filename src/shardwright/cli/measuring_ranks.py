@@ -35,8 +35,8 @@ def main() -> None:
     try:
         _do(Order.from_json(sys.argv[1]))
     except ShardwrightError as error:
-        if _is_first():
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # What the first rank says is seen; what another one says is in its log, which the launcher names.
+        print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
         sys.exit(exit_code_of(error))
 
 

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 _FINE_STAGES = 64  # units are as fine as so many stages need
 
-__all__ = ["Batch", "Dtype", "Machines", "Model", "OnlyWhatRuns", "Pins", "Runtime", "Sequence_", "task_of"]
+__all__ = [
+    "Batch",
+    "BuildOn",
+    "Dtype",
+    "Machines",
+    "Model",
+    "OnlyWhatRuns",
+    "Pins",
+    "Runtime",
+    "Sequence_",
+    "task_of",
+]
 
 Model = Annotated[
     str,

@@ -60,7 +60,8 @@ class Cluster:
             proportion.
         intra_node: link between two ranks of one host.
         inter_node: link between two hosts.
-        slowness: for each host, how many times as long its ranks compute as costs say; empty: as long.
+        slowness: for each host, how many times as long its ranks compute as costs say; empty: as long. Costs
+            that all ranks have measured together are means; those of `cluster_of` are of the slowest host.
     """
 
     device: Device

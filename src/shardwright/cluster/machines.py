@@ -7,6 +7,7 @@ from shardwright.cluster.cluster_file import read_inventory
 from shardwright.cluster.inventory import Inventory, NodeKind
 from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
+from shardwright.units import format_bytes
 
 __all__ = ["DEVICE_BASE_BYTES", "DEVICE_MARGIN", "cluster_of", "find_machines", "usable_bytes"]
 
@@ -29,11 +30,22 @@ def find_machines(text: str) -> Inventory:
 
 
 def usable_bytes(kind: NodeKind) -> int:
-    """Memory that the tensors of a rank may fill: without what drivers and allocators keep from them."""
+    """Memory that the tensors of a rank may fill: without what drivers and allocators keep from them.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
     memory = kind.accelerator.memory_bytes
     if kind.cores:
         return memory
-    return max(memory // 2, int(memory / (1 + DEVICE_MARGIN) - DEVICE_BASE_BYTES))
+    usable = int(memory / (1 + DEVICE_MARGIN) - DEVICE_BASE_BYTES)
+    if usable <= 0:
+        raise ConfigError(
+            f"{kind.accelerator.name} has {format_bytes(memory)}, of which drivers and allocators take "
+            f"{DEVICE_MARGIN:.0%} and {format_bytes(DEVICE_BASE_BYTES)}: nothing is left for a model. Check "
+            "its memory in the cluster file."
+        )
+    return usable
 
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:

@@ -21,7 +21,15 @@ from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
 from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among, stages_alike
 from shardwright.costs.links import hop_seconds
-from shardwright.costs.memory import Precision, RankBytes, buckets_bytes, in_flight, needier, state_bytes
+from shardwright.costs.memory import (
+    Precision,
+    RankBytes,
+    buckets_bytes,
+    in_flight,
+    needier,
+    offloaded,
+    state_bytes,
+)
 from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
@@ -378,16 +386,20 @@ def _bytes_of(
     limit = np.full(len(group.chosen), limits[0])
     for rank in range(len(parameters)):
         weights, gradients, states = state_bytes(parameters[rank], o, precision)
-        activations = kept[rank] * width * np.asarray(o.microbatch) * _in_flight(o, rank)
+        states, states_on_host = offloaded(Offload.OPTIMIZER, o, states)
+        activations, activations_on_host = offloaded(
+            Offload.ACTIVATIONS, o, kept[rank] * width * np.asarray(o.microbatch) * in_flight(o, rank)
+        )
         found = RankBytes(
             parameters=weights,
             gradients=gradients,
             optimizer=states,
-            activations=np.where(o.offload == Offload.ACTIVATIONS, 0.0, activations),
+            activations=activations,
             gathered=np.where(o.sharded >= 3, largest, 0.0),
             work=whole * np.asarray(o.microbatch),
             communication=buckets_bytes(o),
             base=base,
+            host=states_on_host + activations_on_host,
         )
         if best is not None:
             closer = found.total - limits[rank] > best.total - limit
@@ -395,11 +407,3 @@ def _bytes_of(
         best = found
     assert best is not None
     return best, limit
-
-
-def _in_flight(options: Options, rank: int) -> Numbers:
-    """Microbatches whose activations a pipeline rank keeps: of 1F1B, one fewer on each rank."""
-    flight = in_flight(options)
-    one_by_one = (options.schedule == ScheduleKind.ONE_F_ONE_B) | (options.schedule == ScheduleKind.ZB_H1)
-    later = np.minimum(flight, np.maximum(options.pipeline - rank, 1.0))
-    return np.where(options.pipeline > 1, np.where(one_by_one, later, flight), 1.0)

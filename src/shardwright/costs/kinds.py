@@ -243,7 +243,9 @@ class _Group:
         each_equal = (np.ceil(layers / self._stages.sum()) <= caps).all(axis=0)
         enough = (self._stages * np.minimum(caps, layers)).sum(axis=0) >= layers
         found: NDArray[np.bool_] = np.where(
-            np.asarray(self._options.whole_layers) > 0, each_equal, enough & (caps >= 1).all(axis=0)
+            np.asarray(self._options.whole_layers) > 0,
+            each_equal,
+            enough & (caps >= self._options.virtual).all(axis=0),
         )
         return found
 
@@ -324,8 +326,9 @@ class _Group:
         return np.where(np.asarray(self._options.whole_layers) > 0, each_equal, found)
 
     def _within(self, left: Floats, totals: Floats, caps: Floats) -> Floats:
-        """Blocks that pipeline ranks compute in the time that is left; at least one, as each has a stage."""
-        return np.clip(np.floor(left / totals + _ROUNDING), 1.0, np.minimum(caps, self._shape.layers))
+        """Blocks that pipeline ranks compute in the time that is left; at least one for each stage."""
+        blocks = np.maximum(np.floor(left / totals + _ROUNDING), self._options.virtual)
+        return np.minimum(blocks, np.minimum(caps, self._shape.layers))
 
     def _neediest(self, most: Floats) -> tuple[RankBytes, Floats]:
         found: RankBytes | None = None

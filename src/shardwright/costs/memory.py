@@ -17,10 +17,10 @@ __all__ = [
     "FP32",
     "Precision",
     "RankBytes",
-    "activation_bytes",
     "buckets_bytes",
     "in_flight",
     "needier",
+    "offloaded",
     "rank_bytes",
     "stage_bytes",
     "state_bytes",
@@ -50,7 +50,7 @@ FP32 = Precision(4, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBytes:
-    """Memory of a rank at its peak; all attributes together are the peak.
+    """Memory of a rank at its peak; all attributes but `host` together are the peak.
 
     Attributes:
         parameters: that it keeps.
@@ -61,6 +61,7 @@ class RankBytes:
         work: of the block that is being computed, or of the loss.
         communication: buffers.
         base: of the driver and its kernels.
+        host: what is kept in the host's memory instead.
     """
 
     parameters: Numbers
@@ -71,11 +72,12 @@ class RankBytes:
     work: Numbers
     communication: Numbers
     base: Numbers
+    host: Numbers
 
     @property
     def total(self) -> Numbers:
-        """At the peak."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        """At the peak, on the accelerator."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
 
 def rank_bytes(
@@ -96,34 +98,42 @@ def rank_bytes(
 
 
 def needier(one: RankBytes, other: RankBytes, where: Numbers) -> RankBytes:
-    """The bytes of `one`, and those of `other` `where` that is so."""
+    """The bytes of `one`, and those of `other` `where` that is so; on the host, the most of both."""
     names = [field.name for field in fields(RankBytes)]
-    return RankBytes(**{name: np.where(where, getattr(other, name), getattr(one, name)) for name in names})
+    found = {name: np.where(where, getattr(other, name), getattr(one, name)) for name in names}
+    return RankBytes(**{**found, "host": np.maximum(one.host, other.host)})
 
 
 def state_bytes(
     parameters: Numbers, options: Options, precision: Precision
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Bytes of parameters, gradients and optimizer state of a rank that trains so many parameters."""
+    """Bytes of parameters, gradients and optimizer state of a rank that trains so many, wherever they are."""
     stage, shard = options.sharded, options.shard
     weights = parameters * precision.weight / np.where(stage >= Sharded.PARAMETERS, shard, 1.0)
     gradients = parameters * precision.gradient / np.where(stage >= Sharded.GRADIENTS, shard, 1.0)
     kept = parameters * precision.optimizer / np.where(stage >= Sharded.OPTIMIZER, shard, 1.0)
-    return weights, gradients, np.where(options.offload == Offload.OPTIMIZER, 0.0, kept)
+    return weights, gradients, kept
 
 
-def activation_bytes(shape: Shape, options: Options) -> Numbers:
-    """Bytes that a mean block keeps on its accelerator for the backward of one microbatch."""
-    return np.where(options.offload == Offload.ACTIVATIONS, 0.0, kept_bytes(shape, options))
+def in_flight(options: Options, rank: Numbers = 0) -> Numbers:
+    """Microbatches whose activations a pipeline rank keeps, in units of all its blocks.
 
-
-def in_flight(options: Options) -> Numbers:
-    """Microbatches whose activations the first stage keeps, in units of all blocks of a rank."""
+    With 1F1B a rank begins one microbatch fewer than the one before it until its first backward; where the
+    gradients of weights are put off, as many wait for those.
+    """
     p, v, m, kind = options.pipeline, options.virtual, options.microbatches, options.schedule
-    found = np.minimum(m, p)
+    later = p - 1 - rank
+    found = np.where(kind == ScheduleKind.ONE_F_ONE_B, later + 1, p)
     found = np.where(kind == ScheduleKind.GPIPE, m, found)
-    found = np.where(kind == ScheduleKind.INTERLEAVED, np.minimum(m, p + (p - 1) / v), found)
-    return np.where(kind == ScheduleKind.ZB_H2, np.minimum(m, 2 * p - 1), found)
+    found = np.where(kind == ScheduleKind.INTERLEAVED, ((v - 1) * p + 2 * later + 1) / v, found)
+    found = np.where(kind == ScheduleKind.ZB_H2, 2 * p - 1, found)
+    return np.where(p > 1, np.minimum(m, found), 1.0)
+
+
+def offloaded(offload: Offload, options: Options, num_bytes: Numbers) -> tuple[Numbers, Numbers]:
+    """Bytes of something that may be offloaded: on the accelerator, and on the host."""
+    away = np.asarray(options.offload) == offload
+    return np.where(away, 0.0, num_bytes), np.where(away, num_bytes, 0.0)
 
 
 def stage_bytes(
@@ -141,7 +151,7 @@ def stage_bytes(
         shape: of the model.
         options: the candidates.
         blocks: of the rank.
-        last: it is the rank with the head; else it keeps as many microbatches as the first.
+        last: it is the last rank, with the head; else it keeps as many microbatches as the first.
         precision: of parameters and updates.
         base: bytes that are taken before the model is there.
     """
@@ -151,31 +161,29 @@ def stage_bytes(
     tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))
     owned = blocks * block + tables * shape.embedding_parameters / t
     weights, gradients, kept = state_bytes(owned, options, precision)
-    one_stage = p == 1
-    flight = in_flight(options)
-    # The last stage begins the backward of a microbatch before it takes the next one.
-    flight = np.where(one_stage, 1.0, np.where(last, np.minimum(flight, _in_flight_last(options)), flight))
+    kept, states_on_host = offloaded(Offload.OPTIMIZER, options, kept)
+    flight = in_flight(options, p - 1 if last else 0)
+    activations, activations_on_host = offloaded(
+        Offload.ACTIVATIONS, options, blocks * flight * kept_bytes(shape, options)
+    )
     live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
     logits = tokens_of(shape, options) * (4 + options.width) * shape.vocabulary / t
     return RankBytes(
         parameters=weights,
         gradients=gradients,
         optimizer=kept,
-        activations=blocks * flight * activation_bytes(shape, options),
+        activations=activations,
         gathered=np.where(options.sharded >= Sharded.PARAMETERS, live, 0.0),
-        work=np.maximum(_work_bytes(shape, options), np.where(one_stage | last, logits, 0.0)),
+        work=np.maximum(_work_bytes(shape, options), np.where((p == 1) | last, logits, 0.0)),
         communication=buckets_bytes(options),
         base=base,
+        host=states_on_host + activations_on_host,
     )
 
 
 def buckets_bytes(options: Options) -> Numbers:
     """Buffers of collectives."""
     return np.where(options.num_ranks > 1, _BUCKETS_BYTES, 0.0)
-
-
-def _in_flight_last(options: Options) -> Numbers:
-    return np.where(options.schedule == ScheduleKind.GPIPE, options.microbatches, 1.0)
 
 
 def _work_bytes(shape: Shape, options: Options) -> Numbers:

@@ -81,7 +81,10 @@ def _value(name: str, text: str) -> int:
             raise ConfigError(f"{name} is {text!r}, but it must be one of {known}.")
         return int(choices[plain])
     if not text.isdecimal() or len(text) > _MOST_DIGITS:
-        raise ConfigError(f"{name} is {text[:_MOST_DIGITS]!r}, but it must be a whole number, of few digits.")
+        shown = text if len(text) <= _MOST_DIGITS else f"{text[:_MOST_DIGITS]}..."
+        raise ConfigError(
+            f"{name} is {shown!r}, but it must be a whole number of at most {_MOST_DIGITS} digits."
+        )
     number = int(text)
     if name in _SWITCHES and number > 1:
         raise ConfigError(f"{name} is {number}, but it must be 0 or 1.")

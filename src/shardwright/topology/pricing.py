@@ -101,9 +101,5 @@ def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
     offload = np.broadcast_to(ways.offload, found.shape)
     on_host = np.flatnonzero(found & (offload != Offload.NOTHING))
     if task.host_bytes and len(on_host):
-        there = ways.take(on_host)
-        kept = (
-            bytes_of(task, replace(there, offload=np.zeros(len(on_host)))).total - bytes_of(task, there).total
-        )
-        found[on_host] = kept <= task.host_bytes
+        found[on_host] = bytes_of(task, ways.take(on_host)).host <= task.host_bytes
     return found

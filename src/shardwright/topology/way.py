@@ -113,12 +113,14 @@ class Way:
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
-        if len(set(self.layers.values())) > 1:
-            text += f"; layers a stage: {', '.join(f'{n} on {kind}' for kind, n in self.layers.items())}"
+        uneven = len(set(self.layers.values())) > 1
+        if uneven:
+            text += f"; layers a rank: {', '.join(f'{n} on {kind}' for kind, n in self.layers.items())}"
         if o.recompute != Recompute.NONE:
             text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
         if o.recompute == Recompute.FULL and o.kept_layers:
-            text += f" of all but {int(o.kept_layers)} layers a rank"
+            # Where ranks have more or fewer, each keeps the same share of them.
+            text += f" of all but {int(o.kept_layers)} layers {'of a mean' if uneven else 'a'} rank"
         if o.hierarchical == Gathers.FLAT and o.sharded >= Sharded.GRADIENTS:
             text += "; gathers in one ring"
         if o.offload:

@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ _PRODUCT_SIZE = (512, 4096)
 _PRODUCTS = 15
 _UNLIKE = 1.2
 
+_Number = TypeVar("_Number", int, float)
+
 
 def present_cluster(context: Context) -> Cluster:
     """Describes the machines of this job; collective over all ranks.
@@ -37,6 +40,7 @@ def present_cluster(context: Context) -> Cluster:
     Links are timed with a few messages between the first two ranks of a host, and between the first two
     hosts.
     """
+    estimates = context.config.profile == "estimated"
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
     shared = context.from_first_rank(lambda: context.transport is not None and bool(context.transport.local))
     local = context.local_peers if shared else None
@@ -49,8 +53,8 @@ def present_cluster(context: Context) -> Cluster:
     return Cluster(
         device=Device(
             name=device_name(context.device),
-            memory_bytes=_memory_bytes(context),
-            update_Bps=0.0 if context.config.profile == "estimated" else update_rate(context),
+            memory_bytes=_least(context, _memory_bytes(context)),
+            update_Bps=0.0 if estimates else _least(context, update_rate(context)),
         ),
         ranks_per_node=per_node,
         cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,
@@ -58,6 +62,14 @@ def present_cluster(context: Context) -> Cluster:
         inter_node=inter or intra or Link(latency_s=0.0, bandwidth_Bps=1e12),
         slowness=_slowness(context),
     )
+
+
+def _least(context: Context, mine: _Number) -> _Number:
+    """Of what all ranks have: a plan must suit each of them. What is 0 is not known, and does not count."""
+    found = [mine] * context.mesh.world_size
+    if len(found) > 1:
+        dist.all_gather_object(found, mine)
+    return min((each for each in found if each), default=mine)
 
 
 def _slowness(context: Context) -> tuple[float, ...]:

@@ -111,7 +111,13 @@ class DistributedOptimizer(Optimizer):
         if scaler is not None and not scaler.begin_update():
             return None
         self._clip()
-        with self.clock.running(), self._lent_to_scaler(), self._own_rows(), self._own_parts(), _stepping():
+        with (
+            self.clock.running(self._device()),
+            self._lent_to_scaler(),
+            self._own_rows(),
+            self._own_parts(),
+            _stepping(),
+        ):
             self.optimizer.step()
         return None
 
@@ -176,6 +182,11 @@ class DistributedOptimizer(Optimizer):
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _device(self) -> torch.device:
+        """Where parameters are; the CPU for a rank that has none."""
+        own = (parameter.device for group in self.param_groups for parameter in group["params"])
+        return next(own, torch.device("cpu"))
 
     @contextmanager
     def _lent_to_scaler(self) -> Iterator[None]:

@@ -8,6 +8,7 @@
                                                               the plan with most samples a second, as measured
 """
 
+import itertools
 import os
 import statistics
 import time
@@ -29,6 +30,7 @@ from shardwright.planner import PastRun, RunKind, best_plans, meshes
 from shardwright.torch.batch import Arguments
 from shardwright.torch.context import context
 from shardwright.torch.inspection import loss_of, with_data
+from shardwright.torch.joint_refusal import require_all_refuse
 from shardwright.torch.measured_model import MeasuredModel, measure_model
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.run_history import history_of, past_run
@@ -42,6 +44,7 @@ _NEAR_TIE = 1.01
 _CLOSE = 1.1
 _QUIET = "SHARDWRIGHT_QUIET"
 _WARM_UP_STEPS = 2
+_TRIALS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     Raises:
         PlanError: the settings cannot be met, or nothing fits.
         TraceError: the model cannot be traced; the line is named.
-        ShardwrightError: none of the plans runs; why the first does not.
+        ShardwrightError: none of the plans runs; why the first does not. Or a trial fails on some ranks only.
     """
     with _run_of_one_pipeline(config):
         measured = _measured(training, config)
@@ -93,8 +96,11 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         try:
             seconds.append(try_plan(training, plan, config=config, steps=steps, title=title))
             plans.append(plan)
-        except ShardwrightError as error:  # on all ranks: the runtime does not run it
+        except ShardwrightError as error:  # the runtime does not run it
+            require_all_refuse(error, attempt=f"trial {next(_TRIALS)}")
             refusals.append((plan, error))
+        else:
+            next(_TRIALS)
     if not plans:
         raise refusals[0][1]
     for number in _close(plans, seconds):

@@ -5,12 +5,13 @@ out: a torn one, or one of another version.
 """
 
 import datetime
+import fcntl
 import json
 import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
@@ -58,9 +59,12 @@ class RunHistory:
         line = json.dumps({"version": _VERSION, **run.to_dict()}) + "\n"
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(line)
-            self._shorten()
+            # Other runs wait while one shortens the file: a line that they add would be lost.
+            with self._file.with_suffix(".lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(line)
+                self._shorten()
         except OSError as error:
             log.warning("what this run took cannot be kept in %s: %s", self._file, error)
 
@@ -96,24 +100,26 @@ class RunRecorder:
 
     history: RunHistory | None
     ranks_per_node: int
-    _seconds: list[float] = field(default_factory=list)
+    _steps: list[tuple[float, int]] = field(default_factory=list)
     _run: str = ""
 
     def step_done(self, seconds: float, plan: Plan, *, samples: int, memory_bytes: int) -> None:
         """A training step ended, in all `seconds` long; the first ones plan and warm up."""
-        if len(self._seconds) >= max(_WRITTEN_AFTER):
+        if len(self._steps) >= max(_WRITTEN_AFTER):
             return
-        self._seconds.append(seconds)
-        number = len(self._seconds)
+        self._steps.append((seconds, samples))
+        number = len(self._steps)
         prediction = plan.prediction
         if self.history is None or prediction is None or number not in _WRITTEN_AFTER:
             return
-        timed = self._seconds[_WARM_UP_STEPS:]
+        steady = self._steps[_WARM_UP_STEPS:]
+        usual = mode(size for _, size in steady)  # the last batch of an epoch may be shorter
+        timed = [taken for taken, size in steady if size == usual]
         found = past_run(
             plan,
             median(timed),
             steps=len(timed),
-            samples=samples,
+            samples=usual,
             ranks_per_node=self.ranks_per_node,
             measured_bytes=memory_bytes,
             run=self._run,

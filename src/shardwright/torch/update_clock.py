@@ -8,6 +8,8 @@ import torch
 
 __all__ = ["UpdateClock"]
 
+_MOST_EVENTS = 64
+
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -16,7 +18,8 @@ def _event() -> torch.cuda.Event:
 class UpdateClock:
     """Adds up the seconds of updates until somebody asks.
 
-    On GPUs nothing waits for them: events are recorded, and read when they are asked for, a step later.
+    On GPUs nothing waits for them: events are recorded, and read when they are asked for, a step later, or
+    when there are many.
     """
 
     def __init__(self) -> None:
@@ -25,10 +28,12 @@ class UpdateClock:
         self._any = False
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around an update."""
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Around an update of parameters on a device."""
         self._any = True
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            if len(self._events) >= _MOST_EVENTS:
+                self._add_up()
             begin, end = (_event(), _event())
             begin.record()
             yield
@@ -43,10 +48,13 @@ class UpdateClock:
         """Seconds of the updates since the last call; None where there were none."""
         if not self._any:
             return None
+        self._add_up()
+        seconds, self._seconds = self._seconds, 0.0
+        self._any = False
+        return seconds
+
+    def _add_up(self) -> None:
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1e3
-        seconds, self._seconds = self._seconds, 0.0
         self._events.clear()
-        self._any = False
-        return seconds

@@ -1,7 +1,11 @@
 """How fast the optimizer updates parameters on the present device."""
 
+import inspect
+import logging
 import statistics
 import time
+from inspect import Parameter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +15,8 @@ from torch.optim import AdamW, Optimizer
 from shardwright.torch.context import Context
 
 __all__ = ["update_rate"]
+
+log = logging.getLogger(__name__)
 
 _ELEMENTS = 2**21  # with gradients and two states 32 MiB: more than a core's share of the caches
 _RUNS = 3
@@ -28,7 +34,8 @@ def update_rate(context: Context) -> float:
     generator = torch.random.get_rng_state()
     try:
         return _rate(None if wrapped is None else wrapped.optimizer, context.device)
-    except Exception:  # whatever somebody's optimizer raises without the model that it was made for
+    except Exception as error:  # whatever somebody's optimizer raises without the model that it was made for
+        log.info("the optimizer's update cannot be timed (%s): it is estimated by bytes", error)
         return 0.0
     finally:
         torch.random.set_rng_state(generator)
@@ -37,8 +44,7 @@ def update_rate(context: Context) -> float:
 def _rate(like: Optimizer | None, device: torch.device) -> float:
     parameter = nn.Parameter(torch.zeros(_ELEMENTS, device=device))
     parameter.grad = torch.full_like(parameter, 1e-3)
-    kind, settings = (AdamW, {}) if like is None else (type(like), like.defaults)
-    optimizer = kind([parameter], **settings)
+    optimizer = AdamW([parameter]) if like is None else type(like)([parameter], **_settings_of(like))
     times = []
     for _ in range(1 + _RUNS):  # the first makes its state
         _wait(device)
@@ -47,6 +53,14 @@ def _rate(like: Optimizer | None, device: torch.device) -> float:
         _wait(device)
         times.append(time.perf_counter() - start)
     return parameter.nbytes / statistics.median(times[1:])
+
+
+def _settings_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its defaults, without those that a base class has put in and its own constructor does not take."""
+    taken = inspect.signature(type(optimizer)).parameters.values()
+    names = {parameter.name for parameter in taken}
+    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken)
+    return {name: value for name, value in optimizer.defaults.items() if takes_all or name in names}
 
 
 def _wait(device: torch.device) -> None:

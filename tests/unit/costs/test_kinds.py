@@ -12,9 +12,11 @@ from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.costs import (
     KindOfRank,
+    Offload,
     Options,
     Placement,
     Rates,
+    ScheduleKind,
     Shape,
     Sharded,
     calibration_of,
@@ -196,7 +198,7 @@ def test_a_search_deals_layers_by_kind_and_says_so():
     assert best.peak_bytes <= best.limit_bytes
     assert "on p5.48xlarge" in best.title
     assert best.to_dict()["layers"] == dict(best.layers)
-    assert any("layers a stage" in sentence for sentence in reasons(answer))
+    assert any("layers a rank" in sentence for sentence in reasons(answer))
     assert all(each.share >= -1e-6 for each in sensitivities(answer.task, best))
 
 
@@ -206,3 +208,32 @@ def test_nodes_of_one_kind_need_no_deal():
         search(mixed("p4d.24xlarge*2 + p4d.24xlarge*2")).best.step_s,
         search(mixed("p4d.24xlarge*4")).best.step_s,
     )
+
+
+@given(
+    st.sampled_from([1.0, 2.0, 4.0]),
+    st.integers(2, 4),
+    st.integers(12, 40),
+    st.floats(0.1, 1.0),
+    st.sampled_from([PLENTY, 12e9, 8e9]),
+)
+@settings(deadline=None, max_examples=100)
+def test_every_rank_has_a_block_for_each_of_its_stages(virtual, pipeline, layers, times, memory):
+    shape = replace(SHAPE, layers=float(layers))
+    options = way(2 * pipeline, 1, virtual=virtual, schedule=ScheduleKind.INTERLEAVED)
+    kinds = [kind(pipeline), kind(pipeline, times, memory)]
+    if mixed_fit(shape, options, kinds)[0] and layers >= 2 * pipeline * virtual:
+        blocks = mixed_prices(shape, options, kinds, A100).blocks
+        assert (blocks >= virtual).all()
+
+
+def test_of_what_goes_to_the_host_the_rank_with_most_counts():
+    # The first kind takes more blocks, and is further from its limit.
+    kinds = [kind(8, 4.0), kind(8, 1.0, memory=20e9)]
+    options = way(2, 8, offload=Offload.OPTIMIZER)
+    found = mixed_prices(SHAPE, options, kinds, A100)
+    most = found.blocks.max()
+    own = stage_bytes(SHAPE, options, most, last=False)
+    assert float(found.num_bytes.host) == pytest.approx(float(own.host))
+    assert own.host > stage_bytes(SHAPE, options, found.blocks.min(), last=True).host > 0
+    assert own.total == pytest.approx(sum(getattr(own, f.name) for f in fields(own) if f.name != "host"))

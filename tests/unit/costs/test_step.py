@@ -60,7 +60,8 @@ def ways(draw):
 @settings(deadline=None)
 def test_parts_are_no_less_than_nothing_and_add_up(shape, options):
     for found in (step_seconds(shape, options, A100, REACHED), rank_bytes(shape, options)):
-        parts = [float(getattr(found, field.name)) for field in fields(found)]
+        # What is on a host is on no accelerator.
+        parts = [float(getattr(found, field.name)) for field in fields(found) if field.name != "host"]
         assert min(parts) >= -1e-9
         assert sum(parts) == pytest.approx(float(found.total))
         assert np.isfinite(float(found.total))

@@ -50,7 +50,7 @@ def test_switches_are_0_or_1(text):
 
 def test_numbers_of_thousands_of_digits_are_refused_shortly():
     many = "9" * 5000
-    with pytest.raises(ConfigError, match="of few digits") as refused:
+    with pytest.raises(ConfigError, match="at most 12 digits") as refused:
         parse_pins([f"tensor={many}"])
     assert len(str(refused.value)) < 200
     with pytest.raises(ConfigError, match="is not a number of nodes") as refused:

@@ -1,5 +1,7 @@
 """What runs took, in a file."""
 
+import multiprocessing
+
 from shardwright.mesh import Mesh
 from shardwright.plan import (
     MemoryPrediction,
@@ -12,6 +14,7 @@ from shardwright.plan import (
     StagePrediction,
 )
 from shardwright.planner import RunKind
+from shardwright.torch import run_history
 from shardwright.torch.run_history import RunHistory, RunRecorder
 
 
@@ -47,6 +50,36 @@ def test_a_run_is_written_once_it_has_gone_on_for_a_while(tmp_path):
     assert (run.predicted_s, run.measured_s, run.steps) == (0.1, 0.2, 6)
     assert run.kind == RunKind.of(Mesh(world_size=2, pipeline=2), ranks_per_node=2)
     assert (run.predicted_bytes, run.measured_bytes) == (5, 7)
+
+
+def test_a_short_batch_at_the_end_of_an_epoch_does_not_count(tmp_path):
+    history = RunHistory(tmp_path, "machine")
+    recorder = RunRecorder(history, 2)
+    for number in range(8):
+        short = number == 7
+        recorder.step_done(0.05 if short else 0.2, plan_of(0.1), samples=3 if short else 8, memory_bytes=7)
+    (run,) = history.read()
+    assert (run.samples, run.steps, run.measured_s) == (8, 5, 0.2)
+
+
+def add_runs(folder, count):
+    for _ in range(count):
+        recorder = RunRecorder(RunHistory(folder, "machine"), 2)
+        for _ in range(8):
+            recorder.step_done(0.2, plan_of(0.1), samples=8, memory_bytes=7)
+
+
+def test_no_line_is_lost_while_another_run_shortens_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_history, "_MOST_LINES", 60)
+    monkeypatch.setattr(run_history, "_KEPT_LINES", 59)
+    processes = multiprocessing.get_context("fork")
+    writers = [processes.Process(target=add_runs, args=(tmp_path, 40)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    # Whenever there were more than 60, 59 stayed: between 59 and 60 at the end, if none was lost.
+    assert len(RunHistory(tmp_path, "machine").read()) in (59, 60)
 
 
 def test_a_longer_run_is_written_again_under_the_same_name(tmp_path):

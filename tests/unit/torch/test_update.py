@@ -16,7 +16,7 @@ def test_a_clock_adds_up_until_it_is_asked():
     clock = UpdateClock()
     assert clock.taken() is None
     for _ in range(2):
-        with clock.running():
+        with clock.running(torch.device("cpu")):
             time.sleep(0.01)
     taken = clock.taken()
     assert taken is not None
@@ -40,6 +40,10 @@ def test_the_rate_is_that_of_the_own_optimizer_and_0_where_it_cannot_be_tried(tm
         sw.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
         sgd = update_rate(context())
         assert 0 < adam < sgd  # which has neither averages nor a root
+        for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop):
+            context().optimizers.clear()
+            sw.DistributedOptimizer(kind([nn.Parameter(torch.zeros(2))], lr=0.1))
+            assert update_rate(context()) > 0
         context().optimizers.clear()
         sw.DistributedOptimizer(Odd([nn.Parameter(torch.zeros(2))], lr=0.1))
         assert update_rate(context()) == 0.0
