@@ -235,6 +235,7 @@ class _Group:
         self._memories = np.array(
             [min(float(kinds[k].rates.memory_Bps) for k in each.kinds) for each in alike]
         )
+        self._bytes_of_few: dict[bool, tuple[RankBytes, RankBytes]] = {}
         self._stages = np.array([each.stages for each in alike], dtype=float)[:, None]
 
     def fit(self) -> NDArray[np.bool_]:
@@ -302,14 +303,28 @@ class _Group:
         """Blocks that fit in the memory of a pipeline rank: (alike, ways)."""
         found = []
         for each, limit in zip(self._alike, self._limits, strict=True):
-            none, one = (self._bytes(each, blocks).total for blocks in (0.0, 1.0))
+            none, one = (num_bytes.total for num_bytes in self._of_no_block_and_of_one(each.last))
             found.append(self._wide(np.floor((limit - none) / np.maximum(one - none, 1.0) + _ROUNDING)))
         return np.stack(found)
 
     def _bytes(self, each: StagesAlike, blocks: Numbers) -> RankBytes:
-        return stage_bytes(
-            self._shape, self._options, blocks, last=each.last, precision=self._precision, base=self._base
-        )
+        none, one = self._of_no_block_and_of_one(each.last)
+        ends = {
+            field.name: (getattr(none, field.name), getattr(one, field.name)) for field in fields(RankBytes)
+        }
+        return RankBytes(**{name: at_0 + blocks * (at_1 - at_0) for name, (at_0, at_1) in ends.items()})
+
+    def _of_no_block_and_of_one(self, last: bool) -> tuple[RankBytes, RankBytes]:
+        """Bytes of a rank at both; between them, and beyond, they lie on a line."""
+        if last not in self._bytes_of_few:
+            none, one = (
+                stage_bytes(
+                    self._shape, self._options, blocks, last=last, precision=self._precision, base=self._base
+                )
+                for blocks in (0.0, 1.0)
+            )
+            self._bytes_of_few[last] = none, one
+        return self._bytes_of_few[last]
 
     def _dealt(self, totals: Floats, heads: Floats, caps: Floats) -> Floats:
         """Blocks of a pipeline rank, at most: (alike, ways)."""
