@@ -72,3 +72,17 @@ def test_one_rank(tmp_path):
     ((losses, _, plan),) = run_ranks(train, 1, {"run_dir": str(tmp_path)})
     assert len(losses) == 2
     assert plan["mesh"] == {"pipeline": 1, "data": 1, "shard": 1, "placement_strategy": "DPT"}
+
+
+def cores_and_crowding(folder):
+    """The cores of this process before the first step, and how many ranks share a core by the plan."""
+    import os
+
+    train({"run_dir": folder, "pipeline_parallel_degree": 1}, steps=1)
+    plan = json.loads(Path(folder, "run", "plan.json").read_text())
+    return len(os.sched_getaffinity(0)), plan["prediction"]["conditions"]["crowding"]
+
+
+def test_all_cores_of_the_host_are_planned_with(tmp_path):
+    (cores, crowding), _ = run_ranks(cores_and_crowding, 2, str(tmp_path))
+    assert crowding == max(1.0, 2 / cores)

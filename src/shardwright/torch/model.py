@@ -202,7 +202,8 @@ class DistributedModel(nn.Module):
         start = time.perf_counter()
         self._called_to_train = False
         # The first step measures and plans, with all cores; it frees what other ranks keep.
-        own_cores = self._cores.in_force() if self.partitioned else nullcontext()
+        plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
+        own_cores = nullcontext() if plans else self._cores.in_force()
         if self.partitioned and self._gives_back:
             self._gives_back = False
             give_back_freed_memory()
