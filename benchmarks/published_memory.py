@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwright.costs.inputs import Options, Recompute, ScheduleKind, Shape
-from shardwright.costs.memory import BF16, activation_bytes, in_flight, state_bytes
+from shardwright.costs.kept import kept_bytes
+from shardwright.costs.memory import BF16, in_flight, state_bytes
 
 __all__ = ["memory_ratios"]
 
@@ -30,11 +31,11 @@ def memory_ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
             of_rank = sum(states) / (options.tensor * options.pipeline)
             found[f"{name}: states"] = float(of_rank / row["par_opt_gib"] / 2**30)
             blocks = shape.layers / options.pipeline
-            kept = blocks * in_flight(options) * activation_bytes(shape, options)
+            kept = blocks * in_flight(options) * kept_bytes(shape, options)
             found[f"{name}: activations"] = float(kept / row["act_gib"] / 2**30)
         if "act_pct_of_tp_baseline" in row:
-            baseline = activation_bytes(shape, _options(row, "none"))
-            share = activation_bytes(shape, options) / baseline
+            baseline = kept_bytes(shape, _options(row, "none"))
+            share = kept_bytes(shape, options) / baseline
             found[f"{name}: share"] = float(100 * share / row["act_pct_of_tp_baseline"])
     return found
 
