@@ -60,6 +60,8 @@ class Conditions(_Record):
         step_overhead_s: seconds before the first action of a step and after the last one.
         tie_s: the part of ``sync_s`` in which parameters of several stages are summed.
         sync_latency_s: the part of ``sync_s`` that stays however fast bytes travel.
+        hidden_s: what sums over replicas take beyond ``sync_s``, while ranks compute.
+        window_s: seconds of computing that can hide sums.
         memory_limit_bytes: memory that a rank may use; 0: no limit was known.
     """
 
@@ -74,4 +76,6 @@ class Conditions(_Record):
     step_overhead_s: NonNegativeFloat = 0.0
     tie_s: NonNegativeFloat = 0.0
     sync_latency_s: NonNegativeFloat = 0.0
+    hidden_s: NonNegativeFloat = 0.0
+    window_s: NonNegativeFloat = 0.0
     memory_limit_bytes: NonNegativeInt = 0

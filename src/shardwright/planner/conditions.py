@@ -36,7 +36,9 @@ def conditions_of(option: Option) -> Conditions:
         action_overhead_s=ACTION_OVERHEAD_S,
         step_overhead_s=fabric.step_overhead_s,
         tie_s=option.tie_s,
-        sync_latency_s=_sync_latency_s(option),
+        sync_latency_s=min(_sync_latency_s(option), option.tie_s + option.replica_s.exposed_s),
+        hidden_s=option.replica_s.hidden_s,
+        window_s=option.replica_s.window_s,
         memory_limit_bytes=option.workload.demands.limit_bytes,
     )
 
@@ -54,4 +56,4 @@ def _sync_latency_s(option: Option) -> float:
         for name in ("intra_node", "inter_node")
     }
     bare = Fabric(cluster=replace(fabric.cluster, **endless), mesh=fabric.mesh)
-    return bare.tie_seconds(option.layout) + bare.replica_seconds(option.layout)
+    return bare.tie_seconds(option.layout) + bare.replica_seconds(option.layout).total_s

@@ -36,7 +36,7 @@ def predict(option: Option) -> Prediction:
     )
     return Prediction(
         step_s=option.step_s,
-        sync_s=option.tie_s + option.replica_s,
+        sync_s=option.tie_s + option.replica_s.exposed_s,
         bubble=min(1.0, max(0.0, option.simulation.bubble)),
         stages=stages,
         memory=option.memory,
@@ -70,11 +70,7 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
     found = [_choice(best, others), _balance(best), _memory(best)]
     found += _recomputation(best)
     found += _ties(best)
-    if best.replica_s > 0:
-        replicas = best.workload.fabric.mesh.data
-        found.append(
-            f"Summing the gradients over {replicas} replicas takes {format_seconds(best.replica_s)} a step."
-        )
+    found += _replicas(best)
     found += _sharing(best)
     found += _slow_hosts(best)
     if config.pins:
@@ -109,6 +105,16 @@ def _slow_hosts(best: Option) -> list[str]:
     who = f"Pipeline rank {slow[0]}" if len(slow) == 1 else f"Pipeline ranks {', '.join(slow)}"
     takes = "takes" if len(slow) == 1 else "take"
     return [f"{who} {takes} {ratio:.1f} times as long as the fastest for the same work, and less of it."]
+
+
+def _replicas(best: Option) -> list[str]:
+    sums, replicas = best.replica_s, best.workload.fabric.mesh.data
+    if sums.total_s <= 0:
+        return []
+    hidden = f", {format_seconds(sums.hidden_s)} of it while ranks compute" if sums.hidden_s > 0 else ""
+    return [
+        f"Summing the gradients over {replicas} replicas takes {format_seconds(sums.total_s)} a step{hidden}."
+    ]
 
 
 def _sharing(best: Option) -> list[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from shardwright.cluster import Cluster, Link
 from shardwright.mesh import Mesh
 from shardwright.planner.layout import Layout
+from shardwright.planner.overlap import Moments, exposed_after, exposed_before, moments_of
 from shardwright.planner.past_runs import NO_CORRECTION, Correction
 
-__all__ = ["ACTION_OVERHEAD_S", "Fabric"]
+__all__ = ["ACTION_OVERHEAD_S", "NO_SUMS", "Fabric", "ReplicaSeconds"]
 
 ACTION_OVERHEAD_S = 8e-5
 """Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
@@ -24,6 +25,30 @@ _STEP_OVERHEAD_S = 4e-3
 It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
 to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
 """
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSeconds:
+    """What replicas exchange in a step.
+
+    Attributes:
+        total_s: seconds that it takes.
+        exposed_s: by which the step is longer.
+        window_s: seconds of computing that can hide sums.
+    """
+
+    total_s: float
+    exposed_s: float
+    window_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of it in which ranks compute."""
+        return self.total_s - self.exposed_s
+
+
+NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
+"""There is one replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,30 +160,54 @@ class Fabric:
             for ranks, size in groups.items()
         )
 
-    def replica_seconds(self, layout: Layout) -> float:
-        """Seconds of summing the gradients over the replicas, once a step.
+    def replica_seconds(self, layout: Layout, *, splits: bool = False) -> "ReplicaSeconds":
+        """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest.
 
         Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
+
+        Args:
+            layout: what each pipeline rank has.
+            splits: gradients of weights are computed apart, after the others.
         """
-        found = 0.0
-        gatherings = layout.gatherings()
-        for rank, (apart, shared) in enumerate(layout.trained_bytes()):
-            first = self.mesh.rank_of(pipeline=rank)
-            own = self._replicas_seconds(apart, self.mesh.group("rdp", first))
-            if shared:
-                own += self._two_hop_seconds(
-                    shared, first, reductions=layout.chain.reductions, gatherings=gatherings[rank]
-                )
-            found = max(found, own)
-        return found
+        if self.mesh.data == 1:
+            return NO_SUMS
+        gatherings, trained = layout.gatherings(), layout.trained_bytes()
+        of_ranks = [
+            self._replica_seconds(rank, trained[rank], moments, layout.chain.reductions, gatherings[rank])
+            for rank, moments in enumerate(moments_of(layout, splits=splits))
+        ]
+        return max(of_ranks, key=lambda each: (each.exposed_s, each.total_s))
+
+    def _replica_seconds(
+        self, rank: int, trained: tuple[int, int], moments: Moments, reductions: int, gatherings: int
+    ) -> "ReplicaSeconds":
+        """Of one pipeline rank."""
+        first = self.mesh.rank_of(pipeline=rank)
+        apart, shared = trained
+        group, crowd = self.mesh.group("shard", first), self.crowding
+        moments = moments.slower(crowd)
+        half_s = self._replicas_seconds(shared, group) / 2
+        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("replicas", first))
+        sums_s = self._replicas_seconds(apart, self.mesh.group("rdp", first)) + half_s + parts_s
+        early_s, gathers_s = (reductions - 1) * half_s, gatherings * half_s
+        occupancy = self._occupancy(self.mesh.group("rdp", first))
+        exposed_s = exposed_after(moments.gradients, sums_s, occupancy=occupancy) + early_s
+        if gatherings == 1:
+            exposed_s += exposed_before(moments.rows, half_s, occupancy=occupancy)
+        else:  # they come in turns, as far ahead as there is room
+            exposed_s += gathers_s
+        total_s = sums_s + early_s + gathers_s
+        return ReplicaSeconds(
+            total_s=total_s, exposed_s=exposed_s, window_s=max(moments.window_s, total_s - exposed_s)
+        )
+
+    def _occupancy(self, ranks: Iterable[int]) -> float:
+        """Share of a sum over ranks for which they cannot compute: cores add what is in shared memory."""
+        hosts = {rank // self.cluster.ranks_per_node for rank in ranks}
+        if len(hosts) > 1:
+            return self.cluster.inter_node.occupancy
+        return 1.0 if self.cluster.cores_per_node else self.cluster.intra_node.occupancy
 
     def _replicas_seconds(self, num_bytes: float, ranks: Iterable[int]) -> float:
         """Seconds of a sum that every pipeline rank of a host does with its own replicas."""
         return self.all_reduce_seconds(num_bytes, ranks, at_once=self.ranks_per_node)
-
-    def _two_hop_seconds(self, num_bytes: float, rank: int, *, reductions: int, gatherings: int) -> float:
-        """Seconds of reduce-scatters, each half an all-reduce, of summing parts, and of gathering."""
-        group = self.mesh.group("shard", rank)
-        half = self._replicas_seconds(num_bytes, group) / 2
-        parts = self._replicas_seconds(num_bytes / len(group), self.mesh.group("replicas", rank))
-        return (reductions + gatherings) * half + parts

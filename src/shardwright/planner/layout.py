@@ -171,7 +171,7 @@ class Layout:
 
     def _states(self) -> list[StateBytes]:
         sizes = [StateBytes() for _ in range(self.num_ranks)]
-        for use, ranks in self._holders():
+        for use, ranks in self.holders():
             state = use.state(may_be_shared=len(ranks) == 1)
             for rank in ranks:
                 sizes[rank] = StateBytes(*map(sum, zip(sizes[rank], state, strict=True)))
@@ -180,13 +180,13 @@ class Layout:
     def trained_bytes(self) -> list[tuple[int, int]]:
         """For each rank, the bytes of trained parameters that replicas do not share, and of the others."""
         sizes = [[0, 0] for _ in range(self.num_ranks)]
-        for use, ranks in self._holders():
+        for use, ranks in self.holders():
             shared = use.shared is not None and len(ranks) == 1
             for rank in ranks if use.trained else ():
                 sizes[rank][shared] += use.num_bytes
         return [(apart, shared) for apart, shared in sizes]
 
-    def _holders(self) -> Iterator[tuple[ParameterUse, set[int]]]:
+    def holders(self) -> Iterator[tuple[ParameterUse, set[int]]]:
         """Parameters, with the ranks that hold them."""
         rank_of = np.asarray(self.ranks)[self.stage_of_call].tolist()
         for use in self.chain.parameters:

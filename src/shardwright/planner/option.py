@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
+from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric, ReplicaSeconds
 from shardwright.planner.layout import Layout
 from shardwright.planner.lower_bound import least_seconds
 from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
@@ -221,6 +221,7 @@ class Draft:
     def least_s(self) -> float:
         """Seconds that a step takes at least, whatever the order of its actions and what memory requires."""
         workload, layout = self.workload, self.layout
+        sums_s = workload.fabric.replica_seconds(layout.with_recompute(range(layout.chain.num_calls)))
         if workload.demands.recompute == "auto":
             layout = layout.with_recompute(())
         step_s = least_seconds(
@@ -229,7 +230,7 @@ class Draft:
             may_split=splits_backward(self.kind),
             overhead_s=ACTION_OVERHEAD_S,
         )
-        return _whole_step_s(step_s, layout, workload.fabric)
+        return _whole_step_s(step_s, sums_s.exposed_s, layout, workload.fabric)
 
     @cached_property
     def overflow_bytes(self) -> int:
@@ -332,15 +333,17 @@ class Option:
         """Seconds of summing the gradients of parameters that several pipeline ranks hold, once a step."""
         return self.workload.fabric.tie_seconds(self.layout)
 
-    @property
-    def replica_s(self) -> float:
+    @cached_property
+    def replica_s(self) -> ReplicaSeconds:
         """Seconds of summing the gradients over the replicas, once a step."""
-        return self.workload.fabric.replica_seconds(self.layout)
+        return self.workload.fabric.replica_seconds(self.layout, splits=self.schedule.splits_backward)
 
     @cached_property
     def step_s(self) -> float:
         """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-        return _whole_step_s(self.simulation.step_s, self.layout, self.workload.fabric)
+        return _whole_step_s(
+            self.simulation.step_s, self.replica_s.exposed_s, self.layout, self.workload.fabric
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -359,8 +362,7 @@ class Option:
         return self.overflow_bytes <= 0
 
 
-def _whole_step_s(schedule_s: float, layout: Layout, fabric: Fabric) -> float:
+def _whole_step_s(schedule_s: float, sums_s: float, layout: Layout, fabric: Fabric) -> float:
     """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
-    sums_s = fabric.tie_seconds(layout) + fabric.replica_seconds(layout)
-    step_s = schedule_s * fabric.crowding + sums_s + fabric.step_overhead_s
+    step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
     return step_s * fabric.correction.factor

@@ -271,8 +271,15 @@ def _link(link: LinkConditions, change: Change) -> Link:
 
 
 def _sync_s(plan: Plan, change: Change) -> float:
-    """The sums of gradients, over links of another kind: what is not latency is bytes."""
+    """The sums of gradients, over links of another kind: what is not latency is bytes.
+
+    What was hidden behind computing stays so as long as there is computing enough.
+    """
     prediction = _prediction(plan)
-    assert prediction.conditions is not None
-    latency_s = min(prediction.sync_s, prediction.conditions.sync_latency_s)
-    return latency_s * change.latency + (prediction.sync_s - latency_s) / change.bandwidth
+    conditions = prediction.conditions
+    assert conditions is not None
+    latency_s = min(prediction.sync_s, conditions.sync_latency_s)
+    bytes_s = prediction.sync_s - latency_s
+    of_hidden_s = (bytes_s + conditions.hidden_s) / change.bandwidth
+    exposed_s = max(bytes_s / change.bandwidth, of_hidden_s - conditions.window_s / change.compute_rate)
+    return latency_s * change.latency + exposed_s

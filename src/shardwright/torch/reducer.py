@@ -11,6 +11,7 @@ Parameters that no stage used when the plan was made (the head of another task) 
 them, and find out first which of them have gradients at all.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.bucket_size import size_of_buckets
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.bucket_order import BucketOrder, Turn
@@ -60,6 +62,11 @@ class Reduced:
     def signature(self) -> tuple[bool, torch.dtype]:
         """What decides whether it is reduced, and with which others."""
         return self.parameter.requires_grad, self.parameter.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameter."""
+        return self.parameter.numel() * self.parameter.element_size()
 
     @property
     def has_gradient(self) -> bool:
@@ -252,22 +259,29 @@ class GradientReducer:
         last: dict[int, int] = {}
         open_lists: dict[tuple[object, ...], list[Reduced]] = {}
         sizes: dict[int, int] = {}
+        totals: Counter[tuple[object, ...]] = Counter()
+        for member in members:
+            totals[self._kind(member)] += member.num_bytes
         for position, member in enumerate(sorted(members, key=lambda m: m.late)):
-            parameter, cut = member.parameter, member.sharded is not None
-            stages = member.stages if cut and self._in_every_backward else None
-            key = (cut, id(member.group), parameter.dtype, parameter.device, member.late, stages)
-            size = parameter.numel() * parameter.element_size()
-            most = self._sharded_bucket_bytes if cut else self._bucket_bytes
-            together = open_lists.get(key)
-            if together is None or sizes[id(together)] + size > most:
-                together = open_lists[key] = []
+            kind = self._kind(member)
+            most = self._sharded_bucket_bytes if member.sharded is not None else self._bucket_bytes
+            most = size_of_buckets(totals[kind], most=most)
+            together = open_lists.get(kind)
+            if together is None or sizes[id(together)] + member.num_bytes > most:
+                together = open_lists[kind] = []
                 sizes[id(together)] = 0
                 packed.append(together)
             together.append(member)
-            sizes[id(together)] += size
+            sizes[id(together)] += member.num_bytes
             last[id(together)] = position
         packed.sort(key=lambda together: last[id(together)])
         return [Turn(self._bucket(together), late=together[0].late) for together in packed]
+
+    def _kind(self, member: Reduced) -> tuple[object, ...]:
+        """What is the same for all members of a bucket."""
+        parameter, cut = member.parameter, member.sharded is not None
+        stages = member.stages if cut and self._in_every_backward else None
+        return cut, id(member.group), parameter.dtype, parameter.device, member.late, stages
 
     def _bucket(self, members: Sequence[Reduced]) -> Bucket:
         if members[0].sharded is None:
