@@ -22,7 +22,7 @@ seconds = st.floats(0, 100)
 
 
 def layout(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> Layout:
-    chain = build_chain(chain_graph(4), profile_of())
+    chain = build_chain(chain_graph(4, parameter_bytes=2 * MIB), profile_of())
     return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=np.zeros(chain.num_calls, dtype=bool))
 
 
@@ -71,19 +71,20 @@ def test_moments_follow_the_calls() -> None:
 def test_other_stages_of_a_rank_end_before_its_lowest() -> None:
     folded = layout((0, 1, 5, 6), (0, 1, 0))
     first, _ = moments_of(folded, splits=False)
-    assert {m.seconds for m in first.gradients} == {0.0, pytest.approx(float(folded.chain.backward_s[0]))}
+    last_s = float(folded.chain.backward_s[0])
+    assert sorted(m.seconds for m in first.gradients) == pytest.approx([0.0, last_s])
 
 
 @pytest.mark.parametrize("cores", [0, 2])
 def test_cores_that_add_in_shared_memory_hide_nothing(cores: int) -> None:
-    cluster = machines(ranks_per_node=2, cores_per_node=cores, intra=(0, 100))
+    cluster = machines(ranks_per_node=2, cores_per_node=cores, intra=(0, MIB))
     sums = Fabric(cluster, Mesh(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
     assert (sums.hidden_s > 0) == (cores == 0)
     assert sums.total_s == pytest.approx(sums.exposed_s + sums.hidden_s)
 
 
 def test_hosts_hide_sums_but_for_the_copies() -> None:
-    cluster = machines(ranks_per_node=1, inter=(0, 100))
+    cluster = machines(ranks_per_node=1, inter=(0, MIB))
     sums = Fabric(cluster, Mesh(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
     assert 0 < sums.hidden_s < sums.total_s
     assert sums.hidden_s <= sums.window_s

@@ -110,4 +110,5 @@ def test_rows_that_come_and_go_are_gathered_for_every_forward_and_backward() -> 
         steps.append(found.prediction.step_s)
     whole_bytes = (BLOCKS + 2) * BLOCK_BYTES
     once_s = 3 / 4 * whole_bytes / 1e4
-    assert steps[1] - steps[0] == pytest.approx((2 * MICROBATCHES - 1) * once_s)
+    # Where all come at once, some of them do so while the first forward computes.
+    assert (2 * MICROBATCHES - 1) * once_s <= steps[1] - steps[0] < 2 * MICROBATCHES * once_s
