@@ -14,13 +14,17 @@
     │   └── TraceMismatchError                 ranks, or microbatches, took different paths through the model
     ├── PeerLostError          (RuntimeError)  another rank died, hung or closed its connection
     │   └── PeerTimeoutError                   it did not answer in time
+    ├── CheckpointError        (RuntimeError)  a checkpoint cannot be saved, found or used here
+    │   └── CorruptCheckpointError             it is damaged, incomplete, or not what was committed
     └── LaunchError            (RuntimeError)  workers could not be started, or one of them failed
 
 Each message says what was asked, what is true (with numbers), and what to do.
 """
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
+    "CorruptCheckpointError",
     "DeferredReadError",
     "InfeasiblePlanError",
     "LaunchError",
@@ -98,6 +102,14 @@ class PeerLostError(ShardwrightError, RuntimeError):
 
 class PeerTimeoutError(PeerLostError):
     """Another rank did not answer in time: it hangs, or is elsewhere in the script."""
+
+
+class CheckpointError(ShardwrightError, RuntimeError):
+    """A checkpoint cannot be saved, found or used here."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is damaged, incomplete, or not what was committed."""
 
 
 class LaunchError(ShardwrightError, RuntimeError):

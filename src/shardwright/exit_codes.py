@@ -16,7 +16,9 @@
 """
 
 from shardwright.errors import (
+    CheckpointError,
     ConfigError,
+    CorruptCheckpointError,
     InfeasiblePlanError,
     LaunchError,
     PeerTimeoutError,
@@ -27,7 +29,7 @@ from shardwright.errors import (
     UsageError,
 )
 
-__all__ = ["ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
+__all__ = ["CORRUPT", "ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
 
 OK = 0
 FAILED = 1
@@ -35,6 +37,7 @@ USAGE = 2
 NO_PLAN = 3
 ENVIRONMENT = 4
 HANG = 6
+CORRUPT = 8
 
 
 def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
@@ -51,6 +54,8 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
         return ENVIRONMENT
     if issubclass(kind, PeerTimeoutError):
         return HANG
-    if issubclass(kind, ConfigError | PlanError | ScheduleError | TraceError | UsageError):
+    if issubclass(kind, CorruptCheckpointError):
+        return CORRUPT
+    if issubclass(kind, CheckpointError | ConfigError | PlanError | ScheduleError | TraceError | UsageError):
         return USAGE
     return FAILED

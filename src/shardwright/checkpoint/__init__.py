@@ -1,0 +1,13 @@
+"""Checkpoints on disk: their format, how they are committed and verified. Knows no framework.
+
+::
+
+    checkpoints/
+      COMMITTED                  which checkpoints there are, and the checksum of each manifest
+      step-00000120/
+        manifest.json            size and checksum of every other file
+        tensors.json             where the pieces of every tensor lie, by its full name
+        rank-00000.safetensors   pieces that a rank has written
+        state.json               everything else
+      step-00000140.tmp-1f3a/    a save under way, or what a crash has left of one
+"""

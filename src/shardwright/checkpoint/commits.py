@@ -1,0 +1,77 @@
+"""The file that says which checkpoints there are. A checkpoint that it does not name is invisible.
+
+It is replaced as a whole, and has a checksum of its own: it is never half written, and no flipped byte in it
+makes a checkpoint disappear unnoticed.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+from pydantic import NonNegativeInt, field_validator
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.manifest import (
+    FORMAT_VERSION,
+    Record,
+    Sha256,
+    is_plain_name,
+    read_regular,
+)
+from shardwright.errors import CorruptCheckpointError
+
+__all__ = ["COMMITTED", "Commit", "read_commits", "write_commits"]
+
+COMMITTED = "COMMITTED"
+
+
+class Commit(Record):
+    """A checkpoint that is complete.
+
+    Attributes:
+        name: of its folder.
+        step: how many steps were done.
+        manifest_sha256: checksum of its manifest.
+    """
+
+    name: str
+    step: NonNegativeInt
+    manifest_sha256: Sha256
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not is_plain_name(name) or ".tmp-" in name:
+            raise ValueError("it must be the name of a folder of a checkpoint")
+        return name
+
+
+class _Commits(Record):
+    version: Literal[1] = FORMAT_VERSION
+    checkpoints: tuple[Commit, ...]
+    sha256: Sha256
+
+
+def read_commits(root: Path) -> tuple[Commit, ...]:
+    """The committed checkpoints of a folder, oldest first.
+
+    Raises:
+        CorruptCheckpointError: the file is missing or damaged.
+    """
+    path = root / COMMITTED
+    content = read_regular(path)
+    found = _Commits.from_bytes(content, name=str(path))
+    if found != _of(found.checkpoints) or content != found.to_bytes():
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")
+    return found.checkpoints
+
+
+def write_commits(root: Path, commits: tuple[Commit, ...], *, disk: Disk) -> None:
+    """Says which checkpoints there are from now on."""
+    disk.replace(root / COMMITTED, _of(commits).to_bytes())
+
+
+def _of(commits: tuple[Commit, ...]) -> _Commits:
+    text = json.dumps([commit.model_dump() for commit in commits], sort_keys=True)
+    return _Commits(checkpoints=commits, sha256=sha256(text.encode()).hexdigest())

@@ -1,0 +1,108 @@
+"""Everything that a checkpoint does to a disk, in one place.
+
+A test kills the process, or has the disk fill up, at any of these operations: see
+``tests/unit/checkpoint/test_torn.py``.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Disk", "Written"]
+
+# Bytes that are hashed and written at a time.
+_CHUNK = 4 * 2**20
+
+
+class Written:
+    """What was written to a file.
+
+    Attributes:
+        size: in bytes.
+        sha256: of the content, in hexadecimal digits.
+    """
+
+    __slots__ = ("sha256", "size")
+
+    def __init__(self, *, size: int, sha256: str):
+        self.size = size
+        self.sha256 = sha256
+
+
+class Disk:
+    """Writes files and folders so that they outlive a loss of power.
+
+    Args:
+        before: called with the name of each operation and its path, before it happens.
+    """
+
+    def __init__(self, before: Callable[[str, Path], None] = lambda operation, path: None):
+        self._before = before
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a new folder, and any around it."""
+        self._before("mkdir", path)
+        missing = [path]
+        while not missing[-1].parent.is_dir():
+            missing.append(missing[-1].parent)
+        path.mkdir(parents=True)
+        for made in reversed(missing):
+            self.sync_folder(made.parent)
+
+    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> Written:
+        """Writes a new file; its content has reached the disk when this returns.
+
+        Raises:
+            FileExistsError: it is there already: nothing is ever overwritten.
+            OSError: the disk is full, or cannot be written.
+        """
+        digest, size = sha256(), 0
+        self._before("create", path)
+        with path.open("xb", buffering=0) as file:
+            for part in content:
+                view = memoryview(part).cast("B")
+                for start in range(0, len(view), _CHUNK):
+                    chunk = view[start : start + _CHUNK]
+                    digest.update(chunk)
+                    self._before("write", path)
+                    _write_all(file, chunk)
+                    size += len(chunk)
+            self._before("fsync", path)
+            os.fsync(file.fileno())
+        return Written(size=size, sha256=digest.hexdigest())
+
+    def replace(self, path: Path, content: bytes) -> None:
+        """Gives a file new content: readers find the old or the new one, never a part."""
+        fresh = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        fresh.unlink(missing_ok=True)
+        self.write(fresh, [content])
+        self.rename(fresh, path)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Gives a file or folder another name in its folder, for good."""
+        self._before("rename", path)
+        path.rename(target)
+        self.sync_folder(target.parent)
+
+    def sync_folder(self, path: Path) -> None:
+        """Has the names in a folder reach the disk."""
+        self._before("fsync", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_folder(self, path: Path) -> None:
+        """Removes a folder and what is in it."""
+        self._before("remove", path)
+        shutil.rmtree(path)
+
+
+def _write_all(file: IO[bytes], chunk: memoryview) -> None:
+    while len(chunk):
+        written = file.write(chunk)
+        chunk = chunk[written:]

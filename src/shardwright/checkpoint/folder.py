@@ -1,0 +1,176 @@
+"""A folder of checkpoints: begins, commits, finds, verifies and removes them.
+
+::
+
+    begin      mkdir step-00000120.tmp-1f3a      a crash leaves this: invisible, collected later
+    (ranks write their files, each with fsync)
+    commit     write manifest.json, fsync
+               rename to step-00000120           a crash leaves this: still invisible
+               replace COMMITTED                 from here on it is there
+    collect    replace COMMITTED without old ones, then remove their folders
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+from shardwright.checkpoint.commits import COMMITTED, Commit, read_commits, write_commits
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_regular
+from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["CheckpointFolder"]
+
+_STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
+
+
+class CheckpointFolder:
+    """Checkpoints in a folder. One process at a time writes to it; others may read.
+
+    Args:
+        root: the folder; made by the first save.
+        disk: how it is written.
+    """
+
+    def __init__(self, root: Path, *, disk: Disk | None = None):
+        self.root = root
+        self._disk = disk or Disk()
+
+    # ---- finding ----
+
+    def commits(self) -> tuple[Commit, ...]:
+        """The checkpoints, oldest first; none where nothing was ever saved.
+
+        Raises:
+            CorruptCheckpointError: the list of them is missing or damaged.
+        """
+        if not self.root.is_dir():
+            return ()
+        if not (self.root / COMMITTED).exists() and not self._step_folders():
+            return ()
+        return read_commits(self.root)
+
+    def open(self, name: str | None = None, *, verify: bool = True) -> SavedCheckpoint:
+        """A checkpoint, to read it.
+
+        Args:
+            name: of its folder; None for the newest.
+            verify: read all files and compare their checksums.
+
+        Raises:
+            CheckpointError: there is none, or none of that name.
+            CorruptCheckpointError: it is damaged.
+        """
+        commits = self.commits()
+        if not commits:
+            raise CheckpointError(f"{self.root} has no checkpoint.")
+        chosen = [commit for commit in commits if name in (None, commit.name)]
+        if not chosen:
+            names = ", ".join(commit.name for commit in commits)
+            raise CheckpointError(f"{self.root} has no checkpoint {name}. It has {names}.")
+        return self._open(chosen[-1], verify=verify)
+
+    def _open(self, commit: Commit, *, verify: bool) -> SavedCheckpoint:
+        path = self.root / commit.name
+        if path.is_symlink() or not path.is_dir():
+            raise CorruptCheckpointError(f"{path} is missing, and {COMMITTED} lists it.")
+        content = read_regular(path / MANIFEST)
+        if sha256(content).hexdigest() != commit.manifest_sha256:
+            raise CorruptCheckpointError(
+                f"{path / MANIFEST} is not the one that was committed: its checksum differs."
+            )
+        manifest = Manifest.from_bytes(content, name=str(path / MANIFEST))
+        if verify:
+            manifest.check(path)
+        return SavedCheckpoint(path, manifest)
+
+    # ---- writing ----
+
+    def begin(self, step: int) -> Path:
+        """Makes the folder of a new checkpoint, in which files can be put.
+
+        Args:
+            step: how many steps were done.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+            CorruptCheckpointError: the list of checkpoints is damaged.
+        """
+        if not self.root.is_dir():
+            self._disk.make_folder(self.root)
+        if not (self.root / COMMITTED).exists() and not self._step_folders():
+            write_commits(self.root, (), disk=self._disk)
+        taken = {commit.name for commit in self.commits()}
+        name, number = f"step-{step:08}", 1
+        while name in taken:  # saved before, for example in a run that was resumed from an older one
+            number += 1
+            name = f"step-{step:08}.{number}"
+        draft = self.root / f"{name}.tmp-{secrets.token_hex(4)}"
+        self._disk.make_folder(draft)
+        return draft
+
+    def commit(self, draft: Path, *, step: int, files: Mapping[str, FileEntry]) -> Commit:
+        """Makes a draft a checkpoint.
+
+        Args:
+            draft: what `begin` has returned.
+            step: how many steps were done.
+            files: what was put there.
+
+        Raises:
+            OSError: the disk is full, or cannot be written; then it stays a draft.
+        """
+        manifest = Manifest(step=step, files=dict(files)).to_bytes()
+        self._disk.write(draft / MANIFEST, [manifest])
+        self._disk.sync_folder(draft)
+        name = draft.name.partition(".tmp-")[0]
+        commits = self.commits()
+        if (self.root / name).exists():  # renamed, and never committed
+            self._disk.remove_folder(self.root / name)
+        self._disk.rename(draft, self.root / name)
+        made = Commit(name=name, step=step, manifest_sha256=sha256(manifest).hexdigest())
+        write_commits(self.root, (*commits, made), disk=self._disk)
+        return made
+
+    def discard(self, draft: Path) -> None:
+        """Removes a draft."""
+        if draft.is_dir():
+            self._disk.remove_folder(draft)
+
+    def collect(self, *, keep: int | None) -> tuple[str, ...]:
+        """Removes old checkpoints, and what crashes have left.
+
+        Old ones go only if the newest is verified, now. Nobody else may be saving meanwhile.
+
+        Args:
+            keep: how many stay; None for all.
+
+        Returns:
+            Names of the folders that were removed.
+
+        Raises:
+            CorruptCheckpointError: the newest is damaged; nothing was removed.
+            OSError: a folder cannot be removed.
+        """
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}, and at least one checkpoint must stay.")
+        commits = self.commits()
+        staying = commits if keep is None else commits[-keep:]
+        if staying != commits:
+            self._open(commits[-1], verify=True).check()
+            write_commits(self.root, staying, disk=self._disk)
+        names = {commit.name for commit in staying}
+        removed = [path for path in self._step_folders() if path.name not in names]
+        for path in removed:
+            self._disk.remove_folder(path)
+        for path in self.root.glob(f"{COMMITTED}.tmp-*") if self.root.is_dir() else ():
+            path.unlink()
+        return tuple(path.name for path in removed)
+
+    def _step_folders(self) -> list[Path]:
+        if not self.root.is_dir():
+            return []
+        return sorted(p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir())

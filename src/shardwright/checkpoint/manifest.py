@@ -1,0 +1,158 @@
+"""The list of what belongs to a checkpoint: size and checksum of every file."""
+
+import json
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+
+from shardwright import __version__
+from shardwright.checkpoint.safe_json import parse
+from shardwright.errors import CorruptCheckpointError
+from shardwright.problems import describe, join
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST",
+    "FileEntry",
+    "Manifest",
+    "Record",
+    "Sha256",
+    "is_plain_name",
+    "read_regular",
+]
+
+FORMAT_VERSION: Final = 1
+MANIFEST = "manifest.json"
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_Record = TypeVar("_Record", bound="Record")
+
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Record(BaseModel):
+    """Part of a file of a checkpoint. Frozen; unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, name: str) -> Self:
+        """Reads it.
+
+        Raises:
+            CorruptCheckpointError: it is something else, or of another version.
+        """
+        found = parse(content, name=name)
+        version = found.get("version") if isinstance(found, dict) else None
+        if type(version) is int and version > FORMAT_VERSION:
+            raise CorruptCheckpointError(
+                f"{name} is of version {version} of the format, and this Shardwright ({__version__}) reads "
+                f"version {FORMAT_VERSION}. Use the Shardwright that saved it, or a newer one."
+            )
+        try:
+            return cls.model_validate_json(json.dumps(found))
+        except ValidationError as error:
+            problems = describe(error.errors(include_url=False), root=name)
+            raise CorruptCheckpointError(join(f"{name} cannot be used:", problems)) from error
+
+    def to_bytes(self) -> bytes:
+        """Its content on disk."""
+        return self.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
+
+
+class FileEntry(Record):
+    """A file.
+
+    Attributes:
+        size: in bytes.
+        sha256: of its content, in hexadecimal digits.
+    """
+
+    size: NonNegativeInt
+    sha256: Sha256
+
+
+class Manifest(Record):
+    """What belongs to a checkpoint.
+
+    Attributes:
+        format: what it is.
+        version: of the format.
+        step: how many steps were done.
+        saved_by: version of Shardwright.
+        files: by name, every file but this one.
+    """
+
+    format: Literal["shardwright checkpoint"] = "shardwright checkpoint"
+    version: Literal[1] = FORMAT_VERSION
+    step: NonNegativeInt
+    saved_by: str = __version__
+    files: dict[str, FileEntry]
+
+    @field_validator("files")
+    @classmethod
+    def _plain_names(cls, files: Mapping[str, Any]) -> Any:
+        for name in files:
+            if not is_plain_name(name) or name == MANIFEST:
+                raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+        return files
+
+    def check(self, folder: Path) -> None:
+        """Reads every file and compares.
+
+        Raises:
+            CorruptCheckpointError: one is missing, damaged, no regular file, or not listed.
+        """
+        present = {path.name for path in folder.iterdir()} - {MANIFEST}
+        for name in sorted(present - set(self.files)):
+            raise CorruptCheckpointError(
+                f"{folder / name} does not belong to the checkpoint: {MANIFEST} does not list it."
+            )
+        for name, entry in self.files.items():
+            _check_file(folder / name, entry)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it names a file in the folder itself, and no other.
+
+    >>> is_plain_name("rank-00000.safetensors"), is_plain_name("../other")
+    (True, False)
+    """
+    return _PLAIN.fullmatch(name) is not None
+
+
+def read_regular(path: Path, *, most_bytes: int = 2**31) -> bytes:
+    """Reads a file that is one: no link to elsewhere, no device.
+
+    Raises:
+        CorruptCheckpointError: it is missing, something else, or far too large.
+    """
+    size = _regular_size(path)
+    if size > most_bytes:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {most_bytes} are read.")
+    return path.read_bytes()
+
+
+def _regular_size(path: Path) -> int:
+    if path.is_symlink():
+        raise CorruptCheckpointError(f"{path} is a link. Checkpoints have none; nothing was read.")
+    if not path.exists():
+        raise CorruptCheckpointError(f"{path} is missing.")
+    if not path.is_file():
+        raise CorruptCheckpointError(f"{path} is no regular file.")
+    return path.stat().st_size
+
+
+def _check_file(path: Path, entry: FileEntry) -> None:
+    size = _regular_size(path)
+    if size != entry.size:
+        raise CorruptCheckpointError(f"{path} has {size} bytes, and was saved with {entry.size}.")
+    digest = sha256()
+    with path.open("rb") as file:
+        while part := file.read(4 * 2**20):
+            digest.update(part)
+    if digest.hexdigest() != entry.sha256:
+        raise CorruptCheckpointError(f"{path} is damaged: its checksum is not that of what was saved.")

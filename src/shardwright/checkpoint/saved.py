@@ -1,0 +1,120 @@
+"""A committed checkpoint, opened to be read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.boxes import Box
+from shardwright.checkpoint.manifest import Manifest, read_regular
+from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile
+from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
+from shardwright.errors import CorruptCheckpointError
+
+__all__ = ["Overlap", "SavedCheckpoint"]
+
+_LARGEST_TEXT = 256 * 2**20  # bytes of a file of JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a piece on disk has of a part that somebody wants.
+
+    Attributes:
+        source: in the piece.
+        target: in the part.
+        stored: the piece.
+    """
+
+    source: Box
+    target: Box
+    stored: StoredTensor
+
+
+class SavedCheckpoint:
+    """A checkpoint.
+
+    Args:
+        path: its folder.
+        manifest: of it.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest):
+        self.path = path
+        self.manifest = manifest
+
+    @property
+    def step(self) -> int:
+        """How many steps were done."""
+        return self.manifest.step
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its files."""
+        return sum(entry.size for entry in self.manifest.files.values())
+
+    @cached_property
+    def index(self) -> TensorIndex:
+        """All tensors.
+
+        Raises:
+            CorruptCheckpointError: the list of them is missing or damaged.
+        """
+        content = read_regular(self._listed(INDEX), most_bytes=_LARGEST_TEXT)
+        return TensorIndex.from_bytes(content, name=str(self.path / INDEX))
+
+    @cached_property
+    def _files(self) -> dict[str, TensorFile]:
+        names = [name for name in self.manifest.files if name.endswith(".safetensors")]
+        return {name: TensorFile(self._listed(name)) for name in names}
+
+    def check(self) -> None:
+        """Compares the list of tensors with the files that have them.
+
+        Raises:
+            CorruptCheckpointError: they do not fit.
+        """
+        self.index.check(self._files)
+
+    def document(self, name: str) -> Any:
+        """A file of JSON.
+
+        Raises:
+            CorruptCheckpointError: it is missing or damaged.
+        """
+        return parse(read_regular(self._listed(name), most_bytes=_LARGEST_TEXT), name=str(self.path / name))
+
+    def entry(self, name: str) -> TensorEntry:
+        """Type and shape of a tensor, by its full name.
+
+        Raises:
+            CorruptCheckpointError: there is none of that name.
+        """
+        found = self.index.tensors.get(name)
+        if found is None:
+            raise CorruptCheckpointError(f"{self.path} has no tensor {name}.")
+        return found
+
+    def overlaps(self, name: str, box: Box) -> Iterator[Overlap]:
+        """Where the elements of a part of a tensor are.
+
+        Args:
+            name: full name of the tensor.
+            box: which part of it.
+        """
+        for piece in self.entry(name).pieces:
+            common = piece.box.common(box)
+            if common is not None:
+                stored = self._files[piece.file][piece.key]
+                yield Overlap(common.relative_to(piece.box), common.relative_to(box), stored)
+
+    def whole(self, name: str) -> Sequence[Overlap]:
+        """Where the elements of a tensor are."""
+        return list(self.overlaps(name, Box.whole(self.entry(name).shape)))
+
+    def _listed(self, name: str) -> Path:
+        if name not in self.manifest.files:
+            raise CorruptCheckpointError(f"{self.path} has no {name}.")
+        return self.path / name

@@ -1,0 +1,121 @@
+"""Where the pieces of every tensor of a checkpoint lie.
+
+Nothing here depends on who saved: a tensor has its full name and global shape, and a piece of it is a box.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import NonNegativeInt
+
+from shardwright.checkpoint.boxes import Box, covered_once
+from shardwright.checkpoint.manifest import FORMAT_VERSION, Record
+from shardwright.checkpoint.tensor_file import ITEM_BYTES, TensorFile
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["INDEX", "Piece", "TensorEntry", "TensorIndex"]
+
+INDEX = "tensors.json"
+
+
+class Piece(Record):
+    """A part of a tensor, in a file.
+
+    Attributes:
+        file: its name.
+        key: the name of the piece in it.
+        offset: where the piece begins in the tensor, in each dimension.
+        shape: of the piece.
+    """
+
+    file: str
+    key: str
+    offset: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the tensor."""
+        return Box(self.offset, self.shape)
+
+
+class TensorEntry(Record):
+    """A tensor.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: of the whole.
+        pieces: of which it is made; each element is in exactly one.
+    """
+
+    dtype: str
+    shape: tuple[NonNegativeInt, ...]
+    pieces: tuple[Piece, ...]
+
+
+class TensorIndex(Record):
+    """All tensors of a checkpoint.
+
+    Attributes:
+        version: of the format.
+        tensors: by full name.
+    """
+
+    version: Literal[1] = FORMAT_VERSION
+    tensors: dict[str, TensorEntry]
+
+    @classmethod
+    def joined(cls, parts: Iterable[Mapping[str, TensorEntry]]) -> "TensorIndex":
+        """The index of what several ranks have written.
+
+        Raises:
+            CheckpointError: they do not agree on a tensor, or parts of one are missing.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        for part in parts:
+            for name, entry in part.items():
+                known = tensors.get(name)
+                if known is None:
+                    tensors[name] = entry
+                    continue
+                if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                    raise CheckpointError(
+                        f"{name} is {entry.dtype} of shape {entry.shape} on one rank, and {known.dtype} of "
+                        f"shape {known.shape} on another. Build the same model on every rank."
+                    )
+                tensors[name] = known.model_copy(update={"pieces": (*known.pieces, *entry.pieces)})
+        for name, entry in tensors.items():
+            if not _is_complete(entry):
+                raise CheckpointError(
+                    f"parts of {name} are missing, or there twice: its shape is {entry.shape}, and what "
+                    f"ranks gave is {[piece.box for piece in entry.pieces][:8]}. Nothing was committed."
+                )
+        return cls(tensors=tensors)
+
+    def check(self, files: Mapping[str, TensorFile]) -> None:
+        """Compares it with the files.
+
+        Raises:
+            CorruptCheckpointError: a piece is not where it should be, or a tensor not complete.
+        """
+        for name, entry in self.tensors.items():
+            if entry.dtype not in ITEM_BYTES:
+                raise CorruptCheckpointError(f"{INDEX}: {name} has the type {entry.dtype!r}.")
+            for piece in entry.pieces:
+                file = files.get(piece.file)
+                if file is None or piece.key not in file:
+                    raise CorruptCheckpointError(
+                        f"{INDEX}: a piece of {name} is {piece.key!r} of {piece.file}, which is not there."
+                    )
+                if (file.dtype(piece.key), file.shape(piece.key)) != (entry.dtype, piece.shape):
+                    raise CorruptCheckpointError(
+                        f"{INDEX}: a piece of {name} is {entry.dtype} of shape {piece.shape}, and "
+                        f"{file.dtype(piece.key)} of shape {file.shape(piece.key)} in {piece.file}."
+                    )
+            if not _is_complete(entry):
+                raise CorruptCheckpointError(f"{INDEX}: the pieces of {name} do not make up {entry.shape}.")
+
+
+def _is_complete(entry: TensorEntry) -> bool:
+    boxes = [piece.box for piece in entry.pieces]
+    return all(box.inside(entry.shape) for box in boxes) and covered_once(entry.shape, boxes)

@@ -1,0 +1,56 @@
+"""Small checkpoints for tests."""
+
+import array
+from pathlib import Path
+
+from shardwright.checkpoint.boxes import Box
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.draft import TensorPart, add_file, add_tensors
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.tensor_file import StoredTensor
+from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
+
+ROWS = 8
+
+
+def part(name: str, first: int, stop: int, value: float) -> TensorPart:
+    """Rows of a tensor of shape (8, 4), all of one value."""
+    data = memoryview(array.array("d", [value] * (4 * (stop - first)))).cast("B")
+    box = Box((first, 0), (stop - first, 4))
+    return TensorPart(name, whole=(ROWS, 4), box=box, stored=StoredTensor("F64", box.shape, data))
+
+
+def save(root: Path, step: int, *, keep: int | None = None, disk: Disk | None = None) -> None:
+    """Saves what has the value of the step all over, as two ranks would."""
+    disk = disk or Disk()
+    folder = CheckpointFolder(root, disk=disk)
+    draft = folder.begin(step)
+    first, in_first = add_tensors(
+        draft,
+        "rank-00000.safetensors",
+        [part("weight", 0, 5, step), part("bias", 0, ROWS, step)],
+        disk=disk,
+    )
+    second, in_second = add_tensors(
+        draft, "rank-00001.safetensors", [part("weight", 5, ROWS, step)], disk=disk
+    )
+    index = TensorIndex.joined([in_first, in_second])
+    files = {
+        "rank-00000.safetensors": first,
+        "rank-00001.safetensors": second,
+        INDEX: add_file(draft, INDEX, [index.to_bytes()], disk=disk),
+        "state.json": add_file(draft, "state.json", [b'{"step": %d}' % step], disk=disk),
+    }
+    folder.commit(draft, step=step, files=files)
+    folder.collect(keep=keep)
+
+
+def values(root: Path) -> set[float]:
+    """All numbers of the newest checkpoint, which is verified."""
+    saved = CheckpointFolder(root).open()
+    saved.check()
+    found = {float(saved.document("state.json")["step"]), float(saved.step)}
+    for name in saved.index.tensors:
+        for overlap in saved.whole(name):
+            found.update(overlap.stored.data.cast("d"))
+    return found

@@ -1,0 +1,162 @@
+"""Whatever is changed in a committed checkpoint, it is refused by name."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoint.checkpoints import save, values
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.tensor_file import TensorFile
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    save(tmp_path / "checkpoints", 1)
+    save(tmp_path / "checkpoints", 2)
+    return tmp_path / "checkpoints"
+
+
+def test_200_flipped_bytes_are_refused(root: Path) -> None:
+    chosen = random.Random(0)
+    files = [*sorted(path for path in (root / "step-00000002").iterdir()), root / "COMMITTED"]
+    for _ in range(200):
+        path = chosen.choice(files)
+        content = path.read_bytes()
+        place, flip = chosen.randrange(len(content)), chosen.randrange(1, 256)
+        path.write_bytes(content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :])
+        with pytest.raises(CorruptCheckpointError, match=path.name):
+            CheckpointFolder(root).open()
+        path.write_bytes(content)
+    assert values(root) == {2.0}
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, -1])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "tensors.json", "manifest.json", "state.json"])
+def test_cut_off_files_are_refused(root: Path, name: str, size: int) -> None:
+    path = root / "step-00000002" / name
+    content = path.read_bytes()
+    path.write_bytes(content[:size] if size < len(content) else content[:-1])
+    with pytest.raises(CorruptCheckpointError, match=name):
+        CheckpointFolder(root).open()
+
+
+def test_missing_foreign_and_swapped_files_are_refused(root: Path) -> None:
+    newest = root / "step-00000002"
+    (newest / "extra.bin").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match=r"extra\.bin does not belong"):
+        CheckpointFolder(root).open()
+    (newest / "extra.bin").unlink()
+    shutil.copy(root / "step-00000001" / "rank-00000.safetensors", newest)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors is damaged"):
+        CheckpointFolder(root).open()
+    (newest / "rank-00000.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors is missing"):
+        CheckpointFolder(root).open()
+
+
+def test_a_manifest_of_another_checkpoint_is_refused(root: Path) -> None:
+    shutil.copy(root / "step-00000001" / "manifest.json", root / "step-00000002")
+    with pytest.raises(CorruptCheckpointError, match="not the one that was committed"):
+        CheckpointFolder(root).open()
+
+
+def test_links_are_refused(root: Path, tmp_path: Path) -> None:
+    path = root / "step-00000002" / "state.json"
+    path.rename(tmp_path / "elsewhere.json")
+    path.symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CorruptCheckpointError, match="is a link"):
+        CheckpointFolder(root).open()
+
+
+def test_a_list_that_was_removed_is_missed(root: Path) -> None:
+    (root / "COMMITTED").unlink()
+    with pytest.raises(CorruptCheckpointError, match="COMMITTED is missing"):
+        CheckpointFolder(root).open()
+
+
+def test_an_older_version_of_the_list_shows_older_checkpoints(root: Path) -> None:
+    before = (root / "COMMITTED").read_bytes()
+    save(root, 3)
+    (root / "COMMITTED").write_bytes(before)
+    assert values(root) == {2.0}
+
+
+def test_old_checkpoints_stay_where_the_newest_is_damaged(root: Path) -> None:
+    path = root / "step-00000002" / "state.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(CorruptCheckpointError, match=r"state\.json"):
+        CheckpointFolder(root).collect(keep=1)
+    assert (root / "step-00000001").is_dir()
+    assert len(CheckpointFolder(root).commits()) == 2
+
+
+def test_what_is_not_there_is_told(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        CheckpointFolder(tmp_path / "nothing").open()
+    with pytest.raises(CheckpointError, match="It has step-00000001, step-00000002"):
+        CheckpointFolder(root).open("step-00000007")
+    with pytest.raises(CheckpointError, match="at least one"):
+        CheckpointFolder(root).collect(keep=0)
+
+
+def _tensor_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> TensorFile:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return TensorFile(path)
+
+
+def _entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "message"),
+    [
+        ({"a": _entry()}, 2**62, "its header claims"),
+        (b"[" * 100_000, None, "nested more than 64 deep"),
+        (b"[" * 65 + b"]" * 65, None, "nested more than 64 deep"),
+        (b'{"a": 1, "a": 2}', None, "'a' is there twice"),
+        (b"\xff\xfe", None, "is no JSON"),
+        ([], None, "its header is no object"),
+        ({"a": 3}, None, "is not described"),
+        ({"a": _entry(dtype="PICKLE")}, None, "has the type 'PICKLE'"),
+        ({"a": _entry(shape=[2**62])}, None, "has the shape"),
+        ({"a": _entry(shape=[-1])}, None, "has the shape"),
+        ({"a": _entry(shape=[True])}, None, "has the shape"),
+        ({"a": _entry(shape=[2])}, None, "has 4 bytes for F32"),
+        ({"a": _entry(offsets=[4, 8])}, None, "begins at 4, and not at 0"),
+        ({"a": _entry(), "b": _entry()}, None, "begins at 0, and not at 4"),
+        ({}, None, "its tensors have 0 bytes, and the file has 4"),
+    ],
+)
+def test_malicious_tensor_files_are_refused(
+    tmp_path: Path, header: object, length: int | None, message: str
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        _tensor_file(tmp_path / "x.safetensors", header, b"\0" * 4, length)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/passwd", "a/b", "..", ".hidden", "", "manifest.json", "x\0y", "a" * 300]
+)
+def test_files_outside_of_the_folder_are_not_read(root: Path, name: str) -> None:
+    """Even where someone has made all checksums fit."""
+    from shardwright.checkpoint.manifest import Manifest
+
+    text = (root / "step-00000002" / "manifest.json").read_text()
+    document = json.loads(text)
+    document["files"][name] = document["files"]["state.json"]
+    with pytest.raises(CorruptCheckpointError, match="no name of a file"):
+        Manifest.from_bytes(json.dumps(document).encode(), name="manifest.json")
+
+
+def test_a_newer_format_is_told(root: Path) -> None:
+    from shardwright.checkpoint.manifest import Manifest
+
+    document = json.loads((root / "step-00000002" / "manifest.json").read_text()) | {"version": 2}
+    with pytest.raises(CorruptCheckpointError, match="version 2 of the format"):
+        Manifest.from_bytes(json.dumps(document).encode(), name="manifest.json")

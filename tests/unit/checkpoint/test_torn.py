@@ -1,0 +1,104 @@
+"""Saves that end in the middle leave the old checkpoint or the new one, never a mix."""
+
+import errno
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint.checkpoints import save, values
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import CheckpointFolder
+
+
+class _Counted:
+    """Does something before an operation on the disk.
+
+    Args:
+        at: which one; None for none.
+        action: what it does.
+    """
+
+    def __init__(self, at: int | None, action: Callable[[], None]):
+        self.operations: list[str] = []
+        self._at = at
+        self._action = action
+
+    def __call__(self, operation: str, path: Path) -> None:
+        if len(self.operations) == self._at:
+            self._action()
+        self.operations.append(operation)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _in_child(run: Callable[[], None]) -> int:
+    """Runs something in a process of its own; the signal that ended it, or 0."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def _operations(root: Path, **keep: int) -> list[str]:
+    counted = _Counted(None, _die)
+    save(root, 9, disk=Disk(counted), **keep)
+    return counted.operations
+
+
+def test_every_operation_of_a_save_is_a_place_to_die(tmp_path: Path) -> None:
+    """Killed at each write, fsync, rename and removal, in a first save and in later ones: old or new."""
+    cases = 0
+    for earlier in ((), (1,), (1, 2)):
+        shape = tmp_path / f"shape-{len(earlier)}"
+        for step in earlier:
+            save(shape, step)
+        operations = _operations(shape, keep=2)
+        assert {"write", "fsync", "rename", "create", "mkdir"} <= set(operations)
+        for at in range(len(operations) + 1):
+            root = tmp_path / f"{len(earlier)}-{at}"
+            for step in earlier:
+                save(root, step)
+            disk = Disk(_Counted(at, _die))
+            ended = _in_child(lambda root=root, disk=disk: save(root, 9, keep=2, disk=disk))  # type: ignore[misc]
+            assert ended == (signal.SIGKILL if at < len(operations) else 0)
+            commits = [commit.step for commit in CheckpointFolder(root).commits()]
+            assert commits in ([*earlier], [*earlier, 9], [*earlier, 9][-2:])
+            if commits:
+                assert values(root) == {float(commits[-1])}
+            save(root, 10, keep=2)  # the next run saves, and clears what was left
+            assert values(root) == {10.0}
+            folders = {path.name for path in root.iterdir()} - {"COMMITTED"}
+            assert folders == {commit.name for commit in CheckpointFolder(root).commits()}
+            cases += 1
+    assert cases >= 50
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_an_error_at_any_operation_keeps_the_old_checkpoint(tmp_path: Path, number: int) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    save(tmp_path / "shape", 1)
+    total = len(_operations(tmp_path / "shape"))
+    for at in range(total):
+        root = tmp_path / str(at)
+        save(root, 1)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            save(root, 9, disk=Disk(_Counted(at, fail)))
+        assert len(values(root)) == 1
+        assert values(root) <= {1.0, 9.0}
+        save(root, 10)
+        assert values(root) == {10.0}
