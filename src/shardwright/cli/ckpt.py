@@ -1,0 +1,124 @@
+"""``shardwright ckpt``: lists, verifies and clears the checkpoints of a run."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.checkpoint.commits import Commit
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.cli.application import AsJson, new_application, print_json
+from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
+from shardwright.observe.folder_lock import hold
+from shardwright.plan import align
+from shardwright.units import format_bytes
+
+__all__ = ["application"]
+
+application = new_application(text="List, verify and clear checkpoints.")
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or of a run that has checkpoints/.")
+]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One checkpoint; all without it.")]
+
+
+@application.command("ls")
+def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
+    """List the checkpoints of a folder, the oldest first.
+
+    For example: shardwright ckpt ls runs/NAME
+    """
+    found = _folder(folder)
+    rows = [_described(found, commit) for commit in found.commits()]
+    if as_json:
+        print_json(rows)
+    elif not rows:
+        print(f"no checkpoints in {found.root}")
+    else:
+        header = ["checkpoint", "step", "saved (UTC)", "size", "files"]
+        print(align([header, *([str(value) for value in row.values()] for row in rows)]))
+
+
+@application.command("verify")
+def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
+    """Read checkpoints whole and compare every checksum; exit code 8 where something is damaged.
+
+    For example: shardwright ckpt verify runs/NAME
+    """
+    found = _folder(folder)
+    commits = [commit for commit in found.commits() if name in (None, commit.name)]
+    if not commits:
+        found.open(name)  # says what is there
+    problems = {commit.name: _problem(found, commit) for commit in commits}
+    if as_json:
+        print_json([{"name": name, "problem": problem} for name, problem in problems.items()])
+    else:
+        for each, problem in problems.items():
+            print(f"{each}  {problem or 'ok'}")
+    damaged = [each for each, problem in problems.items() if problem]
+    if damaged:
+        raise CorruptCheckpointError(
+            f"{len(damaged)} of {len(problems)} checkpoints in {found.root} cannot be used: "
+            f"{', '.join(damaged)}."
+        )
+
+
+@application.command("gc")
+def gc(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest stay.")],
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints, and what crashes have left, once the newest one is verified.
+
+    For example: shardwright ckpt gc runs/NAME --keep 3
+    """
+    found = _folder(folder)
+    holder = hold(found.root / ".lock")
+    if holder is not None:
+        raise UsageError(f"{found.root} is in use by {holder}, which may be saving. Try again when it ends.")
+    removed = found.collect(keep=keep)
+    if as_json:
+        print_json({"removed": list(removed), "kept": [commit.name for commit in found.commits()]})
+    else:
+        for name in removed:
+            print(f"removed {name}")
+        print(f"{len(found.commits())} checkpoints stay")
+
+
+def _folder(path: Path) -> CheckpointFolder:
+    """The folder of checkpoints that is meant.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    inside = path / "checkpoints"
+    chosen = inside if inside.is_dir() else path
+    if not chosen.is_dir():
+        raise UsageError(f"there is no folder {path}. Give the folder of a run, or of its checkpoints.")
+    return CheckpointFolder(chosen)
+
+
+def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:
+    try:
+        saved = folder.open(commit.name, verify=False)
+    except CheckpointError as error:
+        return {"name": commit.name, "step": commit.step, "saved": "-", "size": "-", "files": str(error)}
+    changed = datetime.fromtimestamp(saved.path.stat().st_mtime, UTC)
+    return {
+        "name": commit.name,
+        "step": commit.step,
+        "saved": f"{changed:%Y-%m-%d %H:%M:%S}",
+        "size": format_bytes(saved.num_bytes),
+        "files": len(saved.manifest.files),
+    }
+
+
+def _problem(folder: CheckpointFolder, commit: Commit) -> str | None:
+    try:
+        folder.open(commit.name).check()
+    except CorruptCheckpointError as error:
+        return str(error)
+    return None

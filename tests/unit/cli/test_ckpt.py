@@ -1,0 +1,66 @@
+"""``shardwright ckpt``."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoint.checkpoints import save
+
+from cli.calling import call
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with two checkpoints, and what a crash has left of a third."""
+    for step in (10, 20):
+        save(tmp_path / "run" / "checkpoints", step)
+    (tmp_path / "run" / "checkpoints" / "step-00000030.tmp-00ff").mkdir()
+    return tmp_path / "run"
+
+
+def test_lists(run, capsys):
+    code, out, _ = call(capsys, "ckpt", "ls", run)
+    assert code == 0
+    header, first, second = out.splitlines()
+    assert header.split()[:2] == ["checkpoint", "step"]
+    assert first.split()[:2] == ["step-00000010", "10"]
+    assert second.split()[:2] == ["step-00000020", "20"]
+    code, out, _ = call(capsys, "ckpt", "ls", run / "checkpoints", "--json")
+    assert [each["step"] for each in json.loads(out)] == [10, 20]
+
+
+def test_verifies(run, capsys):
+    assert call(capsys, "ckpt", "verify", run)[:2] == (0, "step-00000010  ok\nstep-00000020  ok\n")
+    path = run / "checkpoints" / "step-00000010" / "state.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    code, out, err = call(capsys, "ckpt", "verify", run)
+    assert code == 8
+    assert "state.json has 10 bytes, and was saved with 11" in out
+    assert "1 of 2 checkpoints" in err
+    assert "step-00000010" in err
+    assert call(capsys, "ckpt", "verify", run, "step-00000020")[0] == 0
+    code, _, err = call(capsys, "ckpt", "verify", run, "step-7")
+    assert code == 2
+    assert "It has step-00000010, step-00000020" in err
+
+
+def test_clears(run, capsys):
+    code, out, _ = call(capsys, "ckpt", "gc", run, "--keep", "1")
+    assert code == 0
+    assert out.splitlines() == [
+        "removed step-00000010",
+        "removed step-00000030.tmp-00ff",
+        "1 checkpoints stay",
+    ]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [".lock", "COMMITTED", "step-00000020"]
+
+
+def test_says_what_is_not_there(tmp_path, capsys):
+    code, _, err = call(capsys, "ckpt", "ls", tmp_path / "nothing")
+    assert code == 2
+    assert "there is no folder" in err
+    assert call(capsys, "ckpt", "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}\n")
+    code, _, err = call(capsys, "ckpt", "verify", tmp_path)
+    assert (code, "has no checkpoint" in err) == (2, True)
+    code, _, err = call(capsys, "ckpt", "gc", tmp_path, "--keep", "0")
+    assert (code, "at least one" in err) == (2, True)
