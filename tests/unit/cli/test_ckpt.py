@@ -35,7 +35,7 @@ def test_verifies(run, capsys):
     path.write_bytes(path.read_bytes()[:-1])
     code, out, err = call(capsys, "ckpt", "verify", run)
     assert code == 8
-    assert "state.json has 10 bytes, and was saved with 11" in out
+    assert "state.json has 11 bytes, and was saved with 12" in out
     assert "1 of 2 checkpoints" in err
     assert "step-00000010" in err
     assert call(capsys, "ckpt", "verify", run, "step-00000020")[0] == 0
