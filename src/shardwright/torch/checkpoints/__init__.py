@@ -1,0 +1,1 @@
+"""Checkpoints of PyTorch models, in the format of `shardwright.checkpoint`."""

@@ -1,0 +1,178 @@
+"""The state of schedulers, samplers and the like as JSON, with its tensors aside; never a pickle.
+
+JSON has no tuples, no bytes, no infinities and only texts as names in objects, so those are written as an
+object with one name that begins with ``$``::
+
+    (1, 2)            {"$tuple": [1, 2]}
+    {0: "a"}          {"$dict": [[0, "a"]]}
+    tensor            {"$tensor": "extra/scheduler/base"}      the tensor of that name in the files
+"""
+
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["decode", "encode"]
+
+_DEEPEST = 48
+
+
+def encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON.
+
+    Args:
+        value: numbers, texts, bytes, tensors, arrays, types and devices of torch, in lists, tuples, sets,
+            dictionaries and deques.
+        name: what it is, for messages and for the names of its tensors.
+        tensors: gets its tensors.
+
+    Raises:
+        CheckpointError: something in it is none of these; the message tells where it is.
+    """
+    return _encoded(value, name, tensors, frozenset())
+
+
+def decode(document: Any, *, name: str, tensor: Callable[[str], Tensor]) -> Any:
+    """The value that was encoded.
+
+    Args:
+        document: what `encode` gave.
+        name: what it is, for messages.
+        tensor: gives a tensor by its name.
+
+    Raises:
+        CorruptCheckpointError: `encode` gives no such thing.
+    """
+    if isinstance(document, list):
+        return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(document)]
+    if not isinstance(document, Mapping):
+        return document
+    if len(document) == 1:
+        ((kind, content),) = document.items()
+        if kind.startswith("$"):
+            return _special(kind, content, name, tensor)
+    return {key: decode(item, name=f"{name}.{key}", tensor=tensor) for key, item in document.items()}
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor], around: frozenset[int]) -> Any:
+    if type(value) in (str, bool, int, type(None)):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"$tensor": name}
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        return _encoded_array(value, name, tensors)
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": bytes(value).hex()}
+    if isinstance(value, torch.dtype | torch.device):
+        kind = "$dtype" if isinstance(value, torch.dtype) else "$device"
+        return {kind: str(value).removeprefix("torch.")}
+    if id(value) in around or len(around) >= _DEEPEST:
+        raise CheckpointError(
+            f"{name} cannot be saved: it contains itself, or is nested over {_DEEPEST} deep."
+        )
+    return _encoded_container(value, name, tensors, around | {id(value)})
+
+
+def _encoded_array(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    try:
+        tensors[name] = torch.from_numpy(numpy.array(value, copy=True, order="C"))
+    except TypeError as error:
+        raise CheckpointError(f"{name} is an array of {value.dtype}, which cannot be saved.") from error
+    return {"$array" if isinstance(value, numpy.ndarray) else "$numpy": name}
+
+
+def _encoded_container(value: Any, name: str, tensors: dict[str, Tensor], around: frozenset[int]) -> Any:
+    def items(values: Any) -> list[Any]:
+        return [_encoded(item, f"{name}[{i}]", tensors, around) for i, item in enumerate(values)]
+
+    kind = type(value)
+    if kind is list:
+        return items(value)
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: items(value)}
+    if kind is deque:
+        return {"$deque": [value.maxlen, items(value)]}
+    if kind in (dict, OrderedDict, defaultdict):  # what makes the missing of a defaultdict is code
+        if all(type(key) is str for key in value) and not _looks_special(value):
+            return {key: _encoded(item, f"{name}.{key}", tensors, around) for key, item in value.items()}
+        pairs = enumerate(value.items())
+        return {
+            "$dict": [
+                [_encoded(k, f"{name}.key{i}", tensors, around), _encoded(v, f"{name}.{k}", tensors, around)]
+                for i, (k, v) in pairs
+            ]
+        }
+    raise CheckpointError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: checkpoints have "
+        "numbers, texts, bytes, tensors and arrays, in lists, tuples, sets and dictionaries. Leave it out of "
+        "the state, or give it as these."
+    )
+
+
+def _looks_special(value: Mapping[str, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)).startswith("$")
+
+
+def _special(kind: str, content: Any, name: str, tensor: Callable[[str], Tensor]) -> Any:
+    def items(found: Any) -> list[Any]:
+        if not isinstance(found, list):
+            raise ValueError
+        return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(found)]
+
+    try:
+        if kind in _MADE_OF_ITEMS:
+            return _MADE_OF_ITEMS[kind](items(content))
+        if kind == "$deque":
+            most, found = content
+            return deque(items(found), maxlen=most)
+        if kind == "$dict":
+            return dict(map(items, content))
+        if kind in ("$tensor", "$array", "$numpy"):
+            found = tensor(content)
+            if kind == "$tensor":
+                return found
+            return found.numpy() if kind == "$array" else found.numpy()[()]
+        if kind in _FROM_TEXT and isinstance(content, str):
+            return _FROM_TEXT[kind](content)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"{name} is no {kind[1:]}: {str(content)[:80]!r}.") from error
+    raise CorruptCheckpointError(f"{name} is {kind}, which this version does not know.")
+
+
+def _float(text: str) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ValueError
+    return float(text)
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text)
+    if not isinstance(found, torch.dtype):
+        raise ValueError
+    return found
+
+
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$tuple"}
+_MADE_OF_ITEMS: dict[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+}
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "$float": _float,
+    "$bytes": bytes.fromhex,
+    "$dtype": _dtype,
+    "$device": torch.device,
+}

@@ -1,0 +1,126 @@
+"""States as JSON: everything comes back, or is refused by the place where it is."""
+
+import json
+import math
+import random
+from collections import OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import SequentialLR
+
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.torch.checkpoints.encoded import decode, encode
+
+_KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.just("$tuple")
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(_KEYS, inner, max_size=4)
+        | st.lists(inner, max_size=3).map(deque)
+        | st.sets(st.integers(), max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def _there_and_back(value: object) -> object:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, name="extra", tensors=tensors), allow_nan=False)
+    return decode(json.loads(text), name="extra", tensor=tensors.__getitem__)
+
+
+@given(_VALUES)
+def test_values_come_back(value: object) -> None:
+    found = _there_and_back(value)
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+def test_what_is_no_plain_value() -> None:
+    assert math.isnan(_there_and_back(math.nan))  # type: ignore[arg-type]
+    assert _there_and_back({"a": (torch.float16, torch.device("cuda", 3))}) == {
+        "a": (torch.float16, torch.device("cuda", 3))
+    }
+    assert _there_and_back(OrderedDict(b=1, a=2)) == {"b": 1, "a": 2}
+    assert _there_and_back(defaultdict(list, {3: [1]})) == {3: [1]}
+    assert _there_and_back(torch.Size([2, 3])) == (2, 3)
+    found = _there_and_back([torch.arange(3), {"x": np.arange(4.0)}, np.float32(2.5)])
+    torch.testing.assert_close(found[0], torch.arange(3))  # type: ignore[index]
+    np.testing.assert_array_equal(found[1]["x"], np.arange(4.0))  # type: ignore[index]
+    assert found[2] == np.float32(2.5)  # type: ignore[index]
+    assert isinstance(found[2], np.float32)  # type: ignore[index]
+
+
+def test_states_of_generators_and_schedulers_come_back() -> None:
+    generator = random.Random(3)
+    state = generator.getstate()
+    expected = generator.random()
+    generator.setstate(_there_and_back(state))  # type: ignore[arg-type]
+    assert generator.random() == expected
+    numbers = np.random.RandomState(3)
+    before = numbers.get_state()
+    drawn = numbers.rand()
+    numbers.set_state(_there_and_back(before))  # type: ignore[arg-type]
+    assert numbers.rand() == drawn
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    scheduler = SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.StepLR(optimizer, 2),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        ],
+        milestones=[3],
+    )
+    assert _there_and_back(scheduler.state_dict()) == scheduler.state_dict()
+
+
+class _Own:
+    pass
+
+
+def test_code_and_objects_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"scheduler\.lambdas\[1\] is a builtins\.function"):
+        encode({"lambdas": [None, lambda step: step]}, name="scheduler", tensors={})
+    with pytest.raises(CheckpointError, match=r"extra\.x is a .*_Own, which cannot be saved"):
+        encode({"x": _Own()}, name="extra", tensors={})
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="contains itself"):
+        encode(endless, name="extra", tensors={})
+    with pytest.raises(CheckpointError, match="array of object"):
+        encode(np.array([_Own()]), name="extra", tensors={})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"$eval": "1"},
+        {"$tuple": 3},
+        {"$dict": [[1, 2, 3]]},
+        {"$dict": [[{"a": 1}, 2]]},
+        {"$dtype": "load"},
+        {"$dtype": "nothing"},
+        {"$device": "nowhere"},
+        {"$float": "1e5"},
+        {"$bytes": "zz"},
+        {"$deque": [1]},
+        {"$tensor": "missing"},
+    ],
+)
+def test_what_nobody_encodes_is_refused(document: object) -> None:
+    def missing(name: str) -> torch.Tensor:
+        raise CorruptCheckpointError(f"no tensor {name}")
+
+    with pytest.raises(CorruptCheckpointError):
+        decode([document], name="extra", tensor=missing)
