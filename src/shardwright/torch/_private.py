@@ -44,6 +44,7 @@ __all__ = [
     "has_storage",
     "make_wrapper",
     "new_fake_mode",
+    "non_persistent_buffers",
     "num_hooks_registered",
     "outside_of_functions",
     "parameters_to_clip",
@@ -247,3 +248,12 @@ def pop_function_mode() -> TorchFunctionMode:
     """Deactivates the topmost mode and returns it."""
     mode: TorchFunctionMode = torch._C._pop_torch_function_stack()
     return mode
+
+
+def non_persistent_buffers(model: torch.nn.Module) -> set[str]:
+    """Names of the buffers that `state_dict` leaves out: only a private set of each module has them."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }

@@ -298,6 +298,11 @@ class DistributedModel(nn.Module):
             if holders and holders[0] != context().pipeline_rank:
                 yield parameter
 
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
+        holders = None if self._residency is None else self._residency.ranks.get(name)
+        return context().pipeline_rank == (holders[0] if holders else 0)
+
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:

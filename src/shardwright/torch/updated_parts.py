@@ -49,6 +49,17 @@ class UpdatedParts:
         """Memory of the copies in float32."""
         return sum(master.nbytes for master in self._masters.values())
 
+    def own_range(self, tensor: Tensor) -> range | None:
+        """Which elements this rank updates of what it has of a parameter; None where that is all of them."""
+        if not self._is_cut(tensor):
+            return None
+        size = self._piece(tensor.numel())
+        return range(min(self._rank * size, tensor.numel()), min((self._rank + 1) * size, tensor.numel()))
+
+    def master(self, parameter: Tensor) -> Tensor | None:
+        """The copy in float32 of what this rank updates of a parameter, where there is one."""
+        return self._masters.get(id(parameter))
+
     @contextmanager
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]

@@ -1,0 +1,180 @@
+"""What this rank saves of the model and of an optimizer.
+
+Every element is saved by exactly one rank: by the first that holds it in its replica, and by one replica of
+those that hold the same, in turns, so that all disks and links have about as much to do::
+
+    rank 0, stage 0, replica 0    layers.0.weight            layers.1.bias
+    rank 1, stage 0, replica 1    layers.0.bias              layers.1.weight
+    rank 2, stage 1, replica 0    layers.2.weight   ...
+
+What replicas share, each saves its rows of; what they share of the optimizer's state, its range.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from torch import Tensor, nn
+
+from shardwright.checkpoint.boxes import Box, boxes_of_range
+from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch.context import context
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.sharded_parameter import ShardedParameter
+from shardwright.torch.sharded_tensor import ShardedTensor
+
+__all__ = ["MASTER", "OwnPart", "model_parts", "optimizer_parts"]
+
+MASTER = "#master"
+"""Key under which the copy in float32 of a parameter in 16 bits is saved, beside the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPart:
+    """Elements of a tensor that this rank has.
+
+    Attributes:
+        name: full name of the tensor in the checkpoint.
+        tensor: the elements, where they are now.
+        whole: shape of the whole tensor.
+        boxes: where they lie in it, one behind the other.
+    """
+
+    name: str
+    tensor: Tensor
+    whole: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnPart]:
+    """What this rank saves of the parameters and persistent buffers of the model.
+
+    Args:
+        model: between two steps, and with memory.
+        prefix: of the names.
+    """
+    transient = non_persistent_buffers(model.module)
+    turns = _Turns()
+    parts = []
+    for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+        if name in transient or not model.counts_here(name):
+            continue
+        sharded = _sharded(model, tensor)
+        if turns.is_mine(tensor.numel(), _Have.ALL if sharded is None else _Have.SAME_ROWS):
+            own = tensor.detach() if sharded is None else sharded.rows
+            parts.append(_part(f"{prefix}{name}", own, tuple(tensor.shape), sharded))
+    return parts
+
+
+def optimizer_parts(
+    model: DistributedModel, optimizer: DistributedOptimizer, *, prefix: str = "optimizer/"
+) -> list[OwnPart]:
+    """What this rank saves of the tensors of an optimizer's state: named by parameter, then by key.
+
+    Args:
+        model: whose parameters it updates.
+        optimizer: of this rank.
+        prefix: of the names.
+    """
+    turns = _Turns()
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    parts = []
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        name = names[id(parameter)]
+        if not model.counts_here(name):
+            continue
+        sharded = _sharded(model, parameter)
+        for key, value in _tensors(model, optimizer, parameter):
+            own = _range(f"{prefix}{name}/{key}", value, parameter, sharded, model)
+            if own is not None:
+                if sharded is not None or turns.is_mine(value.numel(), _Have.SHARD_GROUP):
+                    parts.append(own)
+                continue
+            rows = sharded if sharded is not None and value.shape == sharded.rows.shape else None
+            whole = tuple(parameter.shape if rows is not None else value.shape)
+            if turns.is_mine(value.numel(), _Have.ALL if rows is None else _Have.SAME_ROWS):
+                parts.append(_part(f"{prefix}{name}/{key}", value, whole, rows))
+    return parts
+
+
+class _Have(Enum):
+    """Who has the same elements as this rank, of the ranks with the same stage."""
+
+    ALL = "all of them: nothing is shared"
+    SAME_ROWS = "those of other shard groups: ranks of a shard group have different rows"
+    SHARD_GROUP = "those of its shard group: replicas of it update different ranges"
+
+
+class _Turns:
+    """Which rank saves what several have: the one that has the least to do so far."""
+
+    def __init__(self) -> None:
+        mesh, data_rank = context().mesh, context().data_rank
+        group, place = divmod(data_rank, mesh.shard)
+        self._mine = {_Have.ALL: data_rank, _Have.SAME_ROWS: group, _Have.SHARD_GROUP: place}
+        self._loads = {
+            _Have.ALL: [0] * mesh.data,
+            _Have.SAME_ROWS: [0] * (mesh.data // mesh.shard),
+            _Have.SHARD_GROUP: [0] * mesh.shard,
+        }
+
+    def is_mine(self, numel: int, have: _Have) -> bool:
+        """Takes a turn; all ranks with the same stage take the same ones.
+
+        Args:
+            numel: elements to save.
+            have: who has them.
+        """
+        loads = self._loads[have]
+        chosen = loads.index(min(loads))
+        loads[chosen] += numel + 1  # so that empty ones take turns, too
+        return chosen == self._mine[have]
+
+
+def _tensors(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter
+) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps of a parameter: rows or a range of it, or all."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, ShardedTensor):
+            yield key, value.local
+        elif isinstance(value, Tensor):
+            yield key, value
+    updated = model.replicas.updated_parts
+    master = None if updated is None else updated.master(parameter)
+    if master is not None:
+        yield MASTER, master
+
+
+def _sharded(model: DistributedModel, tensor: Tensor) -> ShardedParameter | None:
+    sharding = model.replicas.sharding
+    return None if sharding is None else sharding.parameters.get(id(tensor))
+
+
+def _part(name: str, tensor: Tensor, whole: tuple[int, ...], sharded: ShardedParameter | None) -> OwnPart:
+    """All of a tensor, or the rows that this rank keeps."""
+    box = Box.whole(whole)
+    if sharded is not None:
+        rows = sharded.own_rows
+        box = Box((rows.start, *box.offset[1:]), (len(rows), *whole[1:]))
+    return OwnPart(name=name, tensor=tensor, whole=whole, boxes=(box,))
+
+
+def _range(
+    name: str,
+    value: Tensor,
+    parameter: nn.Parameter,
+    sharded: ShardedParameter | None,
+    model: DistributedModel,
+) -> OwnPart | None:
+    """The range that this rank updates of what it has of a parameter; None where `value` is no such."""
+    updated = model.replicas.updated_parts
+    here = parameter if sharded is None else sharded.rows
+    own = None if updated is None else updated.own_range(here)
+    if own is None or value.shape != (len(own),):
+        return None
+    begin = 0 if sharded is None else sharded.own_rows.start * prod(parameter.shape[1:])
+    boxes = tuple(boxes_of_range(parameter.shape, begin + own.start, begin + own.stop))
+    return OwnPart(name=name, tensor=value, whole=tuple(parameter.shape), boxes=boxes)
