@@ -60,6 +60,20 @@ class UpdatedParts:
         """The copy in float32 of what this rank updates of a parameter, where there is one."""
         return self._masters.get(id(parameter))
 
+    def set_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Has a copy in float32 go on from what was saved of it.
+
+        Args:
+            parameter: in 16 bits.
+            master: of what this rank updates of it.
+        """
+        self._masters[id(parameter)] = master
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether parameters in 16 bits are updated in float32."""
+        return self._in_float32
+
     @contextmanager
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]

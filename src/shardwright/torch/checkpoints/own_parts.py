@@ -25,7 +25,15 @@ from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.sharded_parameter import ShardedParameter
 from shardwright.torch.sharded_tensor import ShardedTensor
 
-__all__ = ["MASTER", "OwnPart", "model_parts", "optimizer_parts"]
+__all__ = [
+    "MASTER",
+    "OwnPart",
+    "box_of_rows",
+    "boxes_of_update",
+    "model_parts",
+    "optimizer_parts",
+    "sharded_of",
+]
 
 MASTER = "#master"
 """Key under which the copy in float32 of a parameter in 16 bits is saved, beside the optimizer's state."""
@@ -61,7 +69,7 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
     for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
         if name in transient or not model.counts_here(name):
             continue
-        sharded = _sharded(model, tensor)
+        sharded = sharded_of(model, tensor)
         if turns.is_mine(tensor.numel(), _Have.ALL if sharded is None else _Have.SAME_ROWS):
             own = tensor.detach() if sharded is None else sharded.rows
             parts.append(_part(f"{prefix}{name}", own, tuple(tensor.shape), sharded))
@@ -85,9 +93,9 @@ def optimizer_parts(
         name = names[id(parameter)]
         if not model.counts_here(name):
             continue
-        sharded = _sharded(model, parameter)
+        sharded = sharded_of(model, parameter)
         for key, value in _tensors(model, optimizer, parameter):
-            own = _range(f"{prefix}{name}/{key}", value, parameter, sharded, model)
+            own = _range(f"{prefix}{name}/{key}", value, parameter, model)
             if own is not None:
                 if sharded is not None or turns.is_mine(value.numel(), _Have.SHARD_GROUP):
                     parts.append(own)
@@ -148,17 +156,15 @@ def _tensors(
         yield MASTER, master
 
 
-def _sharded(model: DistributedModel, tensor: Tensor) -> ShardedParameter | None:
+def sharded_of(model: DistributedModel, tensor: Tensor) -> ShardedParameter | None:
+    """The rows of a parameter that this rank keeps; None where it keeps all of it."""
     sharding = model.replicas.sharding
     return None if sharding is None else sharding.parameters.get(id(tensor))
 
 
 def _part(name: str, tensor: Tensor, whole: tuple[int, ...], sharded: ShardedParameter | None) -> OwnPart:
     """All of a tensor, or the rows that this rank keeps."""
-    box = Box.whole(whole)
-    if sharded is not None:
-        rows = sharded.own_rows
-        box = Box((rows.start, *box.offset[1:]), (len(rows), *whole[1:]))
+    box = Box.whole(whole) if sharded is None else box_of_rows(sharded)
     return OwnPart(name=name, tensor=tensor, whole=whole, boxes=(box,))
 
 
@@ -166,15 +172,26 @@ def _range(
     name: str,
     value: Tensor,
     parameter: nn.Parameter,
-    sharded: ShardedParameter | None,
     model: DistributedModel,
 ) -> OwnPart | None:
     """The range that this rank updates of what it has of a parameter; None where `value` is no such."""
-    updated = model.replicas.updated_parts
-    here = parameter if sharded is None else sharded.rows
-    own = None if updated is None else updated.own_range(here)
-    if own is None or value.shape != (len(own),):
+    boxes = boxes_of_update(model, parameter)
+    if boxes is None or value.shape != (sum(box.numel for box in boxes),):
+        return None
+    return OwnPart(name=name, tensor=value, whole=tuple(parameter.shape), boxes=boxes)
+
+
+def box_of_rows(sharded: ShardedParameter) -> Box:
+    """The rows that this rank keeps of a parameter that ranks share."""
+    rows, whole = sharded.own_rows, tuple(sharded.parameter.shape)
+    return Box((rows.start, *(0 for _ in whole[1:])), (len(rows), *whole[1:]))
+
+
+def boxes_of_update(model: DistributedModel, parameter: nn.Parameter) -> tuple[Box, ...] | None:
+    """The range that this rank updates of a parameter; None where it updates all that it has of it."""
+    sharded, updated = sharded_of(model, parameter), model.replicas.updated_parts
+    own = None if updated is None else updated.own_range(parameter if sharded is None else sharded.rows)
+    if own is None:
         return None
     begin = 0 if sharded is None else sharded.own_rows.start * prod(parameter.shape[1:])
-    boxes = tuple(boxes_of_range(parameter.shape, begin + own.start, begin + own.stop))
-    return OwnPart(name=name, tensor=value, whole=tuple(parameter.shape), boxes=boxes)
+    return tuple(boxes_of_range(parameter.shape, begin + own.start, begin + own.stop))

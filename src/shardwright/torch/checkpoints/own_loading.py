@@ -1,0 +1,131 @@
+"""Gives this rank what it has of a saved model and optimizer, whoever saved them in whatever parts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.errors import CheckpointError
+from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch.checkpoints.own_parts import MASTER, box_of_rows, boxes_of_update, sharded_of
+from shardwright.torch.checkpoints.stored import read_into, read_part
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+
+__all__ = ["load_model", "load_optimizer_state"]
+
+_MOST_NAMES = 5
+
+
+def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/") -> None:
+    """Fills parameters and persistent buffers; every rank does, between two steps.
+
+    Args:
+        model: of this rank; one on the meta device has had its first step.
+        saved: the checkpoint.
+        prefix: of the names of its tensors.
+
+    Raises:
+        CheckpointError: it is of another model; the message has the names or shapes that differ.
+    """
+    transient = non_persistent_buffers(model.module)
+    all_own = (*model.module.named_parameters(), *model.module.named_buffers())
+    own = {name: tensor for name, tensor in all_own if name not in transient}
+    _check_names(own, saved, prefix)
+    for name, tensor in own.items():
+        sharded = sharded_of(model, tensor)
+        if sharded is not None:
+            read_into(sharded.rows.view(-1), saved, f"{prefix}{name}", [box_of_rows(sharded)])
+        elif not tensor.is_meta:
+            read_into(tensor.detach(), saved, f"{prefix}{name}")
+
+
+def load_optimizer_state(
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    saved: SavedCheckpoint,
+    *,
+    others: Mapping[str, Mapping[str, Any]],
+    prefix: str = "optimizer/",
+) -> None:
+    """Gives an optimizer the state of the parameters of this rank; options of its groups stay.
+
+    Args:
+        model: whose parameters it updates.
+        optimizer: of this rank.
+        saved: the checkpoint.
+        others: what the state has beside tensors, by name of the parameter and key.
+        prefix: of the names of its tensors.
+    """
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    keys: dict[str, list[str]] = {}
+    for full in saved.index.tensors:
+        if full.startswith(prefix):
+            name, _, key = full.removeprefix(prefix).rpartition("/")
+            keys.setdefault(name, []).append(key)
+    state: dict[int, dict[str, Any]] = {}
+    masters: list[tuple[nn.Parameter, Tensor]] = []
+    number = 0
+    numbered = []
+    for group in optimizer.param_groups:
+        numbered.append({**group, "params": [number + i for i in range(len(group["params"]))]})
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            values = dict(others.get(name, {}))
+            for key in keys.get(name, ()):
+                values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}")
+            if MASTER in values:
+                masters.append((parameter, values.pop(MASTER)))
+            if values:
+                state[number] = values
+            number += 1
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})
+    updated = model.replicas.updated_parts
+    for parameter, master in masters if updated is not None and updated.keeps_masters else ():
+        assert updated is not None
+        updated.set_master(parameter, master.to(parameter.device, torch.float32))
+
+
+def _own_value(model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str) -> Tensor:
+    """What this rank keeps of a tensor of the state: of its rows or range, where it has the whole's shape."""
+    entry = saved.entry(name)
+    if not entry.shape or entry.shape != tuple(parameter.shape):
+        return read_part(saved, name)
+    boxes = boxes_of_update(model, parameter)
+    if boxes is not None:
+        flat = [read_part(saved, name, box).reshape(-1) for box in boxes]
+        return torch.cat(flat) if flat else read_part(saved, name).reshape(-1)[:0]
+    sharded = sharded_of(model, parameter)
+    return read_part(saved, name, None if sharded is None else box_of_rows(sharded))
+
+
+def _check_names(own: Mapping[str, Tensor], saved: SavedCheckpoint, prefix: str) -> None:
+    theirs = {
+        name.removeprefix(prefix): entry.shape
+        for name, entry in saved.index.tensors.items()
+        if name.startswith(prefix)
+    }
+    problems = [
+        f"{len(names)} tensors are only {where}: {_listed(names)}."
+        for where, names in (
+            ("in the checkpoint", theirs.keys() - own.keys()),
+            ("in the model", own.keys() - theirs.keys()),
+        )
+        if names
+    ]
+    for name, tensor in own.items():
+        if name in theirs and theirs[name] != tuple(tensor.shape):
+            problems.append(f"{name} has the shape {theirs[name]} there, and {tuple(tensor.shape)} here.")
+    if problems:
+        shown = "\n  ".join(problems[: _MOST_NAMES + 2])
+        raise CheckpointError(
+            f"{saved.path} is of another model:\n  {shown}\nBuild the model as it was when it was saved."
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
