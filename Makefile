@@ -41,15 +41,15 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf $(VENV) build dist src/*.egg-info compat/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src compat tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo '$(PYTHON) is Python $(PYTHON_VERSION); 3.11 or newer is needed: make test PYTHON=python3.12'; exit 1; }
 	$(BIN)/python -c 'import pip, sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYTHON_VERSION)")' 2>/dev/null || \
 	  $(PYTHON) -m venv --clear $(VENV)
 # torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,dev]'
+	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,dev]' -e compat
 	@touch $@

@@ -1,0 +1,1 @@
+"""The names of SageMaker's distributed training libraries, over Shardwright."""

@@ -1,0 +1,1 @@
+"""SageMaker's data parallel library (SMDDP), over Shardwright."""
