@@ -1,0 +1,251 @@
+"""Settings under the names of SageMaker's library: where they come from, and their defaults.
+
+Strongest last: the dictionary that a script gives ``smp.init``, then ``SM_HP_MP_PARAMETERS``, which a
+launcher sets. (What ``shardwright run`` was told by ``--set``, ``--config`` and ``--plan`` is stronger than both.)
+
+No framework is imported here.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from shardwright.config import Config
+from shardwright.errors import ConfigError
+from shardwright.problems import join
+
+__all__ = ["PARAMETERS_VARIABLE", "Configuration", "Settings", "read_configuration"]
+
+PARAMETERS_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+# Every key of the library with its default. A function works it out from the others.
+_DEFAULTS: dict[str, Any] = {
+    "pipeline_parallel_degree": 1,
+    "partitions": lambda known: known["pipeline_parallel_degree"],
+    "microbatches": 1,
+    "pipeline": "interleaved",
+    "optimize": "memory",
+    "auto_partition": True,
+    "default_partition": 0,
+    "placement_strategy": "cluster",
+    "contiguous": True,
+    "horovod": False,
+    "xla": False,
+    "fork": False,
+    "load_partition": False,
+    "partition_file": None,
+    "memory_weight": lambda known: 0.2 if known["optimize"] == "speed" else 0.8,
+    "ddp": False,
+    "ddp_port": None,
+    "ddp_dist_backend": "auto",
+    "active_microbatches": lambda known: known["pipeline_parallel_degree"] + 2,
+    "deterministic_server": False,
+    "offload_activations": False,
+    "activation_loading_horizon": 4,
+    "tensor_parallel_degree": 1,
+    "fp16_params": False,
+    "fp16": False,
+    "bf16": False,
+    "shard_optimizer_state": False,
+    "prescaled_batch": False,
+    "skip_tracing": False,
+    "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 500_000_000,
+    "sdp_param_persistence_threshold": 1_000_000,
+    "sdp_max_live_parameters": 1_000_000_000,
+    "sdp_hierarchical_allgather": True,
+    "sdp_gradient_clipping": 1.0,
+    "delayed_parameter_initialization": False,
+    "static_mode": False,
+    "fast_mode": False,
+    "checkpoint_attentions": False,
+    "_match_weights": False,
+    "_fp32_grad_accumulation": False,
+    "overlapping_allreduce": True,
+}
+
+_RENAMED = {"partitions": "pipeline_parallel_degree"}
+
+# They may have any value, because what they steer does not exist here, or is decided without them.
+_WITHOUT_EFFECT = frozenset(
+    (
+        "contiguous xla fork deterministic_server activation_loading_horizon fp16_params skip_tracing "
+        "sdp_hierarchical_allgather static_mode fast_mode checkpoint_attentions _match_weights "
+        "_fp32_grad_accumulation overlapping_allreduce"
+    ).split()
+)
+
+# They have their meaning, which is given to them here and not by `Config`.
+_OUR_OWN_BUSINESS = frozenset(("delayed_parameter_initialization", "offload_activations", "prescaled_batch"))
+
+# Defaults that are stated to `Config`, whose own are others.
+_STATED = ("pipeline_parallel_degree", "microbatches", "pipeline", "optimize", "memory_weight")
+_STATED_WHEN_SHARDED = (
+    "sdp_reduce_bucket_size",
+    "sdp_param_persistence_threshold",
+    "sdp_max_live_parameters",
+    "sdp_gradient_clipping",
+)
+
+
+class Settings:
+    """What ``smp.state.cfg`` is: every setting as an attribute."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        close = get_close_matches(name, list(self.__dict__), n=1, cutoff=0.6)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise AttributeError(f"{name} is not a setting of the model parallel library.{hint}")
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{key}={value!r}' for key, value in self.__dict__.items())})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Settings that were read.
+
+    Attributes:
+        values: every key of the library, with its default where it was not given.
+        given: keys that were given, under their canonical names.
+        settings: what `shardwright.Config` is made from.
+        remarks: what a user should know of settings that change nothing, one sentence each.
+    """
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+    settings: Mapping[str, Any]
+    remarks: tuple[str, ...]
+
+
+def read_configuration(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Configuration:
+    """Reads what the script and its launcher say.
+
+    Args:
+        config: what the script gives ``smp.init``.
+        environ: the environment variables.
+
+    Raises:
+        ConfigError: settings contradict each other, or ask for what is not there yet.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(
+            f"smp.init takes a dictionary of settings, not a {type(config).__name__}. For example: "
+            'smp.init({"partitions": 2, "microbatches": 4})'
+        )
+    problems: list[str] = []
+    remarks: list[str] = []
+    found: dict[str, Any] = {}
+    for layer in (config or {}, _from_launcher(environ)):
+        found |= _canonical(layer, problems, remarks)
+    _refuse_not_there_yet(found, problems)
+    if problems:
+        title = f"{len(problems)} settings cannot be used:"
+        raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
+    without_effect = [key for key in found if key in _WITHOUT_EFFECT and found[key] != _DEFAULTS[key]]
+    if without_effect:
+        several = len(without_effect) > 1
+        remarks.append(
+            f"{', '.join(without_effect)} {'are' if several else 'is'} accepted, and "
+            f"change{'' if several else 's'} nothing here."
+        )
+    return Configuration(
+        values=_resolved(found),
+        given=frozenset(found),
+        settings=_for_shardwright(found),
+        remarks=tuple(remarks),
+    )
+
+
+def _from_launcher(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    text = environ.get(PARAMETERS_VARIABLE, "").strip()
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = _from_pairs(text)
+    if isinstance(found, Mapping):
+        return found
+    raise ConfigError(
+        f"{PARAMETERS_VARIABLE} is {text[:80]!r}, but it must be a JSON object of settings, such as "
+        '{"partitions": 2, "microbatches": 4}.'
+    )
+
+
+def _from_pairs(text: str) -> Any:
+    """Reads ``partitions=2,microbatches=4``, as ``--mp_parameters`` has it; else None."""
+    found: dict[str, Any] = {}
+    for pair in text.split(","):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            return None
+        try:
+            found[key.strip()] = json.loads(value.strip().replace("True", "true").replace("False", "false"))
+        except ValueError:
+            found[key.strip()] = value.strip()
+    return found
+
+
+def _canonical(layer: Mapping[str, Any], problems: list[str], remarks: list[str]) -> dict[str, Any]:
+    """One layer of settings under one name each; those that nobody knows are left out."""
+    found: dict[str, Any] = {}
+    for raw_key, value in layer.items():
+        key = str(raw_key) if str(raw_key) in _DEFAULTS else str(raw_key).replace("-", "_")
+        name = _RENAMED.get(key, key)
+        if name not in _DEFAULTS and name not in Config.model_fields:
+            remarks.append(_unknown(str(raw_key)))
+        elif value is None:
+            continue
+        elif name in found and found[name] != value:
+            problems.append(
+                f"partitions and pipeline_parallel_degree are two names of one setting, and are "
+                f"{found[name]!r} and {value!r}. Give one of them."
+            )
+        else:
+            found[name] = value
+    return found
+
+
+def _unknown(key: str) -> str:
+    close = get_close_matches(key, [*_DEFAULTS, *Config.model_fields], n=1, cutoff=0.6)
+    return f"{key} is not a setting, and is passed over." + (f" Did you mean {close[0]}?" if close else "")
+
+
+def _refuse_not_there_yet(found: Mapping[str, Any], problems: list[str]) -> None:
+    tensor = found.get("tensor_parallel_degree", 1)
+    if tensor != 1:
+        problems.append(
+            f"tensor_parallel_degree is {tensor!r}, but tensor parallelism is not there yet (only 1). Set it "
+            "to 1, and use a higher pipeline_parallel_degree, or sharded_data_parallel_degree, to make room."
+        )
+    if found.get("horovod") not in (None, False):
+        problems.append("horovod is True, but replicas are made without Horovod. Set ddp to True instead.")
+
+
+def _resolved(found: Mapping[str, Any]) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, default in _DEFAULTS.items():
+        worked_out: Callable[[Mapping[str, Any]], Any] | None = default if callable(default) else None
+        value = worked_out(known) if worked_out is not None else default
+        known[key] = found.get(key, value)
+    return known
+
+
+def _for_shardwright(found: Mapping[str, Any]) -> dict[str, Any]:
+    values = _resolved(found)
+    sharded = values["sharded_data_parallel_degree"] != 1
+    stated = (*_STATED, *(_STATED_WHEN_SHARDED if sharded else ()))
+    settings = {key: values[key] for key in stated if key not in found}
+    for key, value in found.items():
+        if key not in _WITHOUT_EFFECT and key not in _OUR_OWN_BUSINESS:
+            settings[key] = value
+    for key in ("horovod", "tensor_parallel_degree"):
+        settings.pop(key, None)
+    if settings["pipeline"] == "_only_forward":
+        settings["pipeline"] = "auto"  # what a step does decides it
+    return settings

@@ -1,0 +1,13 @@
+"""Errors that scripts get from this package; the toolkit of training containers looks them up here."""
+
+from shardwright.errors import ConfigError, ShardwrightError, UsageError
+
+__all__ = ["ConfigError", "NotInitializedError", "NotThereYetError", "ShardwrightError", "UsageError"]
+
+
+class NotInitializedError(UsageError):
+    """A script uses the library before it calls ``smp.init``."""
+
+
+class NotThereYetError(UsageError, NotImplementedError):
+    """A script asks for a part of the library that this version does not have."""
