@@ -95,7 +95,7 @@ class PipelineEngine:
         self._replica_buffers: ReplicaBuffers | None = None
         self._parameters: frozenset[int] | None = None
         self._recompute: frozenset[str] = frozenset()
-        self._attributes = AttributeWatch(model.module)
+        self._attributes = AttributeWatch(model.get_module())
         self._failure = ""
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
@@ -120,10 +120,10 @@ class PipelineEngine:
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
         if context.mesh.data > 1:
-            refuse_accumulation_hooks(self._model.module)
+            refuse_accumulation_hooks(self._model.get_module())
         self._refuse_other_parameters()
-        hooks = hooks_between_steps(self._model.module)
-        settings = path_settings(self._model.module, hooks)
+        hooks = hooks_between_steps(self._model.get_module())
+        settings = path_settings(self._model.get_module(), hooks)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
         agreed = self._agreement.on_batch(arguments, compared, function=function)
@@ -148,7 +148,7 @@ class PipelineEngine:
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
         state = homes_of_buffers(programs)
-        buffers = GlueBuffers(self._model.module, state) if state else None
+        buffers = GlueBuffers(self._model.get_module(), state) if state else None
         try:
             results, train = self._execute(schedule, programs, function, own, gradients, buffers)
         except BaseException as error:
@@ -201,7 +201,7 @@ class PipelineEngine:
                 parts,
                 loss_scale=self._model.loss_scale
                 / (len(parts) if self._model.average_grads_across_microbatches else 1),
-                model=self._model.module,
+                model=self._model.get_module(),
                 buffers=buffers,
                 watch_memory=context.reporter is not None and context.reporter.draws_next_step,
             )
@@ -236,7 +236,7 @@ class PipelineEngine:
             )
 
     def _refuse_other_parameters(self) -> None:
-        if self._parameters is not None and _parameter_ids(self._model.module) != self._parameters:
+        if self._parameters is not None and _parameter_ids(self._model.get_module()) != self._parameters:
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
                 "replicas, which know nothing of them. Change the model before the first step."
@@ -250,7 +250,7 @@ class PipelineEngine:
         Returns:
             The trace by which they were placed; None where the model may be another one since.
         """
-        context, module = self._context, self._model.module
+        context, module = self._context, self._model.get_module()
         assert context.reporter is not None
         self._materialiser.agree_on_seed()
         trace = None
@@ -298,7 +298,7 @@ class PipelineEngine:
         return _Known(signature_of(part), trace) if unchanged else None
 
     def _set_units(self, names: list[str]) -> None:
-        self._unit_map = UnitMap.of(self._model.module, names)
+        self._unit_map = UnitMap.of(self._model.get_module(), names)
         for unit in self._unit_map.modules.values():
             intercept_calls(unit)
 
@@ -308,7 +308,7 @@ class PipelineEngine:
         Returns:
             Whether all that is left is as it was: no values came from others, or from the user's functions.
         """
-        context, module = self._context, self._model.module
+        context, module = self._context, self._model.get_module()
         assert self._unit_map is not None
         rank = context.pipeline_rank
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
@@ -380,7 +380,7 @@ class PipelineEngine:
         )
         program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
         self._programs.keep(signature, trace, program)
-        warn_of_recomputed_buffers(self._model.module, program.repeated_buffers)
+        warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
         self._attributes.traced(plain, trace.digest)
         return program
 
