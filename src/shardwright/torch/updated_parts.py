@@ -69,6 +69,10 @@ class UpdatedParts:
         """
         self._masters[id(parameter)] = master
 
+    def forget_masters(self) -> None:
+        """Has the next update begin from the parameters as they are, without the digits that copies keep."""
+        self._masters.clear()
+
     @property
     def keeps_masters(self) -> bool:
         """Whether parameters in 16 bits are updated in float32."""
