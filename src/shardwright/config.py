@@ -50,8 +50,8 @@ _WITHOUT_EFFECT = frozenset(
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "ignored keep_freed_memory log_interval pin_cores run_dir run_name seed shared_memory steps "
-        "tensorboard timeout_s trace"
+        "ignored keep_freed_memory log_interval missing_ranks_s pin_cores run_dir run_name seed "
+        "shared_memory steps tensorboard timeout_s trace"
     ).split()
 )
 
@@ -191,6 +191,9 @@ class Config(BaseModel):
     run_dir: str = Field("runs", description="Folder that holds the run folders.")
     run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
+    missing_ranks_s: Seconds = Field(
+        10.0, description="Seconds after which ranks that wait in a call on all ranks name the missing ones."
+    )
     seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
     pin_cores: bool = Field(
         True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."

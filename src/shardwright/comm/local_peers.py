@@ -1,5 +1,6 @@
 """The other ranks of this host, and how this process waits for them."""
 
+import math
 import select
 import time
 from collections.abc import Callable, Mapping
@@ -65,13 +66,25 @@ class LocalPeers:
         self._links[source].post(receipt)
         return receipt
 
-    def wait(self, receipt: LocalReceipt, source: int) -> None:
+    def wait(
+        self, receipt: LocalReceipt, source: int, *, look: Callable[[], float] = lambda: math.inf
+    ) -> None:
         """Returns when the message is there.
+
+        Args:
+            receipt: of the message.
+            source: the rank that sends it.
+            look: called again and again meanwhile, and may raise; gives the seconds until the next time.
 
         Raises:
             PeerLostError: the rank ended before it sent it, or takes too long.
         """
-        self._until(lambda: receipt.arrived, self._links[source], "receiving from")
+        self._until(lambda: receipt.arrived, self._links[source], "receiving from", look)
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has closed its connection, as far as is known now."""
+        self._listen(0.0)
+        return self._links[rank].ended
 
     def shrink(self) -> None:
         """Lets go of the memory for messages to come: after some that were larger than usual."""
@@ -83,7 +96,13 @@ class LocalPeers:
         for link in self._links.values():
             link.close()
 
-    def _until(self, done: Callable[[], bool], link: LocalLink, doing: str) -> None:
+    def _until(
+        self,
+        done: Callable[[], bool],
+        link: LocalLink,
+        doing: str,
+        look: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         """Waits; `done` must not listen: what is heard has to be delivered before this process sleeps."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
@@ -101,7 +120,7 @@ class LocalPeers:
                     "setting timeout_s.",
                     rank=link.peer,
                 )
-            self._listen(left_s)
+            self._listen(min(left_s, look()))
 
     def _listen(self, timeout_s: float) -> None:
         """Takes note of what is said; waits for the first word."""

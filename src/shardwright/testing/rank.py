@@ -75,11 +75,13 @@ def _call(job: Job, rank: int, *, start: Gate) -> RankReport:
     try:
         value = _run(job, rank, start=start)
         at_s = time.monotonic()
+        _tell_others(None)
         return RankReport(at_s=at_s, value=cloudpickle.dumps(value))
     except (
         BaseException
     ) as error:  # SystemExit and KeyboardInterrupt too: whatever ends a rank early is a failure
         at_s = time.monotonic()
+        _tell_others(error)
         return RankReport(
             at_s=at_s,
             error="".join(traceback.format_exception(_without_our_frames(error))).rstrip(),
@@ -102,6 +104,13 @@ def _run(job: Job, rank: int, *, start: Gate) -> Any:
         warnings.filters[:] = filters  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
         return function(*args, **kwargs)
+
+
+def _tell_others(error: BaseException | None) -> None:
+    """Says to ranks that wait for this one that its function has ended, as the interpreter's end would."""
+    roll_call = sys.modules.get("shardwright.torch.roll_call")
+    if roll_call is not None:
+        roll_call.script_ended(error)
 
 
 def _join_group(job: Job, rank: int) -> None:

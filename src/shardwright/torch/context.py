@@ -17,9 +17,11 @@ from shardwright.comm.blame import Blame
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt, tell_all
+from shardwright.comm.roll_call import RollCall
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.comm.versions import refuse_mixed_versions
+from shardwright.comm.whereabouts import Whereabouts
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.mesh import GroupKind, Mesh
@@ -61,6 +63,8 @@ class Context:
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
         blame: finds out which rank failed first; None for a single rank.
+        whereabouts: where this rank is in its script, for the others; None for a single rank.
+        roll_call: waits for ranks that are to make a call together; None for a single rank.
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
@@ -85,6 +89,8 @@ class Context:
     cluster: Cluster | None = None
     reporter: "Reporter | None" = None
     blame: Blame | None = None
+    whereabouts: Whereabouts | None = None
+    roll_call: RollCall | None = None
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -32,6 +32,7 @@ from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
+from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
 from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
@@ -204,10 +205,11 @@ class DistributedModel(nn.Module):
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
         own_cores = nullcontext() if plans else self._cores.in_force()
+        together = call_together(_called(function), _ranks_of_a_step(current))
         if self.partitioned and self._gives_back:
             self._gives_back = False
             give_back_freed_memory()
-        with first_cause_named(current), own_cores:
+        with first_cause_named(current), own_cores, together:
             try:
                 run = self._run(function, arguments, splitter)
             except BaseException:
@@ -311,6 +313,8 @@ class DistributedModel(nn.Module):
         Once the model is spread over stages it is a copy, which further training does not change.
         """
         current = context()
+        if self._residency is not None or self.replicas.sharding is not None:
+            meet("model.state_dict()", ranks_with_the_model())
         if self._residency is None or current.pipeline_group is None:
             given = {} if destination is None else {"destination": destination}
             with self.replicas.all_rows():
@@ -332,9 +336,7 @@ class DistributedModel(nn.Module):
             state = self.module.state_dict(keep_vars=keep_vars)
         finally:
             self._gathers = False
-        assert current.replica is not None
         with first_cause_named(current):
-            current.replica.meet("model.state_dict()", device=current.device)
             full = gather_state(state, self.module, self._residency, current)
         if destination is None and not prefix:
             return full
@@ -347,6 +349,8 @@ class DistributedModel(nn.Module):
 
         Before the first step of a model on the meta device, it is kept until then.
         """
+        if self.replicas.sharding is not None:
+            meet("model.load_state_dict()", context().mesh.group("shard", context().rank))
         if self._residency is None:
             if self._materialiser.waits and not assign:
                 # There is nowhere to put it yet: each rank takes its part when it knows which that is.
@@ -461,6 +465,15 @@ def _refuse_lazy(module: nn.Module) -> None:
                 f"{name} has no shape yet: it gets one in the first forward. Call the model once on a "
                 "sample, under torch.no_grad(), before DistributedModel."
             )
+
+
+def _called(function: Callable[..., Any]) -> str:
+    return f"the step function {getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _ranks_of_a_step(current: Context) -> Sequence[int]:
+    """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
+    return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
 
 
 def _copy(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Which rank this is, in each group."""
 
 from shardwright.torch.context import context
-from shardwright.torch.failure import first_cause_named
+from shardwright.torch.roll_call import meet
 
 __all__ = [
     "barrier",
@@ -106,7 +106,5 @@ def get_dp_group() -> tuple[int, ...]:
 
 def barrier() -> None:
     """Waits for all ranks; call it on all of them."""
-    world = context().world
-    if world is not None:
-        with first_cause_named(context()):
-            world.meet("sw.barrier()", device=context().device)
+    context()
+    meet("sw.barrier()")

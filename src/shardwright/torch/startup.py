@@ -13,6 +13,7 @@ from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.grad_scaler import scalers_agree
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
+from shardwright.torch.roll_call import prepare
 
 __all__ = ["begin", "init", "shutdown"]
 
@@ -55,6 +56,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
 def begin(settings: Config, plan: Plan | None) -> None:
     """Starts a run with settings that are known, and a plan to follow if there is one."""
     made = make_context(settings, plan)
+    prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     if made.mesh.pipeline > 1:
@@ -70,6 +72,8 @@ def shutdown() -> None:
     """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
     if is_initialized():
         current = context()
+        if current.whereabouts is not None:
+            current.whereabouts.close("has called sw.shutdown()")
         if current.reporter is not None:
             current.reporter.close()
         if current.local_peers is not None:

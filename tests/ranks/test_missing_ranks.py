@@ -1,0 +1,129 @@
+"""Calls on all ranks that some ranks never make: the others say which, within seconds.
+
+The ranks have a timeout of a minute, and a patience of half of one: none of these errors waits for that.
+"""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwright.testing import run_ranks, run_ranks_outcomes
+
+QUIET = {
+    "run_dir": "off",
+    "profile": "estimated",
+    "microbatches": 2,
+    "timeout_s": 60,
+    "missing_ranks_s": 30,
+}
+
+
+class Script:
+    """A model on its stages, after one step."""
+
+    def __init__(self, **settings):
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **settings})
+        torch.manual_seed(0)
+        self.sw, self.x = sw, torch.ones(4, 4)
+        self.model = sw.DistributedModel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+
+        @sw.step
+        def train(model, x):
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        self.train = train
+        train(self.model, self.x)
+
+
+def outcomes(job, num_ranks, *args):
+    started = time.monotonic()
+    found = run_ranks_outcomes(job, num_ranks, *args, timeout_s=50)
+    assert time.monotonic() - started < 25
+    return found
+
+
+def on_one_rank(settings, elsewhere):
+    script = Script(**settings)
+    if script.sw.rank() == 0:
+        script.model.state_dict()
+    elif elsewhere == "step":
+        script.train(script.model, script.x)
+    elif elsewhere == "torch's barrier":
+        dist.barrier()
+    elif elsewhere == "end":
+        script.sw.shutdown()
+    elif elsewhere == "error":
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "shared_memory"),
+    [("torch's barrier", True), *itertools.product(["step", "end", "return", "error"], [True, False])],
+)
+def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
+    first, *_ = outcomes(on_one_rank, 2, {"shared_memory": shared_memory}, elsewhere)
+    assert "model.state_dict() is to be called by all of ranks 0, 1" in first.cause
+    said = {
+        "step": "rank 1 failed first (TraceMismatchError" if shared_memory else "is in the step function",
+        "torch's barrier": "rank 1 waits in torch.distributed.barrier",
+        "end": "rank 1 has called sw.shutdown()",
+        "return": "rank 1 has come to the end of its script",
+        "error": "rank 1 failed first (ValueError: boom)",
+    }
+    assert said[elsewhere] in first.cause
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_ranks_that_share_parameters(missing):
+    """Two stages on two replicas that share parameters: all four have to come."""
+
+    def job():
+        script = Script(
+            pipeline_parallel_degree=2, sharded_data_parallel_degree=2, sdp_param_persistence_threshold=0
+        )
+        if script.sw.rank() != missing:
+            script.model.state_dict()
+        else:
+            script.train(script.model, script.x)
+
+    for outcome in outcomes(job, 4):
+        assert outcome.error_type in ("UsageError", "PeerLostError", "TraceMismatchError")
+        if outcome.rank != missing:
+            assert "model.state_dict() is to be called by all of ranks 0 to 3" in outcome.cause
+            assert f"rank {missing}" in outcome.cause
+
+
+def test_a_replica_may_ask_for_its_state_alone():
+    """As scripts do that save where ``dp_rank() == 0``; then all go on."""
+
+    def job():
+        script = Script(data_parallel_degree=2)
+        for _ in range(3):
+            if script.sw.dp_rank() == 0:
+                script.model.state_dict()
+            script.train(script.model, script.x)
+            script.sw.barrier()
+        return script.model.state_dict().keys()
+
+    assert len(set(map(tuple, run_ranks(job, 4)))) == 1
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_slow_rank_is_waited_for_and_named(shared_memory):
+    def job():
+        script = Script(shared_memory=shared_memory, missing_ranks_s=0.5)
+        if script.sw.rank() == 1:
+            time.sleep(1.5)
+            return len(script.model.state_dict())
+        with pytest.warns(UserWarning, match="Rank 1 has not come after 1 s"):
+            return len(script.model.state_dict())
+
+    assert run_ranks(job, 2) == [8, 8]

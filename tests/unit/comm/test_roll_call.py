@@ -1,0 +1,229 @@
+"""Ranks that wait for others in vain say which ones, and where these are."""
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from shardwright.comm.roll_call import RollCall
+from shardwright.comm.whereabouts import Note, Place, Whereabouts
+from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
+
+
+class Ranks:
+    """Some ranks, all of them in this process."""
+
+    def __init__(self, count, *, patience_s=10.0, timeout_s=20.0):
+        store = HashStore()
+        self.told = []
+        self.at = [Whereabouts(store, rank=rank) for rank in range(count)]
+        self.calls = [
+            RollCall(
+                store,
+                at,
+                rank=rank,
+                patience_s=patience_s,
+                timeout_s=timeout_s,
+                local=None,
+                tell=self.told.append,
+            )
+            for rank, at in enumerate(self.at)
+        ]
+
+    def meet(self, rank, where="model.state_dict()", ranks=None):
+        self.calls[rank].meet(where, range(len(self.calls)) if ranks is None else ranks)
+
+
+def all_at_once(*jobs):
+    """Runs them in threads; returns what each raised."""
+    errors = [None] * len(jobs)
+
+    def run(number, job):
+        try:
+            job()
+        except Exception as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_ranks_that_all_come_meet_again_and_again():
+    ranks = Ranks(3)
+    for _ in range(5):
+        assert all_at_once(*(lambda rank=rank: ranks.meet(rank) for rank in range(3))) == [None] * 3
+    assert not ranks.told
+
+
+def test_keys_at_the_store_do_not_pile_up():
+    ranks = Ranks(2)
+    store = ranks.at[0]._store
+    before = store.num_keys()
+    for _ in range(20):
+        all_at_once(lambda: ranks.meet(0), lambda: ranks.meet(1))
+    assert store.num_keys() - before <= 4
+
+
+def test_a_rank_in_another_common_call_will_not_come():
+    ranks = Ranks(3)
+    with ranks.at[2].inside("the step function train", range(3)):
+        ranks.at[2].publish()
+        started = time.monotonic()
+        for error in all_at_once(lambda: ranks.meet(0), lambda: ranks.meet(1)):
+            assert isinstance(error, UsageError)
+            assert "model.state_dict() is to be called by all of ranks 0 to 2" in str(error)
+            assert "Rank 2 has not come" in str(error)
+            assert "rank 2 is in the step function train" in str(error)
+        assert time.monotonic() - started < 2
+
+
+def test_two_calls_that_cross_are_both_named():
+    ranks = Ranks(2)
+    first, second = all_at_once(lambda: ranks.meet(0), lambda: ranks.meet(1, "smp.save()"))
+    assert "rank 1 is in smp.save()" in str(first)
+    assert "rank 0 is in model.state_dict()" in str(second)
+
+
+def test_a_rank_that_is_behind_is_waited_for():
+    """One that is still in the call before is slow, and nothing else."""
+    ranks = Ranks(2, patience_s=0.6)
+    with ranks.at[0].inside("the step function train", range(2)):
+        pass
+
+    def slow():
+        with ranks.at[1].inside("the step function train", range(2)):
+            ranks.at[1].publish()
+            time.sleep(1.5)
+        ranks.meet(1)
+
+    assert all_at_once(lambda: ranks.meet(0), slow) == [None, None]
+    (text,) = ranks.told
+    assert "Rank 1 has not come" in text
+    assert "is in the step function train" in text
+
+
+def test_a_rank_in_a_call_of_other_ranks_is_waited_for():
+    ranks = Ranks(3, patience_s=0.6)
+
+    def detour():
+        with ranks.at[2].inside("model.state_dict()", (2, 7)):
+            ranks.at[2].publish()
+            time.sleep(1.5)
+        ranks.meet(2, "sw.barrier()")
+
+    meet = [lambda rank=rank: ranks.meet(rank, "sw.barrier()") for rank in range(2)]
+    assert all_at_once(*meet, detour) == [None] * 3
+    assert len(ranks.told) == 1  # by the first of those that wait
+
+
+def test_calls_of_some_ranks_do_not_confuse_the_others():
+    """A replica alone makes a call: its ranks have made more calls than the others, and none in vain."""
+    ranks = Ranks(4)
+    for _ in range(3):
+        all_at_once(*(lambda rank=rank: ranks.meet(rank, ranks=(0, 1)) for rank in (0, 1)))
+    assert all_at_once(*(lambda rank=rank: ranks.meet(rank, "save") for rank in range(4))) == [None] * 4
+    with ranks.at[3].inside("the step function train", range(4)):
+        ranks.at[3].publish()
+        errors = all_at_once(*(lambda rank=rank: ranks.meet(rank, "save") for rank in range(3)))
+    assert all("rank 3 is in the step function" in str(error) for error in errors)
+
+
+def test_a_note_of_an_earlier_call_proves_nothing():
+    ranks = Ranks(2, patience_s=0.6)
+    with ranks.at[1].inside("sw.barrier()", range(2)):
+        ranks.at[1].publish()
+    with ranks.at[0].inside("sw.barrier()", range(2)):
+        pass
+
+    def late():
+        time.sleep(1.4)
+        ranks.meet(1)
+
+    assert all_at_once(lambda: ranks.meet(0), late) == [None, None]
+    assert len(ranks.told) == 1
+
+
+@pytest.mark.parametrize("why", ["has come to the end of its script", "has called sw.shutdown()"])
+def test_a_rank_that_has_ended_will_not_come(why):
+    ranks = Ranks(2)
+    ranks.at[1].watch()
+    ranks.at[1].close(why)
+    with pytest.raises(UsageError, match=r"Rank 1 has not come") as caught:
+        ranks.meet(0)
+    assert f"rank 1 {why}" in str(caught.value)
+
+
+def test_after_the_timeout_the_missing_are_named():
+    ranks = Ranks(3, patience_s=0.3, timeout_s=1.0)
+    errors = all_at_once(lambda: ranks.meet(0), lambda: ranks.meet(2))
+    assert all(isinstance(error, PeerTimeoutError) and error.rank == 1 for error in errors)
+    assert all("Rank 1 has not come within 1 s: rank 1 has said nothing" in str(e) for e in errors)
+
+
+def test_a_store_that_is_gone_is_the_loss_of_a_peer():
+    ranks = Ranks(2)
+
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("Connection reset by peer")
+
+    ranks.calls[0]._store = Gone()
+    with pytest.raises(PeerLostError, match="the job's store does not answer"):
+        ranks.meet(0)
+
+
+def test_a_rank_that_does_not_get_on_leaves_notes_by_itself():
+    store = HashStore()
+    here, there = (Whereabouts(store, rank=rank) for rank in range(2))
+    there.watch()
+    with there.inside("the step function train", (0, 1)):
+        deadline_s = time.monotonic() + 10
+        while here.of(1) is None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    there.close("has come to the end of its script")
+    assert here.of(1).ended == "has come to the end of its script"
+
+
+def test_a_rank_that_gets_on_leaves_none():
+    store = HashStore()
+    here, there = (Whereabouts(store, rank=rank) for rank in range(2))
+    there.watch()
+    deadline_s = time.monotonic() + 3
+    while time.monotonic() < deadline_s:
+        with there.inside("the step function train", (0, 1)):
+            time.sleep(0.01)
+    assert here.of(1) is None
+    there.close("has come to the end of its script")
+
+
+def test_a_collective_of_torch_must_be_there_for_long():
+    ranks = Ranks(2)
+    at = {"place": None, "line": "train.py:7", "joint": ("all_reduce", (0, 1))}
+    from shardwright.comm.roll_call import _Wait
+
+    wait = _Wait(Place("save", (0, 1), 1), (1,), ranks.at[0], 0, 10.0, ranks.told.append)
+    seen = [wait._will_not_come(1, Note(seconds=seconds, **at)) for seconds in (50.0, 50.0, 51.0, 52.0)]
+    assert seen == [False, False, False, True]
+    elsewhere = {**at, "line": "train.py:9"}
+    assert not wait._will_not_come(1, Note(seconds=54.0, **elsewhere))
+    assert not wait._will_not_come(1, Note(seconds=1.0, **elsewhere))  # it has got on since
+    of_others = {**at, "joint": ("all_reduce", (1, 2))}
+    assert not any(wait._will_not_come(1, Note(seconds=s, **of_others)) for s in (60.0, 70.0))
+
+
+def test_notes_travel_as_text():
+    note = Note(
+        place=Place("model.state_dict()", (0, 1), 3, True),
+        counts=(((0, 1), 3), ((0, 1, 2, 3), 4)),
+        seconds=2.5,
+        line="train.py:7",
+    )
+    assert Note.from_text(note.to_text()) == note
+    assert note.common_calls(1) == 7
+    assert note.common_calls(3) == 4
+    assert str(note) == "is in model.state_dict() (train.py:7) for 2 s"
