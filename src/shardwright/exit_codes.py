@@ -29,7 +29,7 @@ from shardwright.errors import (
     UsageError,
 )
 
-__all__ = ["CORRUPT", "ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "USAGE", "exit_code_of"]
+__all__ = ["CORRUPT", "ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "SAVED", "USAGE", "exit_code_of"]
 
 OK = 0
 FAILED = 1
@@ -38,6 +38,7 @@ NO_PLAN = 3
 ENVIRONMENT = 4
 HANG = 6
 CORRUPT = 8
+SAVED = 75
 
 
 def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:

@@ -70,6 +70,10 @@ class SavedCheckpoint:
         names = [name for name in self.manifest.files if name.endswith(".safetensors")]
         return {name: TensorFile(self._listed(name)) for name in names}
 
+    def map_files(self) -> None:
+        """Opens all files, which can be read from then on also where somebody removes them."""
+        assert self._files is not None
+
     def check(self) -> None:
         """Compares the list of tensors with the files that have them.
 

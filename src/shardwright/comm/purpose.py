@@ -19,6 +19,7 @@ class Purpose(IntEnum):
     FIGURES = 4
     NORM = 5
     MEETING = 6
+    CHECKPOINT = 7
 
     def __str__(self) -> str:
         return _TEXTS[self]
@@ -31,5 +32,6 @@ _TEXTS = {
     Purpose.AGREEMENT: "what ranks agree on in a step",
     Purpose.FIGURES: "the figures of a step",
     Purpose.NORM: "a norm of gradients",
+    Purpose.CHECKPOINT: "whether a checkpoint is due (step_done, save or wait of sw.Checkpoints)",
     Purpose.MEETING: "a call on all ranks, such as model.state_dict() or sw.barrier()",
 }

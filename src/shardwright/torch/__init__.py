@@ -2,6 +2,7 @@
 
 from shardwright.comm.backend import register_backend
 from shardwright.torch.activation_checkpointing import set_activation_checkpointing
+from shardwright.torch.checkpoints.checkpoints import Checkpoints
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import is_initialized
 from shardwright.torch.data import distributed_sampler, seed_everything
@@ -35,6 +36,7 @@ from shardwright.torch.step import step
 from shardwright.torch.step_output import StepOutput
 
 __all__ = [
+    "Checkpoints",
     "DistributedModel",
     "DistributedOptimizer",
     "GradScaler",

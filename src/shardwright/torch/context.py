@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardwright.torch.optimizer import DistributedOptimizer
     from shardwright.torch.reporting import Reporter
 
-__all__ = ["Context", "context", "is_initialized", "set_context"]
+__all__ = ["Context", "context", "following", "is_initialized", "set_context"]
 
 _T = TypeVar("_T")
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
@@ -219,7 +219,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan is not None:
         plan.check_world(world_size)
-        config = _following(plan, config, warns=rank == 0)
+        config = following(plan, config, warns=rank == 0)
     mesh = config.resolve_world(world_size)
     made = Context(
         config=config,
@@ -294,7 +294,7 @@ def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
     return None
 
 
-def _following(plan: Plan, config: Config, *, warns: bool) -> Config:
+def following(plan: Plan, config: Config, *, warns: bool) -> Config:
     """The settings as a plan has them; warns of those that it overrules."""
     overruled = list(overruled_settings(plan, config))
     if overruled and warns:

@@ -5,7 +5,9 @@ overflows on any rank of the job, no rank makes the update, and a dynamic scale 
 many steps without.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from shardwright.errors import UsageError
 
@@ -46,6 +48,12 @@ class LossScaler:
                 f"{self.scale_factor:g} cannot work: scales are above 0 and the factor is above 1."
             )
         self._overflows_left = self.delayed_shift
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on as another one was when ``dataclasses.asdict`` was made of it."""
+        for name in (field.name for field in fields(self)):
+            if name in saved:
+                setattr(self, name, saved[name])
 
     def gradients_came(self, *, overflow: bool) -> None:
         """Takes note of the gradients of a step.

@@ -36,7 +36,7 @@ from shardwright.torch.roll_call import call_together, meet, ranks_with_the_mode
 from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import user_line
-from shardwright.torch.state_gathering import gather_state
+from shardwright.torch.state_gathering import gather_state, rank_that_runs
 from shardwright.torch.tracer import Tracer
 
 __all__ = ["DistributedModel"]
@@ -113,6 +113,7 @@ class DistributedModel(nn.Module):
         self._called_to_train = self._pointed_out = False
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
+        self._when_settled: list[Callable[[], None]] = []
         self._cores = OwnCores(current)
         # Before anything is measured: giving memory back and taking it again costs time.
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
@@ -305,6 +306,15 @@ class DistributedModel(nn.Module):
         holders = None if self._residency is None else self._residency.ranks.get(name)
         return context().pipeline_rank == (holders[0] if holders else 0)
 
+    def runs_here(self, module_name: str) -> bool:
+        """Whether this rank of the replica runs a module, or stands for those that do.
+
+        Args:
+            module_name: of a module inside the user's, such as ``"layers.0"``.
+        """
+        rank = None if self._residency is None else rank_that_runs(f"{module_name}.", self._residency)
+        return context().pipeline_rank == (rank or 0)
+
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
@@ -383,7 +393,31 @@ class DistributedModel(nn.Module):
             self._call_hook(hook)
         return handle
 
+    @property
+    def settled(self) -> bool:
+        """Whether this rank has what it trains, and nothing else: after the first step, or earlier."""
+        return self._residency is not None or (
+            isinstance(self._engine, SingleEngine) and self._engine.has_shared
+        )
+
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether some parameter gets its memory in the first step."""
+        return not self.settled and self._materialiser.waits
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Has something called once this rank has what it trains: now, or in the first step."""
+        if self.settled:
+            call()
+        else:
+            self._when_settled.append(call)
+
     # ---- called by the engine and by optimizers ----
+
+    def settle(self) -> None:
+        """Calls what has waited for this rank to have what it trains."""
+        while self._when_settled:
+            self._when_settled.pop(0)()
 
     def takes(self, optimizer: DistributedOptimizer) -> None:
         """Checks an optimizer, and leaves it the parameters of this rank once they are known."""
@@ -409,13 +443,14 @@ class DistributedModel(nn.Module):
             lambda _, state, *rest: self._refuse_part(state)
         )
         norm_over_stages()
-        unchanged = self._state_to_load is None and not self._post_partition_hooks
+        unchanged = not (self._state_to_load or self._post_partition_hooks or self._when_settled)
         if self._state_to_load is not None:
             self.load_state_dict(self._state_to_load, strict=False)
             self._state_to_load = None
         local = self.local_parameter_ids()
         for optimizer in context().optimizers:
             optimizer.keep(local)
+        self.settle()
         for hook in list(self._post_partition_hooks.values()):
             self._call_hook(hook)
         return unchanged

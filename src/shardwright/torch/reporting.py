@@ -49,6 +49,11 @@ class Reporter:
             self._observer = self._start()
         return self._observer
 
+    @property
+    def folder(self) -> RunFolder | None:
+        """The run folder; the first access is collective over all ranks."""
+        return self.observer.folder
+
     def phase(self, text: str) -> AbstractContextManager[Phase]:
         """Announces something that may take a while; collective at the first time."""
         return self.observer.phase(text)

@@ -129,6 +129,11 @@ class SingleEngine:
         context.reporter.plan_made(plan)
 
     @property
+    def has_shared(self) -> bool:
+        """Whether this rank keeps just what it trains: with replicas, after the first step."""
+        return self._context.data_group is None or self._reduced is not None
+
+    @property
     def reduced(self) -> set[int]:
         """Parameters whose gradients are reduced."""
         return set() if self._reducer is None else self._reducer.parameter_ids
@@ -147,6 +152,7 @@ class SingleEngine:
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
         self._buffers = ReplicaBuffers(module, group, source=first)
+        self._model.settle()
         self._buffers.note()
 
     def _share(self, group: dist.ProcessGroup) -> int:

@@ -10,7 +10,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.residency import Residency
 
-__all__ = ["gather_state"]
+__all__ = ["gather_state", "rank_that_runs"]
 
 
 def gather_state(
@@ -70,7 +70,7 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
     own = {
         key: value.detach().clone() if isinstance(value, Tensor) else value
         for key, value in others.items()
-        if _rank_of(key, residency) == context.pipeline_rank
+        if rank_that_runs(key, residency) == context.pipeline_rank
     }
     gathered: list[Any] = [own] * len(context.pipeline_ranks)
     dist.all_gather_object(gathered, own, group=context.pipeline_group)
@@ -108,7 +108,7 @@ def _sort(full: dict[str, Any], own: list[str], context: Context) -> None:
             full[name] = full.pop(name)
 
 
-def _rank_of(key: str, residency: Residency) -> int | None:
+def rank_that_runs(key: str, residency: Residency) -> int | None:
     """The rank that runs the innermost module around something; None where several do."""
     path = key.rpartition(".")[0]
     while path:

@@ -1,6 +1,6 @@
 """Gives this rank what it has of a saved model and optimizer, whoever saved them in whatever parts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,32 +14,103 @@ from shardwright.torch.checkpoints.stored import read_into, read_part
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 
-__all__ = ["load_model", "load_optimizer_state"]
+__all__ = ["check_fits", "load_model", "load_optimizer_state"]
 
 _MOST_NAMES = 5
+
+
+def check_fits(
+    model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/", strict: bool = True
+) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        model: any, also one on the meta device.
+        saved: the checkpoint.
+        prefix: of the names of its tensors.
+        strict: the names must be the same; else only the shapes of what has the same name.
+
+    Raises:
+        CheckpointError: the message has the names or shapes that differ.
+    """
+    own = {name: tensor for name, tensor, _ in _saved_tensors(model, saved, prefix)}
+    theirs = {
+        name.removeprefix(prefix): entry.shape
+        for name, entry in saved.index.tensors.items()
+        if name.startswith(prefix)
+    }
+    known = own.keys() | _other_names(model.module)
+    problems = [
+        f"{len(names)} tensors are only {where}: {_listed(names)}."
+        for where, names in (
+            ("in the checkpoint", theirs.keys() - known),
+            ("in the model", {name for name, _, full in _saved_tensors(model, saved, prefix) if not full}),
+        )
+        if names and strict
+    ]
+    for _, tensor, full in _saved_tensors(model, saved, prefix):
+        shape = theirs.get(full.removeprefix(prefix)) if full else None
+        if shape is not None and shape != tuple(tensor.shape):
+            name = full.removeprefix(prefix)
+            problems.append(f"{name} has the shape {shape} there, and {tuple(tensor.shape)} here.")
+    if problems:
+        shown = "\n  ".join(problems[: _MOST_NAMES + 2])
+        raise CheckpointError(
+            f"{saved.path} is of another model:\n  {shown}\nBuild the model as it was when it was saved."
+        )
 
 
 def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/") -> None:
     """Fills parameters and persistent buffers; every rank does, between two steps.
 
+    What the checkpoint does not have stays: see `check_fits`.
+
     Args:
         model: of this rank; one on the meta device has had its first step.
         saved: the checkpoint.
         prefix: of the names of its tensors.
+    """
+    for _, tensor, full in _saved_tensors(model, saved, prefix):
+        sharded = sharded_of(model, tensor)
+        if not full:
+            continue
+        if sharded is not None:
+            read_into(sharded.rows.view(-1), saved, full, [box_of_rows(sharded)])
+        elif not tensor.is_meta:
+            read_into(tensor.detach(), saved, full)
 
-    Raises:
-        CheckpointError: it is of another model; the message has the names or shapes that differ.
+
+def _saved_tensors(
+    model: DistributedModel, saved: SavedCheckpoint, prefix: str
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Name of each tensor of the model, the tensor, and its name in the checkpoint; "" where it has none.
+
+    A tensor of several names may have been saved under any of them.
     """
     transient = non_persistent_buffers(model.module)
-    all_own = (*model.module.named_parameters(), *model.module.named_buffers())
-    own = {name: tensor for name, tensor in all_own if name not in transient}
-    _check_names(own, saved, prefix)
-    for name, tensor in own.items():
-        sharded = sharded_of(model, tensor)
-        if sharded is not None:
-            read_into(sharded.rows.view(-1), saved, f"{prefix}{name}", [box_of_rows(sharded)])
-        elif not tensor.is_meta:
-            read_into(tensor.detach(), saved, f"{prefix}{name}")
+    names: dict[int, list[str]] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in (
+        *model.module.named_parameters(remove_duplicate=False),
+        *model.module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[name] = tensor
+    for aliases in names.values():
+        if aliases[0] not in transient:
+            full = next((f"{prefix}{n}" for n in aliases if f"{prefix}{n}" in saved.index.tensors), "")
+            yield aliases[0], tensors[aliases[0]], full
+
+
+def _other_names(module: nn.Module) -> set[str]:
+    """All names of parameters and buffers, also of those that have several."""
+    return {
+        name
+        for name, _ in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+    }
 
 
 def load_optimizer_state(
@@ -99,30 +170,6 @@ def _own_value(model: DistributedModel, parameter: nn.Parameter, saved: SavedChe
         return torch.cat(flat) if flat else read_part(saved, name).reshape(-1)[:0]
     sharded = sharded_of(model, parameter)
     return read_part(saved, name, None if sharded is None else box_of_rows(sharded))
-
-
-def _check_names(own: Mapping[str, Tensor], saved: SavedCheckpoint, prefix: str) -> None:
-    theirs = {
-        name.removeprefix(prefix): entry.shape
-        for name, entry in saved.index.tensors.items()
-        if name.startswith(prefix)
-    }
-    problems = [
-        f"{len(names)} tensors are only {where}: {_listed(names)}."
-        for where, names in (
-            ("in the checkpoint", theirs.keys() - own.keys()),
-            ("in the model", own.keys() - theirs.keys()),
-        )
-        if names
-    ]
-    for name, tensor in own.items():
-        if name in theirs and theirs[name] != tuple(tensor.shape):
-            problems.append(f"{name} has the shape {theirs[name]} there, and {tuple(tensor.shape)} here.")
-    if problems:
-        shown = "\n  ".join(problems[: _MOST_NAMES + 2])
-        raise CheckpointError(
-            f"{saved.path} is of another model:\n  {shown}\nBuild the model as it was when it was saved."
-        )
 
 
 def _listed(names: Iterable[str]) -> str:

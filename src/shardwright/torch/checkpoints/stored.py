@@ -11,7 +11,7 @@ from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["dtype_name", "read_into", "read_part", "stored", "tensor_of"]
+__all__ = ["dtype_name", "dtype_of", "read_into", "read_part", "stored", "tensor_of"]
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -48,6 +48,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The type that safetensors calls so.
+
+    Raises:
+        CorruptCheckpointError: there is none.
+    """
+    if name not in _DTYPES:
+        raise CorruptCheckpointError(f"a tensor has the type {name}, which this version does not know.")
+    return _DTYPES[name]
+
+
 def stored(tensor: Tensor) -> StoredTensor:
     """The elements of a tensor on the CPU, in row-major order; shares its memory where it is contiguous.
 
@@ -62,9 +73,7 @@ def stored(tensor: Tensor) -> StoredTensor:
 
 def tensor_of(part: StoredTensor) -> Tensor:
     """A tensor on the CPU, in the memory of what was stored."""
-    dtype = _DTYPES.get(part.dtype)
-    if dtype is None:
-        raise CorruptCheckpointError(f"a tensor has the type {part.dtype}, which this torch does not have.")
+    dtype = dtype_of(part.dtype)
     if not part.data.nbytes:
         return torch.empty(part.shape, dtype=dtype)
     return torch.frombuffer(part.data, dtype=dtype).reshape(part.shape)
@@ -82,9 +91,7 @@ def read_part(saved: SavedCheckpoint, name: str, box: Box | None = None) -> Tens
         CorruptCheckpointError: it is not there.
     """
     entry = saved.entry(name)
-    dtype = _DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise CorruptCheckpointError(f"{name} has the type {entry.dtype}, which this torch does not have.")
+    dtype = dtype_of(entry.dtype)
     wanted = Box.whole(entry.shape) if box is None else box
     target = torch.empty(wanted.shape, dtype=dtype)
     _fill(target, saved, name, wanted)

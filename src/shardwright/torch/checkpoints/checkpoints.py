@@ -1,0 +1,398 @@
+"""What a script calls to save and to resume."""
+
+import atexit
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.comm.process_group import default_store, tell_all
+from shardwright.comm.purpose import Purpose
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.exit_codes import SAVED
+from shardwright.observe.folder_lock import hold
+from shardwright.observe.run_folder import show_path
+from shardwright.torch.checkpoints.resuming import Resumed, open_verified
+from shardwright.torch.checkpoints.save_signals import SaveSignals
+from shardwright.torch.checkpoints.snapshot import take_snapshot
+from shardwright.torch.checkpoints.state_objects import StateObjects
+from shardwright.torch.checkpoints.writer import CONFIG, PLAN, Draft, SaveUnderWay
+from shardwright.torch.context import context
+from shardwright.torch.failure import first_cause_named
+from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.model import DistributedModel
+
+__all__ = ["Checkpoints"]
+
+_UNDER_WAY, _DONE, _FAILED = 1, 2, 3
+_TICK_S = 0.5
+
+
+class Checkpoints:
+    """Saves a run, and has it go on from what it saved; every rank makes one, after wrapping.
+
+    What is saved: the model, the wrapped optimizers with learning rates and loss scale, the random generators
+    of every rank, and what `state` has. Any layout resumes from what any other has saved.
+
+    On SIGTERM, SIGUSR1 or Ctrl-C, `step_done` saves and ends the process with code 75.
+
+    Args:
+        folder: where; by default ``checkpoints`` in the run folder, which a run of the same name continues.
+        state: what else belongs to the run, by name: anything with ``state_dict()`` and
+            ``load_state_dict()``, such as a scheduler, a `GradScaler` of PyTorch or `data_loader`.
+        every: `step_done` saves after each multiple of so many steps; None: only when asked.
+        keep: how many checkpoints stay; None for all. Old ones go when the newest is verified.
+        asynchronous: a save takes copies in memory, and writes them while training goes on.
+        signals: those that save and end the run; none with ``()``.
+        on_failed_save: what happens where one fails in the background: raise an error at the next step, or
+            only warn. The checkpoints from before stay in both cases.
+
+    Raises:
+        UsageError: no model is wrapped yet, there is no folder, or another run saves there.
+
+    Example:
+        >>> import tempfile, torch, shardwright.torch as sw
+        >>> sw.init({"run_dir": "off"})
+        >>> model = sw.DistributedModel(torch.nn.Linear(2, 1))
+        >>> optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> checkpoints = sw.Checkpoints(tempfile.mkdtemp(), every=100)
+        >>> checkpoints.resume()
+        0
+        >>> checkpoints.save(1)
+        >>> checkpoints.close()
+        >>> sw.shutdown()
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        every: int | None = None,
+        keep: int | None = 3,
+        asynchronous: bool = True,
+        signals: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT"),
+        on_failed_save: Literal["raise", "warn"] = "raise",
+    ):
+        current = context()
+        if current.model is None:
+            raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before sw.Checkpoints.")
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1, or None.")
+        if on_failed_save not in ("raise", "warn"):
+            raise UsageError(f"on_failed_save is {on_failed_save!r}, and must be 'raise' or 'warn'.")
+        self._context = current
+        self._model: DistributedModel = current.model
+        self._states = StateObjects(state or {})
+        self._every = every
+        self._keep = keep
+        self._asynchronous = asynchronous
+        self._warns = on_failed_save == "warn"
+        self._disk = Disk()
+        self.folder = self._folder(folder)
+        self._store = CheckpointFolder(self.folder, disk=self._disk)
+        self._under_way: SaveUnderWay | None = None
+        self._resumed: Resumed | None = None
+        self._last_step: int | None = None
+        self._collected = False
+        self._signals = SaveSignals(signals)
+        current.cleanup.callback(self.close)
+        atexit.register(self._tell_at_exit)
+
+    # ---- resuming ----
+
+    def resume(
+        self, name: str | None = None, *, allow_older: bool = False, strict: bool = True
+    ) -> int:
+        """Goes on from the newest checkpoint, if there is one; call it on all ranks, before the first step.
+
+        Args:
+            name: of a checkpoint, such as ``"step-00000120"``; None for the newest.
+            allow_older: where it is damaged, take the newest one before that is not, and warn.
+            strict: its tensors must be those of the model; else those of other names are left out.
+
+        Returns:
+            How many steps were done: 0 where there is no checkpoint yet.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+            CheckpointError: it is of another model, or has other optimizers or states than this run.
+        """
+        refuse_inside_step("checkpoints.resume() is called", "Call it before the training loop.")
+        current = self._context
+        with first_cause_named(current):
+            self._meet("checkpoints.resume()")
+            saved = open_verified(current, self._store, name, allow_older=allow_older)
+            if saved is None:
+                return 0
+            resumed = Resumed(current, self._model, saved, strict=strict)
+            self._refuse_together(lambda: resumed.check(self._states.objects))
+            resumed.load(self._states.objects)
+        self._resumed = resumed
+        self._last_step = resumed.step
+        assert current.reporter is not None
+        current.reporter.num_steps = resumed.step
+        self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
+        return resumed.step
+
+    # ---- saving ----
+
+    def step_done(self, step: int) -> None:
+        """Tells that a step ended, with the optimizer's update; call it on all ranks.
+
+        Saves where one is due, or where a signal came on any rank: then the process ends with code 75.
+
+        Args:
+            step: how many steps were done.
+
+        Raises:
+            CheckpointError: a save in the background has failed.
+            SystemExit: after a signal.
+        """
+        refuse_inside_step("checkpoints.step_done() is called", "Call it in the training loop.")
+        signal_number = self._look(wait=False)
+        if signal_number:
+            self._end(step, signal_number)
+        if self._every is not None and step % self._every == 0:
+            self.save(step)
+
+    def save(self, step: int, *, asynchronous: bool | None = None) -> None:
+        """Saves the run as it is now; call it on all ranks, between two steps.
+
+        Where an earlier save is still being written, that is waited for. A step that was saved, or resumed
+        from, is not saved again.
+
+        Args:
+            step: how many steps were done.
+            asynchronous: return when copies are made, and write them while training goes on; None for
+                what the constructor was told.
+
+        Raises:
+            CheckpointError: it cannot be saved; the checkpoints from before stay.
+        """
+        refuse_inside_step("checkpoints.save() is called", "Call it in the training loop.")
+        self.wait()
+        if step == self._last_step or (self._resumed is not None and self._resumed.waits):
+            return
+        if self._model.waits_for_memory:
+            raise UsageError(
+                "the model has no values yet: one on the meta device gets them in the first step. Save after "
+                "that."
+            )
+        later = self._asynchronous if asynchronous is None else asynchronous
+        begin_s = time.perf_counter()
+        with first_cause_named(self._context):
+            self._begin(step, copies=later)
+        self._last_step = step
+        if not later:
+            self.wait()
+        else:
+            self._note("save_began", step=step, seconds=time.perf_counter() - begin_s)
+
+    def wait(self) -> None:
+        """Waits until what was saved is committed; call it on all ranks.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        while self._under_way is not None:
+            self._look(wait=True)
+
+    def close(self) -> None:
+        """Waits for what is being saved, and leaves signals alone again; `shutdown` calls it."""
+        try:
+            self.wait()
+        finally:
+            self._signals.close()
+            self._under_way = None
+            atexit.unregister(self._tell_at_exit)
+
+    # ---- inside ----
+
+    def _tell_at_exit(self) -> None:
+        """Tells of a save that has failed after the last step, where nobody waited for it."""
+        under_way = self._under_way
+        if under_way is not None and under_way.problem is not None and self._context.rank == 0:
+            sys.stderr.write(f"shardwright: {self._failure(under_way, under_way.problem)}\n")
+
+    def _failure(self, under_way: SaveUnderWay, problem: str) -> str:
+        return (
+            f"the checkpoint of step {under_way.step} was not saved in {show_path(self.folder)}: {problem}. "
+            "Those from before stay, and training can go on."
+        )
+
+    def _folder(self, folder: str | os.PathLike[str] | None) -> Path:
+        current = self._context
+        assert current.reporter is not None
+        if folder is None:
+            chosen = current.reporter.folder
+            if chosen is None:
+                raise UsageError(
+                    "run_dir is off, so there is no run folder for checkpoints. Give a folder: "
+                    'sw.Checkpoints("checkpoints").'
+                )
+            path = chosen.path / "checkpoints"
+        else:
+            path = Path(folder).absolute()
+        return Path(current.from_first_rank(lambda: str(_held(path))))
+
+    def _begin(self, step: int, *, copies: bool) -> None:
+        """Takes the snapshot and starts to write it; collective."""
+        current = self._context
+        self._meet("checkpoints.save()")
+        states: dict[str, Any] = {}
+        digests, problem = {}, ""
+        try:
+            states = self._states.taken()
+            digests = {name: self._states.digest(name, value) for name, value in states.items()}
+        except CheckpointError as error:
+            problem = str(error)
+        told = self._tell((problem, digests))
+        self._raise_first([each for each, _ in told])
+        alike = {name: all(own[name] == digest for _, own in told) for name, digest in digests.items()}
+        draft = current.from_first_rank(lambda: self._new_draft(step))
+        draft = dataclasses.replace(draft, alike=alike)
+        mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
+        snapshot = take_snapshot(current, self._model, mine, copies=copies)
+        self._under_way = SaveUnderWay(
+            draft,
+            snapshot,
+            mesh=current.mesh,
+            rank=current.rank,
+            store=default_store() if current.mesh.world_size > 1 else None,
+            folder=self._store,
+            disk=self._disk,
+            timeout_s=current.config.timeout_s,
+        )
+
+    def _new_draft(self, step: int) -> Draft:
+        """On the first rank."""
+        try:
+            if not self._collected and self.folder.is_dir():
+                self._store.collect(keep=None)  # what crashes have left
+                self._collected = True
+            path = self._store.begin(step)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be saved in {self.folder}: {error.strerror}. Those "
+                "from before stay. Give a folder that can be written, on a disk that has room."
+            ) from error
+        key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
+        return Draft(path=path, step=step, key=key, alike={}, documents=self._documents(), keep=self._keep)
+
+    def _documents(self) -> dict[str, bytes]:
+        documents = {}
+        plan = self._context.plan
+        if plan is not None:
+            documents[PLAN] = plan.to_json().encode()
+        to_json = getattr(getattr(self._model.module, "config", None), "to_json_string", None)
+        if callable(to_json):  # of a Hugging Face model
+            text = to_json(use_diff=False)
+            documents[CONFIG] = json.dumps(json.loads(text), indent=1).encode()
+        return documents
+
+    def _look(self, *, wait: bool) -> int:
+        """Agrees with all ranks on signals, and on whether a save has ended.
+
+        Args:
+            wait: for some time, if it has not.
+
+        Returns:
+            The number of a signal that came on some rank; 0 where none has.
+        """
+        under_way, current = self._under_way, self._context
+        if under_way is not None and wait:
+            under_way.wait(_TICK_S)
+        state = 0
+        if under_way is not None and current.rank == 0 and under_way.has_ended:
+            state = _DONE if under_way.problem is None else _FAILED
+        signals, states = [self._signals.came], [state]
+        if current.world is not None:
+            row = torch.tensor([self._signals.came, state], dtype=torch.int64, device=current.device)
+            with first_cause_named(current):
+                rows = current.world.gather(row, Purpose.CHECKPOINT)
+            signals, states = rows[:, 0].tolist(), rows[:, 1].tolist()
+        if under_way is not None and states[0] in (_DONE, _FAILED):
+            self._finish(under_way)
+        return next((int(number) for number in signals if number), 0)
+
+    def _finish(self, under_way: SaveUnderWay) -> None:
+        """Tells how a save has ended; collective."""
+        self._under_way = None
+        problem = self._context.from_first_rank(lambda: under_way.problem)
+        if problem is None:
+            self._note("saved", step=under_way.step, seconds=under_way.seconds)
+            return
+        self._last_step = None
+        text = self._failure(under_way, problem)
+        self._note("save_failed", step=under_way.step, problem=problem)
+        if not self._warns:
+            raise CheckpointError(text)
+        if self._context.rank == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def _end(self, step: int, number: int) -> None:
+        """Saves, and ends the process."""
+        name = signal.Signals(number).name
+        self.save(step, asynchronous=False)
+        self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
+        self._signals.close()
+        sys.exit(SAVED)
+
+    def _meet(self, where: str) -> None:
+        if self._context.world is not None:
+            self._context.world.meet(where, device=self._context.device)
+
+    def _tell(self, fact: Any) -> list[Any]:
+        return tell_all(fact) if self._context.mesh.world_size > 1 else [fact]
+
+    def _refuse_together(self, check: Any) -> None:
+        problem = ""
+        try:
+            check()
+        except CheckpointError as error:
+            problem = str(error)
+        self._raise_first(self._tell(problem))
+
+    def _raise_first(self, problems: list[str]) -> None:
+        first = next((each for each in problems if each), None)
+        if first is not None:
+            raise CheckpointError(first)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        assert self._context.reporter is not None
+        self._context.reporter.observer.event(f"checkpoint_{kind}", **fields)
+
+    def _say(self, kind: str, text: str, **fields: Any) -> None:
+        assert self._context.reporter is not None
+        self._context.reporter.observer.status(f"shardwright: {text}")
+        self._note(kind, **fields)
+
+
+def _held(path: Path) -> Path:
+    """Keeps other runs from saving in a folder; on the first rank."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        holder = hold(path / ".lock")
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be a folder of checkpoints: {error.strerror}. Give one that can be written."
+        ) from error
+    if holder is not None:
+        raise UsageError(
+            f"another run saves its checkpoints in {path} ({holder}). Wait until it has ended, or give this "
+            "one a folder of its own."
+        )
+    return path

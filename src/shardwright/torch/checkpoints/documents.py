@@ -1,0 +1,141 @@
+"""The document of a checkpoint: everything but tensors, put together from what ranks have saved."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+
+from shardwright.errors import CorruptCheckpointError
+from shardwright.mesh import Mesh
+from shardwright.problems import describe, join
+from shardwright.torch.checkpoints.snapshot import RankDocument
+
+__all__ = ["OptimizerDocument", "SavedLayout", "StateDocument"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class SavedLayout(_Record):
+    """The ranks that saved.
+
+    Attributes:
+        world_size: how many there were.
+        pipeline: stages of a replica.
+        data: replicas.
+        shard: replicas that shared parameters.
+        placement: of ranks, see `shardwright.mesh`.
+    """
+
+    world_size: PositiveInt
+    pipeline: PositiveInt
+    data: PositiveInt
+    shard: PositiveInt
+    placement: str
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        """Describes a mesh."""
+        return cls(
+            world_size=mesh.world_size,
+            pipeline=mesh.pipeline,
+            data=mesh.data,
+            shard=mesh.shard,
+            placement=mesh.placement,
+        )
+
+    def rank_of_replica(self, replica: int) -> int:
+        """The first rank of a replica; they are counted round where there were fewer."""
+        mesh = Mesh(**self.model_dump())
+        return mesh.rank_of(data=replica % self.data)
+
+
+class OptimizerDocument(_Record):
+    """An optimizer, but for the tensors of its state.
+
+    Attributes:
+        groups: options of its parameter groups.
+        others: by parameter and key, what its state has that is no tensor.
+    """
+
+    groups: list[Any]
+    others: dict[str, Any]
+
+
+class StateDocument(_Record):
+    """Everything but tensors.
+
+    Attributes:
+        version: of the format.
+        step: how many steps were done.
+        layout: the ranks that saved; None for a checkpoint that was imported.
+        optimizers: in the order in which they were wrapped.
+        loss_scale: of ``fp16``; None without.
+        extra_states: of modules, by name.
+        states: of schedulers, samplers and the like, by name, where all ranks had the same.
+        states_of_ranks: by name and rank, where they had not.
+        random: generators of each rank.
+    """
+
+    version: Literal[1] = 1
+    step: NonNegativeInt
+    layout: SavedLayout | None
+    optimizers: list[OptimizerDocument] = []
+    loss_scale: dict[str, float | int | bool] | None = None
+    extra_states: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    states_of_ranks: dict[str, dict[str, Any]] = {}
+    random: dict[str, Any] = {}
+
+    @classmethod
+    def joined(
+        cls, step: int, mesh: Mesh, documents: Sequence[RankDocument], *, alike: Mapping[str, bool]
+    ) -> Self:
+        """What ranks have saved, by rank, as one document.
+
+        Args:
+            step: how many steps were done.
+            mesh: of the ranks.
+            documents: what they have saved.
+            alike: for each name of a state, whether all ranks have the same.
+        """
+        first = documents[0]
+        optimizers = [
+            OptimizerDocument(
+                groups=each["groups"],
+                others={k: v for d in documents for k, v in d.optimizers[number]["others"].items()},
+            )
+            for number, each in enumerate(first.optimizers)
+        ]
+        return cls(
+            step=step,
+            layout=SavedLayout.of(mesh),
+            optimizers=optimizers,
+            loss_scale=first.loss_scale,
+            extra_states={name: state for d in documents for name, state in d.extra_states.items()},
+            states={name: first.states[name] for name, same in alike.items() if same},
+            states_of_ranks={
+                name: {str(rank): d.states[name] for rank, d in enumerate(documents)}
+                for name, same in alike.items()
+                if not same
+            },
+            random={str(rank): d.random for rank, d in enumerate(documents)},
+        )
+
+    @classmethod
+    def from_content(cls, found: Any, *, name: str) -> Self:
+        """Reads it.
+
+        Args:
+            found: parsed JSON.
+            name: of the file, for messages.
+
+        Raises:
+            CorruptCheckpointError: it is something else.
+        """
+        try:
+            return cls.model_validate(found)
+        except ValidationError as error:
+            problems = describe(error.errors(include_url=False), root=name)
+            raise CorruptCheckpointError(join(f"{name} cannot be used:", problems)) from error

@@ -1,0 +1,47 @@
+"""What modules save beside parameters and buffers: `torch.nn.Module.get_extra_state`."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import CheckpointError
+from shardwright.torch.context import context
+from shardwright.torch.model import DistributedModel
+
+__all__ = ["own_extra_states", "set_extra_states"]
+
+
+def own_extra_states(model: DistributedModel) -> dict[str, Any]:
+    """States of the modules that this rank runs, by name of the module; one rank saves each."""
+    if context().data_rank:
+        return {}
+    return {
+        name: module.get_extra_state()
+        for name, module in _with_extra_states(model)
+        if model.runs_here(name)
+    }
+
+
+def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
+    """Gives modules what they have saved.
+
+    Raises:
+        CheckpointError: other modules have saved something than do here.
+    """
+    modules = dict(_with_extra_states(model))
+    different = sorted(modules.keys() ^ states.keys())
+    if different:
+        raise CheckpointError(
+            f"the checkpoint has extra states of {len(states)} modules, and this model has {len(modules)} "
+            f"with get_extra_state(); they differ in {', '.join(map(repr, different[:5]))}. Build the model "
+            "as it was when it was saved."
+        )
+    for name, module in modules.items():
+        module.set_extra_state(states[name])
+
+
+def _with_extra_states(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.module.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module

@@ -1,0 +1,68 @@
+"""The random generators of a rank: of PyTorch, on CPU and GPU, of Python and of NumPy.
+
+Ranks of one replica draw the same numbers, ranks of different replicas others. So a run with other ranks than
+the one that saved goes on with the generators of the saved replica of the same number; replicas that there
+were not get generators of their own, made from those of a saved one and their number.
+"""
+
+import random
+from hashlib import sha256
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from shardwright.errors import CorruptCheckpointError
+
+__all__ = ["further_generators", "generator_states", "set_generators"]
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """State of all generators of this process.
+
+    Args:
+        device: where the rank computes.
+    """
+    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {
+        "torch": torch.random.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),
+        **on_device,
+    }
+
+
+def set_generators(states: Any, device: torch.device) -> None:
+    """Has all generators go on from what `generator_states` gave.
+
+    Args:
+        states: what it gave. Where the rank that saved had no GPU, that of this rank stays.
+        device: where the rank computes.
+
+    Raises:
+        CorruptCheckpointError: it gives no such thing.
+    """
+    try:
+        torch.random.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        numpy.random.set_state(states["numpy"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's random generators cannot be used: {error}") from error
+
+
+def further_generators(states: Any, replica: int) -> None:
+    """Seeds all generators for a replica that the run which saved did not have.
+
+    Args:
+        states: those of a replica that it had.
+        replica: number of the new one.
+    """
+    saved = states["torch"] if isinstance(states, dict) and "torch" in states else torch.empty(0)
+    content = saved.numpy().tobytes() if isinstance(saved, Tensor) else b""
+    seed = int.from_bytes(sha256(content + replica.to_bytes(8, "little")).digest()[:4], "little")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)

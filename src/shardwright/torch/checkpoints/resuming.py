@@ -1,0 +1,278 @@
+"""Has a run go on from a checkpoint, in whatever layout that was saved."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.commits import Commit
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.comm.process_group import tell_all
+from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
+from shardwright.plan import Plan
+from shardwright.planner import overruled_settings
+from shardwright.torch.checkpoints.documents import StateDocument
+from shardwright.torch.checkpoints.encoded import decode
+from shardwright.torch.checkpoints.extra_states import set_extra_states
+from shardwright.torch.checkpoints.own_loading import check_fits, load_model, load_optimizer_state
+from shardwright.torch.checkpoints.random_states import further_generators, set_generators
+from shardwright.torch.checkpoints.snapshot import optimizer_prefix
+from shardwright.torch.checkpoints.stored import dtype_of, read_part
+from shardwright.torch.checkpoints.writer import PLAN, STATE
+from shardwright.torch.context import Context, following
+from shardwright.torch.model import DistributedModel
+
+__all__ = ["Resumed", "open_verified"]
+
+log = logging.getLogger(__name__)
+
+
+def open_verified(
+    context: Context, folder: CheckpointFolder, name: str | None, *, allow_older: bool
+) -> SavedCheckpoint | None:
+    """Opens a checkpoint, and compares all checksums; collective over all ranks, which share that work.
+
+    Args:
+        context: the run.
+        folder: of checkpoints.
+        name: of the checkpoint; None for the newest.
+        allow_older: where it is damaged, take the one before it that is not.
+
+    Returns:
+        The checkpoint; None where there is none at all.
+
+    Raises:
+        CheckpointError: there is none of that name.
+        CorruptCheckpointError: it is damaged, or all that were allowed are.
+    """
+    commits = context.from_first_rank(lambda: _candidates(folder, name))
+    problems: list[str] = []
+    for commit in reversed(commits):
+        opened = _opened(context, folder, commit)
+        if isinstance(opened, SavedCheckpoint):
+            if problems:
+                warnings.warn(
+                    f"{problems[0]} Going on from {commit.name}, which is older, as allow_older says.",
+                    stacklevel=4,
+                )
+            return opened
+        problems.append(opened)
+        if not allow_older:
+            remedy = " resume(allow_older=True) goes on from the one before it." if len(commits) > 1 else ""
+            raise CorruptCheckpointError(f"{opened} Nothing was loaded.{remedy}")
+    if not problems:
+        return None
+    raise CorruptCheckpointError(
+        f"none of {len(problems)} checkpoints in {folder.root} can be used. {problems[0]}"
+    )
+
+
+def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...]:
+    """The checkpoints up to the one that is asked for, oldest first."""
+    commits = folder.commits()
+    names = [commit.name for commit in commits]
+    if name is None:
+        return commits
+    if name not in names:
+        raise CheckpointError(
+            f"{folder.root} has no checkpoint {name}. It has {', '.join(names) or 'none at all'}."
+        )
+    return commits[: names.index(name) + 1]
+
+
+def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint | str:
+    """The checkpoint, or what is wrong with it, the same on every rank."""
+    saved, problem = None, ""
+    try:
+        saved = folder.open(commit.name, verify=False)
+        saved.manifest.check(saved.path, share=(context.rank, context.mesh.world_size))
+        saved.check()
+    except CorruptCheckpointError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{folder.root / commit.name} cannot be read on rank {context.rank}: {error.strerror}."
+    found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
+    first = next((each for each in found if each), None)
+    if first is not None or saved is None:
+        return first or problem
+    return saved
+
+
+class Resumed:
+    """A run that goes on from a checkpoint.
+
+    Args:
+        context: the run.
+        model: the wrapped model.
+        saved: the checkpoint, verified.
+        strict: the names of the model's tensors must be those of the checkpoint.
+
+    Attributes:
+        step: how many steps were done.
+        waits: the first step loads what this rank has of it.
+    """
+
+    def __init__(self, context: Context, model: DistributedModel, saved: SavedCheckpoint, *, strict: bool):
+        self._context = context
+        self._model = model
+        self._saved = saved
+        self._strict = strict
+        name = str(saved.path / STATE)
+        self._document = StateDocument.from_content(saved.document(STATE), name=name)
+        self.step = self._document.step
+        self.waits = False
+
+    def check(self, states: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint of another model, or of a run with other optimizers or states.
+
+        Raises:
+            CheckpointError: the message has what differs.
+        """
+        check_fits(self._model, self._saved, strict=self._strict)
+        document, optimizers = self._document, self._context.optimizers
+        if document.layout is None:  # imported: a model and nothing else
+            return
+        if len(document.optimizers) != len(optimizers):
+            raise CheckpointError(
+                f"{self._saved.path} has {len(document.optimizers)} optimizers, and this run has "
+                f"{len(optimizers)}. Wrap in sw.DistributedOptimizer those that were wrapped when it was "
+                "saved, in the same order, before resume()."
+            )
+        for saved, optimizer in zip(document.optimizers, optimizers, strict=True):
+            if len(saved.groups) != len(optimizer.param_groups):
+                raise CheckpointError(
+                    f"{self._saved.path} has an optimizer with {len(saved.groups)} parameter groups, and "
+                    f"here it has {len(optimizer.param_groups)}. Make the groups as they were."
+                )
+        theirs = document.states.keys() | document.states_of_ranks.keys()
+        if theirs != states.keys():
+            raise CheckpointError(
+                f"{self._saved.path} has the states {sorted(theirs)}, and this run has {sorted(states)}. "
+                "Give sw.Checkpoints(state={...}) the names that were there when it was saved."
+            )
+        if document.states_of_ranks and not self._same_layout:
+            assert document.layout is not None
+            raise CheckpointError(
+                f"{self._saved.path} has states that differ by rank ({', '.join(document.states_of_ranks)}) "
+                f"of {document.layout.world_size} ranks, and this run has {self._context.mesh.world_size}, "
+                "or lays them out otherwise. Resume with the same ranks, or leave these states out: "
+                "sw.data_loader has a state that goes with any number of ranks."
+            )
+
+    def load(self, states: Mapping[str, Any]) -> None:
+        """Gives everything to this rank that it has of the run; what it does not know yet, in the first step.
+
+        Args:
+            states: schedulers, samplers and the like, by name.
+        """
+        self._adopt_plan()
+        model, document = self._model, self._document
+        for saved, optimizer in zip(document.optimizers, self._context.optimizers, strict=False):
+            for number, (options, group) in enumerate(zip(saved.groups, optimizer.param_groups, strict=True)):
+                group.update(self._decoded(options, f"optimizer.groups[{number}]"))
+        if not model.waits_for_memory:
+            load_model(model, self._saved)
+        self._saved.map_files()  # they may be collected before the first step
+        self.waits = not model.settled
+        late = model.waits_for_memory
+        model.when_settled(lambda: self._load_when_settled(model_too=late))
+        set_extra_states(model, self._named(document.extra_states, "extra_state"))
+        if model.scaling is not None and document.loss_scale is not None:
+            model.scaling.scaler.restore(document.loss_scale)
+        for name, each in states.items():
+            if document.layout is not None:
+                each.load_state_dict(self._state_of(name))
+        self._restore_generators()
+
+    def _load_when_settled(self, *, model_too: bool) -> None:
+        if model_too:
+            load_model(self._model, self._saved)
+        for number, optimizer in enumerate(self._context.optimizers[: len(self._document.optimizers)]):
+            others = self._document.optimizers[number].others
+            load_optimizer_state(
+                self._model,
+                optimizer,
+                self._saved,
+                others={name: self._decoded(value, name) for name, value in others.items()},
+                prefix=optimizer_prefix(number),
+            )
+        self.waits = False
+
+    @property
+    def _same_layout(self) -> bool:
+        layout, mesh = self._document.layout, self._context.mesh
+        return layout is not None and (
+            (layout.world_size, layout.pipeline, layout.data, layout.placement)
+            == (mesh.world_size, mesh.pipeline, mesh.data, mesh.placement)
+        )
+
+    def _state_of(self, name: str) -> Any:
+        of_ranks = self._document.states_of_ranks.get(name)
+        rank = str(self._context.rank)
+        content = self._document.states[name] if of_ranks is None else of_ranks[rank]
+        return self._decoded(content, f"state {name}")
+
+    def _restore_generators(self) -> None:
+        document, context = self._document, self._context
+        if document.layout is None:
+            return
+        rank, replica = context.rank, context.data_rank
+        if not self._same_layout:
+            rank = document.layout.rank_of_replica(replica)
+        states = self._decoded(document.random[str(rank)], "random")
+        if replica >= document.layout.data:
+            further_generators(states, replica)
+        else:
+            set_generators(states, context.device)
+
+    def _adopt_plan(self) -> None:
+        """Follows the plan of the checkpoint, if that is one for these ranks, settings and types."""
+        context = self._context
+        if context.plan is not None or PLAN not in self._saved.manifest.files:
+            return
+        try:
+            plan = Plan.model_validate(self._saved.document(PLAN))
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self._saved.path / PLAN} is no plan: {error}") from error
+        mesh = context.mesh
+        same = (plan.mesh.pipeline, plan.mesh.data, plan.mesh.shard, plan.mesh.placement_strategy) == (
+            mesh.pipeline,
+            mesh.data,
+            mesh.shard,
+            mesh.placement,
+        )
+        overruled = list(overruled_settings(plan, context.config)) if same else []
+        if not same or overruled or not self._has_types():
+            log.info("the plan of the checkpoint is not followed: %s", overruled or "other ranks or types")
+            return
+        try:
+            plan.check_world(mesh.world_size)
+        except PlanError as error:
+            log.info("the plan of the checkpoint is not followed: %s", error)
+            return
+        context.plan = plan
+        context.config = following(plan, context.config, warns=False)
+
+    def _has_types(self) -> bool:
+        """Whether tensors of the model have the types that were saved: plans are for models with types."""
+        saved = self._saved
+        own = (*self._model.module.named_parameters(), *self._model.module.named_buffers())
+        types = {name: tensor.dtype for name, tensor in own}
+        entries = saved.index.tensors
+        return all(
+            dtype_of(entries[f"model/{name}"].dtype) is dtype
+            for name, dtype in types.items()
+            if f"model/{name}" in entries
+        )
+
+    def _named(self, states: Mapping[str, Any], what: str) -> dict[str, Any]:
+        return {name: self._decoded(state, f"{what} {name}") for name, state in states.items()}
+
+    def _decoded(self, content: Any, name: str) -> Any:
+        return decode(content, name=name, tensor=self._tensor)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return read_part(self._saved, name)

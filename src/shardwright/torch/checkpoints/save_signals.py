@@ -1,0 +1,50 @@
+"""Signals that ask a run to save and to end: SIGTERM, SIGUSR1 and Ctrl-C."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+__all__ = ["SaveSignals"]
+
+
+class SaveSignals:
+    """Notes that a signal came; somebody looks between two steps.
+
+    A second Ctrl-C ends the process as ever. Children that the process forks (workers of a data loader) get
+    the signals as if this were not here.
+
+    Args:
+        names: of the signals.
+
+    Attributes:
+        came: number of the first that came; 0 as long as none has.
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self.came = 0
+        self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers in the main thread alone
+        for name in names:
+            number = getattr(signal, name)
+            self._before[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Puts the handlers back that there were before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGINT and self.came:
+            raise KeyboardInterrupt
+        self.came = self.came or number

@@ -1,0 +1,145 @@
+"""What a rank saves, as it is at one moment: training may go on while it is written.
+
+::
+
+    end of step k      copies of the tensors of this rank      (memory to memory; the only wait)
+    step k + 1 ...     a thread writes the copies
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.boxes import Box
+from shardwright.checkpoint.draft import TensorPart
+from shardwright.torch.checkpoints.encoded import encode
+from shardwright.torch.checkpoints.extra_states import own_extra_states
+from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
+from shardwright.torch.checkpoints.random_states import generator_states
+from shardwright.torch.checkpoints.stored import stored
+from shardwright.torch.context import Context
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+
+__all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
+
+
+@dataclass(slots=True, kw_only=True)
+class RankDocument:
+    """What a rank saves beside the parts of tensors, as JSON.
+
+    Attributes:
+        random: its generators.
+        extra_states: of the modules that it stands for, by name.
+        optimizers: for each: ``groups``, a list of their options; ``others``, by parameter and key, what its
+            state has that is no tensor.
+        loss_scale: of ``fp16``; None without.
+        states: of schedulers, samplers and the like, by name.
+    """
+
+    random: Any
+    extra_states: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    loss_scale: dict[str, Any] | None
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's part of a checkpoint.
+
+    Attributes:
+        parts: of tensors.
+        document: the rest.
+    """
+
+    parts: list[TensorPart]
+    document: RankDocument
+
+
+def optimizer_prefix(number: int) -> str:
+    """Of the names of the tensors of an optimizer: the first wrapped one, the second, ..."""
+    return "optimizer/" if number == 0 else f"optimizer{number + 1}/"
+
+
+def take_snapshot(
+    context: Context, model: DistributedModel, states: Mapping[str, Any], *, copies: bool
+) -> Snapshot:
+    """Takes what this rank has of the run.
+
+    Args:
+        context: the run.
+        model: between two steps.
+        states: of schedulers and the like, from their ``state_dict()``; an empty mapping where another rank
+            saves the same.
+        copies: tensors are copied, so that they may change before they are written.
+
+    Raises:
+        CheckpointError: something in a state cannot be saved.
+    """
+    own: list[OwnPart] = [*model_parts(model)]
+    for number, optimizer in enumerate(context.optimizers):
+        own += optimizer_parts(model, optimizer, prefix=optimizer_prefix(number))
+    extra: dict[str, Tensor] = {}
+    rank = f"{context.rank:05}"
+    document = RankDocument(
+        random=encode(generator_states(context.device), name=f"random/{rank}", tensors=extra),
+        extra_states={
+            name: encode(state, name=f"extra_state/{name}", tensors=extra)
+            for name, state in own_extra_states(model).items()
+        },
+        optimizers=[
+            _optimizer_document(model, optimizer, optimizer_prefix(number), extra, rank=context.rank)
+            for number, optimizer in enumerate(context.optimizers)
+        ],
+        loss_scale=None if model.scaling is None else asdict(model.scaling.scaler),
+        states={name: encode(state, name=f"state/{name}", tensors=extra) for name, state in states.items()},
+    )
+    parts = [part for each in own for part in _parts_of(each, copies=copies)]
+    for name, tensor in extra.items():
+        box = Box.whole(tensor.shape)
+        content = stored(_copy(tensor) if copies else tensor)
+        parts.append(TensorPart(name, whole=tuple(tensor.shape), box=box, stored=content))
+    return Snapshot(parts, document)
+
+
+def _parts_of(own: OwnPart, *, copies: bool) -> list[TensorPart]:
+    tensor = _copy(own.tensor) if copies else own.tensor.detach()
+    flat = tensor.reshape(-1)
+    return [
+        TensorPart(own.name, whole=own.whole, box=box, stored=stored(elements.reshape(box.shape)))
+        for box, elements in zip(own.boxes, torch.split(flat, [box.numel for box in own.boxes]), strict=True)
+    ]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """On the CPU, in memory of its own."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return made.copy_(tensor.detach())
+
+
+def _optimizer_document(
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    prefix: str,
+    tensors: dict[str, Tensor],
+    *,
+    rank: int,
+) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    shared: dict[str, Tensor] = {}  # options that are tensors: every rank has them, the first one saves them
+    others: dict[str, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        plain = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+        name = names.get(id(parameter), "")
+        if plain and model.counts_here(name):
+            others[name] = encode(plain, name=f"{prefix}{name}", tensors={})
+    encoded_groups = encode(groups, name=f"{prefix}groups", tensors=shared)
+    if rank == 0:
+        tensors.update(shared)
+    return {"groups": encoded_groups, "others": others}
+

@@ -1,0 +1,284 @@
+"""Writes a checkpoint in the background: every rank its file, then the first rank commits.
+
+::
+
+    rank 0   thread: writes rank-00000.safetensors ── waits for all ── index, state, manifest ── commit
+    rank 1   thread: writes rank-00001.safetensors ──┐ "done", by the job's store
+    rank 2   thread: writes rank-00002.safetensors ──┘
+
+Ranks tell each other by the store of the job, which a thread can use while steps go on; no collective is made
+here. A rank that writes says so every second, so that one that has ended is noticed.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.draft import add_file, add_tensors
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
+from shardwright.errors import CheckpointError, ShardwrightError
+from shardwright.mesh import Mesh
+from shardwright.torch.checkpoints.documents import StateDocument
+from shardwright.torch.checkpoints.snapshot import RankDocument, Snapshot
+
+__all__ = ["CONFIG", "PLAN", "STATE", "Draft", "SaveUnderWay"]
+
+CONFIG = "config.json"
+PLAN = "plan.json"
+STATE = "state.json"
+
+_BEAT_S = 1.0
+_LOOK_S = 0.02
+_LATEST_PAUSE_S = 0.25
+_AT_EXIT_S = 10.0  # when the script has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A checkpoint that is going to be written, the same on every rank.
+
+    Attributes:
+        path: its folder.
+        step: how many steps were done.
+        key: under which ranks speak of it in the store; new for each.
+        alike: for each name of a state, whether all ranks have the same.
+        documents: further files of JSON, by name.
+        keep: how many checkpoints stay; None for all.
+    """
+
+    path: Path
+    step: int
+    key: str
+    alike: Mapping[str, bool]
+    documents: Mapping[str, bytes]
+    keep: int | None
+
+
+class SaveUnderWay:
+    """A rank's part in writing a checkpoint. Starts at once.
+
+    Args:
+        draft: what is written.
+        snapshot: what this rank has of it.
+        mesh: of the ranks.
+        rank: this one.
+        store: of the job; None for a single rank.
+        folder: of checkpoints.
+        disk: how files are written.
+        timeout_s: after so many seconds a rank that gives no sign counts as lost.
+
+    Attributes:
+        step: how many steps were done.
+        seconds: how long it took, when it is done.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        snapshot: Snapshot,
+        *,
+        mesh: Mesh,
+        rank: int,
+        store: Store | None,
+        folder: CheckpointFolder,
+        disk: Disk,
+        timeout_s: float,
+    ):
+        self.step = draft.step
+        self._draft = draft
+        self._snapshot: Snapshot | None = snapshot
+        self._mesh = mesh
+        self._rank = rank
+        self._store = store
+        self._folder = folder
+        self._disk = disk
+        self._timeout_s = timeout_s
+        self._problem: str | None = None
+        self._ended = threading.Event()
+        self._beats = 0
+        self.seconds = 0.0
+        # No daemon: a script that ends waits for it.
+        self._thread = threading.Thread(target=self._run, name="shardwright-checkpoint")
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for this rank's part; on the first rank, for all. Returns whether that has ended."""
+        return self._ended.wait(timeout_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank's part has been done, or has failed."""
+        return self._ended.is_set()
+
+    @property
+    def problem(self) -> str | None:
+        """Why it has failed; None where it has not."""
+        return self._problem
+
+    def _run(self) -> None:
+        begin_s = time.monotonic()
+        try:
+            self._write()
+        except Exception as error:
+            self._problem = _told(error)
+            if self._rank == 0:
+                with contextlib.suppress(OSError):  # another rank may still write: then it is collected later
+                    self._folder.discard(self._draft.path)
+        finally:
+            self._snapshot = None  # frees the copies
+            self.seconds = time.monotonic() - begin_s
+            self._ended.set()
+
+    def _write(self) -> None:
+        snapshot = self._snapshot
+        assert snapshot is not None
+        name = f"rank-{self._rank:05}.safetensors"
+        if self._store is None:
+            own = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+            self._commit({0: (*own, snapshot.document)})
+            return
+        try:
+            with _Beating(self._beat):
+                entry, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+        except Exception as error:
+            self._tell({"problem": f"rank {self._rank}: {_told(error)}"})
+            raise
+        if self._rank == 0:
+            self._commit({0: (entry, tensors, snapshot.document), **self._others()})
+            return
+        self._tell(
+            {
+                "file": entry.model_dump(),
+                "tensors": {key: value.model_dump() for key, value in tensors.items()},
+                "document": asdict(snapshot.document),
+            }
+        )
+
+    # ---- between ranks ----
+
+    def _beat(self) -> None:
+        assert self._store is not None
+        self._beats += 1
+        self._store.set(self._key(self._rank, "beat"), str(self._beats))
+
+    def _tell(self, said: Mapping[str, Any]) -> None:
+        assert self._store is not None
+        self._store.set(self._key(self._rank, "said"), json.dumps(said))
+
+    def _key(self, rank: int, what: str) -> str:
+        return f"{self._draft.key}/{rank}/{what}"
+
+    def _others(self) -> dict[int, tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]]:
+        """What the other ranks have written, once all have."""
+        assert self._store is not None
+        found = {}
+        pulses = {rank: ("", time.monotonic()) for rank in range(1, self._mesh.world_size)}
+        pause_s = _LOOK_S
+        while pulses:
+            for rank in list(pulses):
+                if self._store.check([self._key(rank, "said")]):
+                    found[rank] = _heard(json.loads(self._take(self._key(rank, "said"))))
+                    del pulses[rank]
+                    continue
+                pulses[rank] = self._pulse(rank, *pulses[rank])
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LATEST_PAUSE_S)
+        return found
+
+    def _pulse(self, rank: int, beat: str, since_s: float) -> tuple[str, float]:
+        assert self._store is not None
+        key = self._key(rank, "beat")
+        now = self._store.get(key).decode() if self._store.check([key]) else ""
+        if now != beat:
+            return now, time.monotonic()
+        limit_s = self._timeout_s if threading.main_thread().is_alive() else min(self._timeout_s, _AT_EXIT_S)
+        if time.monotonic() - since_s > limit_s:
+            raise CheckpointError(
+                f"rank {rank} has given no sign for {limit_s:g} s while the checkpoint of step "
+                f"{self.step} was written: it has ended, or its disk hangs. Nothing was committed."
+            )
+        return beat, since_s
+
+    def _take(self, key: str) -> str:
+        assert self._store is not None
+        value: str = self._store.get(key).decode()
+        self._store.delete_key(key)
+        return value
+
+    # ---- on the first rank ----
+
+    def _commit(self, ranks: Mapping[int, tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]]) -> None:
+        draft, disk = self._draft, self._disk
+        files = {f"rank-{rank:05}.safetensors": entry for rank, (entry, _, _) in ranks.items()}
+        self._refuse_folders_apart(files)
+        index = TensorIndex.joined(tensors for _, tensors, _ in ranks.values())
+        documents = [document for _, (_, _, document) in sorted(ranks.items(), key=lambda item: item[0])]
+        state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike)
+        content = json.dumps(state.model_dump(mode="json"), allow_nan=False).encode()
+        files[INDEX] = add_file(draft.path, INDEX, [index.to_bytes()], disk=disk)
+        files[STATE] = add_file(draft.path, STATE, [content], disk=disk)
+        for name, text in draft.documents.items():
+            files[name] = add_file(draft.path, name, [text], disk=disk)
+        self._folder.commit(draft.path, step=draft.step, files=files)
+        if draft.keep is not None:
+            self._folder.collect(keep=draft.keep)
+
+    def _refuse_folders_apart(self, files: Mapping[str, FileEntry]) -> None:
+        for name, entry in files.items():
+            path = self._draft.path / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != entry.size:
+                rank = int(name.removeprefix("rank-").removesuffix(".safetensors"))
+                raise CheckpointError(
+                    f"rank {rank} has written {name} with {entry.size} bytes, and rank 0 finds "
+                    f"{'nothing' if size is None else f'{size} bytes'} at {path}. Give a folder that all "
+                    "hosts share."
+                )
+
+
+class _Beating:
+    """Says every second that this rank still writes."""
+
+    def __init__(self, beat: Callable[[], None]):
+        self._beat = beat
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwright-checkpoint-beat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_BEAT_S):
+            self._beat()
+
+
+def _heard(said: Mapping[str, Any]) -> tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]:
+    if "problem" in said:
+        raise CheckpointError(said["problem"])
+    tensors = {
+        name: TensorEntry.model_validate_json(json.dumps(entry)) for name, entry in said["tensors"].items()
+    }
+    return FileEntry(**said["file"]), tensors, RankDocument(**said["document"])
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ShardwrightError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}"
+    return f"{type(error).__name__}: {error}"
