@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Disk", "Written"]
+__all__ = ["Disk", "NewFile", "Written"]
 
 # Bytes that are hashed and written at a time.
 _CHUNK = 4 * 2**20
@@ -30,6 +30,43 @@ class Written:
     def __init__(self, *, size: int, sha256: str):
         self.size = size
         self.sha256 = sha256
+
+
+class NewFile:
+    """A file that is being written from its beginning to its end.
+
+    Args:
+        file: where it goes.
+        before: called before each write.
+
+    Attributes:
+        size: in bytes, so far.
+    """
+
+    def __init__(self, file: IO[bytes], *, before: Callable[[], None]):
+        self._file = file
+        self._before = before
+        self._digest = sha256()
+        self.size = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of what was written so far, in hexadecimal digits."""
+        return self._digest.hexdigest()
+
+    def write(self, part: bytes | memoryview) -> int:
+        """Writes all of it."""
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            self._digest.update(chunk)
+            self._before()
+            _write_all(self._file, chunk)
+            self.size += len(chunk)
+        return len(view)
+
+    def flush(self) -> None:
+        """Does nothing: what was written is with the system already."""
 
 
 class Disk:
@@ -59,20 +96,27 @@ class Disk:
             FileExistsError: it is there already: nothing is ever overwritten.
             OSError: the disk is full, or cannot be written.
         """
-        digest, size = sha256(), 0
+
+        def save(file: "NewFile") -> None:
+            for part in content:
+                file.write(part)
+
+        return self.write_with(path, save)
+
+    def write_with(self, path: Path, save: "Callable[[NewFile], object]") -> Written:
+        """Writes a new file by a function that writes to a file; as `write` otherwise.
+
+        Args:
+            path: the file.
+            save: for example ``lambda file: torch.save(state, file)``.
+        """
         self._before("create", path)
         with path.open("xb", buffering=0) as file:
-            for part in content:
-                view = memoryview(part).cast("B")
-                for start in range(0, len(view), _CHUNK):
-                    chunk = view[start : start + _CHUNK]
-                    digest.update(chunk)
-                    self._before("write", path)
-                    _write_all(file, chunk)
-                    size += len(chunk)
+            made = NewFile(file, before=lambda: self._before("write", path))
+            save(made)
             self._before("fsync", path)
             os.fsync(file.fileno())
-        return Written(size=size, sha256=digest.hexdigest())
+        return Written(size=made.size, sha256=made.sha256)
 
     def replace(self, path: Path, content: bytes) -> None:
         """Gives a file new content: readers find the old or the new one, never a part."""

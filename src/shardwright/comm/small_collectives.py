@@ -13,7 +13,6 @@ from torch import Tensor
 from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.tensor_bytes import bytes_of
-from shardwright.errors import UsageError
 
 __all__ = ["SmallCollectives"]
 
@@ -21,7 +20,6 @@ __all__ = ["SmallCollectives"]
 # Large batches go in pieces: shared memory stays as large as it was once needed, and there is some for each
 # other rank.
 _PIECE_BYTES = 256 * 1024
-_LONGEST_NAME = 64
 
 
 class SmallCollectives:
@@ -105,29 +103,6 @@ class SmallCollectives:
         for other in self._others:
             self._local.wait(self._local.post(rows[self._ranks.index(other)], other, purpose), other)
         return rows
-
-    def meet(self, where: str, *, device: torch.device) -> None:
-        """Waits for all ranks; they must have come to the same place of the script.
-
-        Args:
-            where: the call, for the error.
-            device: where the process group takes its tensors from.
-
-        Raises:
-            UsageError: one of them came to another place.
-            TraceMismatchError: one of them is in a step, on this host.
-            PeerLostError: as `broadcast`.
-        """
-        name = where.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME)
-        mine = torch.frombuffer(bytearray(name), dtype=torch.uint8).to(device)
-        rows = self.gather(mine, Purpose.MEETING).cpu()
-        for rank, row in zip(self._ranks, rows, strict=True):
-            other = bytes(row.tolist()).decode(errors="replace").strip()
-            if other != where[:_LONGEST_NAME]:
-                raise UsageError(
-                    f"rank {self._rank} calls {where} where rank {rank} calls {other}. Both are collective: "
-                    "call them on every rank, in the same order."
-                )
 
 
 def _pieces_of(part: Tensor) -> list[Tensor]:
