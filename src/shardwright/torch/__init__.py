@@ -6,6 +6,7 @@ from shardwright.torch.checkpoints.checkpoints import Checkpoints
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import is_initialized
 from shardwright.torch.data import distributed_sampler, seed_everything
+from shardwright.torch.data_loader import ReplicaLoader, data_loader
 from shardwright.torch.delayed_initialization import delay_param_initialization
 from shardwright.torch.grad_scaler import GradScaler
 from shardwright.torch.inspection import trace_model
@@ -40,9 +41,11 @@ __all__ = [
     "DistributedModel",
     "DistributedOptimizer",
     "GradScaler",
+    "ReplicaLoader",
     "StepOutput",
     "barrier",
     "clip_grad_norm_",
+    "data_loader",
     "delay_param_initialization",
     "distributed_sampler",
     "dp_rank",

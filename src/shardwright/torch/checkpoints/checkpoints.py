@@ -32,6 +32,7 @@ from shardwright.torch.context import context
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.roll_call import meet
 
 __all__ = ["Checkpoints"]
 
@@ -133,7 +134,7 @@ class Checkpoints:
         refuse_inside_step("checkpoints.resume() is called", "Call it before the training loop.")
         current = self._context
         with first_cause_named(current):
-            self._meet("checkpoints.resume()")
+            meet("checkpoints.resume()")
             saved = open_verified(current, self._store, name, allow_older=allow_older)
             if saved is None:
                 return 0
@@ -251,7 +252,7 @@ class Checkpoints:
     def _begin(self, step: int, *, copies: bool) -> None:
         """Takes the snapshot and starts to write it; collective."""
         current = self._context
-        self._meet("checkpoints.save()")
+        meet("checkpoints.save()")
         states: dict[str, Any] = {}
         digests, problem = {}, ""
         try:
@@ -350,10 +351,6 @@ class Checkpoints:
         self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
         self._signals.close()
         sys.exit(SAVED)
-
-    def _meet(self, where: str) -> None:
-        if self._context.world is not None:
-            self._context.world.meet(where, device=self._context.device)
 
     def _tell(self, fact: Any) -> list[Any]:
         return tell_all(fact) if self._context.mesh.world_size > 1 else [fact]

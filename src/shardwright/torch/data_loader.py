@@ -1,0 +1,215 @@
+"""A data loader whose position can be saved: in samples, so that it goes with any number of ranks.
+
+::
+
+    order of an epoch     7 2 9 4 | 0 5 8 1 | 3 6 ...        the same on all ranks, from seed and epoch
+    global batch          └ step 1┘ └ step 2┘
+    replica 0 of 2        7 2       0 5
+    replica 1 of 2            9 4       8 1
+
+A run that is resumed with other replicas cuts the same global batches into other parts: every sample is seen
+once in an epoch, and steps are the same but for the order of sums.
+"""
+
+import random
+from collections.abc import Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.torch.context import context
+
+__all__ = ["ReplicaLoader", "data_loader"]
+
+
+def data_loader(
+    dataset: Any,
+    global_batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = True,
+    **options: Any,
+) -> "ReplicaLoader":
+    """Gives each replica its part of every global batch; ranks of one replica get the same.
+
+    Each ``for`` goes through the rest of an epoch: `ReplicaLoader.epoch` tells which. Given to
+    ``sw.Checkpoints(state={"data": loader})``, a resumed run goes on with the very next batch.
+
+    Args:
+        dataset: anything with a length and samples by number.
+        global_batch_size: samples of one step, of all replicas together.
+        shuffle: in another order every epoch.
+        seed: of the shuffling, and of what samples draw in workers.
+        drop_last: leave out the last samples of an epoch, where they do not fill a global batch; else the
+            last batch is smaller, and left out only where it has fewer samples than there are replicas.
+        options: further ones of `torch.utils.data.DataLoader`, such as ``num_workers`` and ``collate_fn``.
+
+    Raises:
+        UsageError: the batch cannot be divided by the replicas, or an option contradicts this.
+    """
+    return ReplicaLoader(
+        dataset, global_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, options=options
+    )
+
+
+class ReplicaLoader:
+    """See `data_loader`.
+
+    Attributes:
+        epoch: how many epochs are over.
+        position: samples of this epoch that were given out, of all replicas together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        options: dict[str, Any],
+    ):
+        current = context()
+        _check(dataset, global_batch_size, replicas=current.mesh.data, options=options)
+        self._dataset: Any = dataset
+        self._batch_size = global_batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._options = options
+        self._replica, self._replicas = current.data_rank, current.mesh.data
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        num, rest = divmod(len(self._dataset), self._batch_size)
+        return num + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this replica, for the rest of the epoch."""
+        remaining = list(self._remaining())
+        loader: DataLoader[Any] = DataLoader(
+            _SeededInWorkers(self._dataset, (self._seed, self.epoch)),
+            batch_sampler=[batch for _, batch in remaining],
+            # PyTorch's loader would draw from the generator of the run at the start of every loop.
+            generator=torch.Generator().manual_seed(self._seed),
+            **self._options,
+        )
+        here = (self.epoch, self.position)
+        for (end, _), batch in zip(remaining, loader, strict=True):
+            if here != (self.epoch, self.position):
+                raise UsageError(
+                    "the position of the data loader has changed in the middle of a loop over it: another "
+                    "loop goes on, or resume() was called inside. Resume before the loop, and run one at a "
+                    "time."
+                )
+            self.position = end
+            here = (self.epoch, self.position)
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self._seed,
+            "num_samples": len(self._dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where another one was.
+
+        Raises:
+            CheckpointError: that was of other data, or shuffled otherwise.
+        """
+        mine = {"seed": self._seed, "num_samples": len(self._dataset)}
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"the data loader had {name} {state.get(name)} when it was saved, and has {value} here: "
+                    "its position would be that of other samples. Give it the same data set and seed."
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _remaining(self) -> Iterator[tuple[int, list[int]]]:
+        """Each batch of this replica, and the position behind the global one."""
+        num = len(self._dataset)
+        order: Sequence[int] = range(num)
+        if self._shuffle:
+            (seed,) = numpy.random.SeedSequence([self._seed, self.epoch]).generate_state(1)
+            order = torch.randperm(num, generator=torch.Generator().manual_seed(int(seed))).tolist()
+        for start in range(self.position, num, self._batch_size):
+            batch = order[start : start + self._batch_size]
+            if len(batch) < (self._batch_size if self._drop_last else self._replicas):
+                return
+            first, end = (len(batch) * (self._replica + i) // self._replicas for i in (0, 1))
+            yield start + len(batch), list(batch[first:end])
+
+
+@dataclass(frozen=True, slots=True)
+class _SeededInWorkers(Dataset[Any]):
+    """A data set whose samples draw the same random numbers in whichever worker they are made.
+
+    Without workers they draw from the generators of the rank, which are saved with it.
+
+    Attributes:
+        dataset: the script's.
+        seeds: further numbers that the seed is made of.
+    """
+
+    dataset: Any
+    seeds: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        self._seed(number)
+        return self.dataset[number]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is None:
+            return [self[number] for number in numbers]
+        self._seed(numbers[0])
+        found: list[Any] = together(numbers)
+        return found
+
+    def _seed(self, number: int) -> None:
+        if get_worker_info() is not None:
+            (seed,) = numpy.random.SeedSequence([*self.seeds, number]).generate_state(1)
+            random.seed(int(seed))
+            numpy.random.seed(seed)
+            torch.manual_seed(int(seed))
+
+
+def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise UsageError(
+            f"sw.data_loader takes a data set with a length and numbered samples, not a "
+            f"{type(dataset).__name__}. For a stream, use your own loader, and give its position to "
+            "sw.Checkpoints(state={...})."
+        )
+    if batch_size < 1 or batch_size % replicas:
+        raise UsageError(
+            f"a global batch of {batch_size} samples cannot be divided by {replicas} replicas. Use a "
+            f"multiple of {replicas}."
+        )
+    for name in ("batch_size", "sampler", "batch_sampler", "generator", "worker_init_fn"):
+        if name in options:
+            raise UsageError(
+                f"sw.data_loader decides about {name} itself, so that its position can be saved. Leave it "
+                "out."
+            )
+    if len(dataset) < batch_size:
+        raise UsageError(
+            f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
+        )

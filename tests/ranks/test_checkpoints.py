@@ -1,0 +1,88 @@
+"""What a run has saved, it or another one goes on from: to the last bit where the layout is the same."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import SAMPLES, training
+from choices import some_combinations
+
+from shardwright.testing import run_ranks
+
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
+
+SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "one rank": ({}, 1, {}),
+    "pipeline": (PIPELINE, 2, {}),
+    "replicas": ({"microbatches": 2}, 2, {}),
+    "shards": ({"sharded_data_parallel_degree": 2}, 2, {}),
+    "pipeline and shards": ({**PIPELINE, "sharded_data_parallel_degree": 2, "microbatches": 2}, 4, {}),
+    "shared updates": ({"shard_optimizer_state": True}, 2, {}),
+    "interleaved": ({**PIPELINE, "pipeline": "interleaved_1f1b", "virtual_stages": 2}, 2, {}),
+    "bf16": ({**PIPELINE, "bf16": True}, 2, {"dtype": torch.float32}),
+    "fp16 shards": (
+        {"sharded_data_parallel_degree": 2, "fp16": True},
+        2,
+        {"dtype": torch.float32},
+    ),
+    "SGD": (PIPELINE, 2, {"optimizer": "SGD"}),
+    "in the foreground": (PIPELINE, 2, {"asynchronous": False}),
+}
+
+
+@pytest.mark.parametrize("case", SAME_LAYOUT)
+def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
+    """Dropout, a schedule, a buffer that changes, shuffled data over two epochs; saves are asynchronous."""
+    settings, ranks, options = SAME_LAYOUT[case]
+    whole = run_ranks(training, ranks, settings, tmp_path / "whole", until=9, **options)
+    run_ranks(training, ranks, settings, tmp_path / "cut", until=3, **options)
+    rest = run_ranks(training, ranks, settings, tmp_path / "cut", until=9, first=3, **options)
+    for (losses, state, seen), (later, final, rest_seen) in zip(whole, rest, strict=True):
+        assert all(map(math.isfinite, losses))
+        assert later == losses[3:]
+        assert rest_seen == seen[-len(rest_seen) :]
+        assert state.keys() == final.keys()
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(final[name], value), name
+
+
+# pipeline, shard, replicas
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+
+
+def _settings(pipeline: int, shard: int, replicas: int) -> tuple[dict[str, Any], int]:
+    settings = {
+        "pipeline_parallel_degree": pipeline,
+        "sharded_data_parallel_degree": shard,
+        "microbatches": 2,
+    }
+    return settings, pipeline * shard * replicas
+
+
+@pytest.mark.parametrize(("before", "after"), some_combinations(LAYOUTS, LAYOUTS))
+def test_any_layout_resumes_what_any_other_has_saved(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Losses are those of one rank within 1e-9, and every sample is seen once in an epoch."""
+    plain, _, _ = run_ranks(training, 1, {}, tmp_path / "plain", until=8, dropout=0.0)[0]
+    settings, ranks = _settings(*before)
+    saved = run_ranks(training, ranks, settings, tmp_path / "run", until=3, dropout=0.0)
+    settings, ranks = _settings(*after)
+    rest = run_ranks(training, ranks, settings, tmp_path / "run", until=8, first=3, dropout=0.0)
+    assert saved[0][0] == pytest.approx(plain[:3], rel=1e-9)
+    for losses, _, _ in rest:
+        assert losses == pytest.approx(plain[3:], rel=1e-9)
+    first_epoch = _samples(saved, before, steps=3) + _samples(rest, after, steps=2)
+    assert sorted(first_epoch) == list(range(SAMPLES))
+
+
+def _samples(results: list[Any], layout: tuple[int, int, int], *, steps: int) -> list[int]:
+    """What all replicas have seen in the first steps; ranks of a pipeline see the same."""
+    pipeline, shard, replicas = layout
+    of_replicas = {tuple(seen) for _, _, seen in results}
+    assert len(of_replicas) == shard * replicas
+    share = 8 // (shard * replicas)
+    return [sample for seen in of_replicas for sample in seen[: steps * share]]
