@@ -1,6 +1,9 @@
 """A training script that saves and resumes, for tests of both."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +23,9 @@ class Counted(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.note = "new"
+
+    def reset_parameters(self) -> None:
+        self.mean.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -71,6 +77,7 @@ def training(
     dropout: float = 0.1,
     blocks: int = 4,
     every: int = 3,
+    resumes: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[list[float], dict[str, Any], list[int]]:
     """Trains from where the folder's newest checkpoint was.
@@ -93,7 +100,9 @@ def training(
     if first == 0:
         model.module.counted.note = "saved"
         sw.seed_everything(5)
-    step = checkpoints.resume()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        step = checkpoints.resume(**resumes)
     assert step == first
     assert model.module.counted.note == "saved"
 

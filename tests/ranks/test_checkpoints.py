@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import SAMPLES, training
-from choices import some_combinations
 
+from choices import some_combinations
 from shardwright.testing import run_ranks
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
@@ -81,7 +81,7 @@ def test_any_layout_resumes_what_any_other_has_saved(
 
 def _samples(results: list[Any], layout: tuple[int, int, int], *, steps: int) -> list[int]:
     """What all replicas have seen in the first steps; ranks of a pipeline see the same."""
-    pipeline, shard, replicas = layout
+    _, shard, replicas = layout
     of_replicas = {tuple(seen) for _, _, seen in results}
     assert len(of_replicas) == shard * replicas
     share = 8 // (shard * replicas)

@@ -75,9 +75,9 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         except ChildFailedError:
             pass  # the exit log knows better
         except SignalException as stopped:
-            return _stopped(exits, stopped.sigval, report=report)
+            return _stopped(exits, stopped.sigval, request, report=report)
         except KeyboardInterrupt:
-            return _stopped(exits, signal.SIGINT, report=report)
+            return _stopped(exits, signal.SIGINT, request, report=report)
         except Exception as error:
             raise LaunchError(_not_started(request, error)) from error
         ended = exits.of_last_life()
@@ -137,12 +137,17 @@ def _own_signal_handlers_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stopped(exits: ExitLog, number: signal.Signals, *, report: Callable[[str], None]) -> int:
+def _stopped(
+    exits: ExitLog, number: signal.Signals, request: LaunchRequest, *, report: Callable[[str], None]
+) -> int:
     codes = [worker_exit.exit_code for worker_exit in exits.of_last_life()]
     if SAVED_AND_REQUEUE in codes:
         report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
         return SAVED_AND_REQUEUE
-    report(f"stopped by {number.name}")
+    killed = [worker_exit.rank for worker_exit in exits.of_last_life() if worker_exit.was_killed]
+    ranks = ", ".join(map(str, sorted(killed)))
+    unsaved = f"; rank {ranks} did not save within {request.grace_s:g} s, and was killed" if killed else ""
+    report(f"stopped by {number.name}{unsaved}")
     return 128 + number
 
 

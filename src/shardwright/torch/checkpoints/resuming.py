@@ -53,7 +53,7 @@ def open_verified(
     for commit in reversed(commits):
         opened = _opened(context, folder, commit)
         if isinstance(opened, SavedCheckpoint):
-            if problems:
+            if problems and context.rank == 0:
                 warnings.warn(
                     f"{problems[0]} Going on from {commit.name}, which is older, as allow_older says.",
                     stacklevel=4,

@@ -1,0 +1,129 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step, end with 75, and the same command goes on."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.checkpoint.folder import CheckpointFolder
+
+SCRIPT = """
+import sys, time, torch, shardwright.torch as sw
+sw.init({"profile": "estimated", "report": False, "microbatches": 2})
+torch.manual_seed(0)
+model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
+optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+checkpoints = sw.Checkpoints()
+
+@sw.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+step = checkpoints.resume()
+print(f"begins at {step}", flush=True)
+while step < 400:
+    optimizer.zero_grad()
+    loss = train(model, torch.ones(4, 8) * (step + 1)).reduce_mean()
+    optimizer.step()
+    step += 1
+    checkpoints.step_done(step)
+    if sw.pp_rank() == 0 and step in (3, 400):
+        print(f"step {step} loss {loss.item()!r}", flush=True)
+    time.sleep(0.01 if len(sys.argv) < 2 else float(sys.argv[1]))
+"""
+
+
+def _command(tmp_path: Path, *arguments: str, ranks: int = 2, **options: str) -> list[str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    further = [word for name, value in options.items() for word in (f"--{name}", value)]
+    where = ["-n", str(ranks), "--run-dir", str(tmp_path / "runs"), "--name", "job"]
+    return [sys.executable, "-m", "shardwright", "run", *where, *further, str(script), *arguments]
+
+
+def _until_it_says(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"it never said {text!r}")
+
+
+def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, env=os.environ
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
+    process = _started(_command(tmp_path), tmp_path)
+    _until_it_says(process, "step 3 loss")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert f"{number.name}: saved step" in output
+    assert "the ranks saved their state (exit code 75)" in output
+    (commit,) = CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
+    assert 3 <= commit.step < 400
+    if number == signal.SIGTERM:
+        resumed = subprocess.run(
+            _command(tmp_path, "0"), capture_output=True, text=True, cwd=tmp_path, check=False
+        )
+        assert resumed.returncode == 0, resumed.stderr
+        assert f"begins at {commit.step}" in resumed.stdout
+        other = tmp_path / "whole"
+        other.mkdir()
+        whole = subprocess.run(
+            _command(other, "0"),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+        losses = [re.findall(r"step 400 loss (\S+)", each.stdout) for each in (resumed, whole)]
+        assert losses[0] == losses[1] != []
+
+
+def test_one_rank_alone_is_told(tmp_path: Path) -> None:
+    """A scheduler that signals a single process: all ranks save, and end."""
+    process = _started(_command(tmp_path), tmp_path)
+    _until_it_says(process, "step 3 loss")
+    script = str(tmp_path / "train.py")
+    search = ["pgrep", "-f", f"^[^ ]*python[^ ]* -u {script}"]
+    listed = subprocess.run(search, capture_output=True, text=True, check=True)
+    os.kill(int(listed.stdout.split()[-1]), signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
+
+
+def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path) -> None:
+    process = _started(_command(tmp_path, "30", grace="1"), tmp_path)
+    _until_it_says(process, "begins at 0")
+    time.sleep(4)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "did not save within 1 s" in output
+    assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits() == ()
+
+
+def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
+    process = _started(_command(tmp_path, "30"), tmp_path)
+    _until_it_says(process, "begins at 0")
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began_s < 10
+    assert process.returncode == 128 + signal.SIGINT, output

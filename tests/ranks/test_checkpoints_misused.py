@@ -1,0 +1,151 @@
+"""Mistakes with checkpoints: each is told on all ranks, with what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import Dropped, training
+from sharded import QUIET
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def prepared(**settings: Any) -> Any:
+    """A run of two stages that has not made a step; (sw, model)."""
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, **PIPELINE, **settings})
+    return sw, sw.DistributedModel(Dropped().double())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": 3}, r"only in the checkpoint: net\.blocks\.3\.down\.bias"),
+        ({"blocks": 5}, r"only in the model: net\.blocks\.4\.down\.bias"),
+        ({"optimizer": "one group"}, "2 parameter groups, and here it has 1"),
+        ({"state": {}}, r"has the states \['data', 'scheduler'\], and this run has \[\]"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_another_run(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run_ranks(training, 1, {}, tmp_path, until=3)
+
+    def resume() -> None:
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **PIPELINE})
+        model = sw.DistributedModel(Dropped(change.get("blocks", 4)).double())
+        groups: list[Any] = [*model.parameters()]
+        if "optimizer" not in change:
+            groups = [{"params": groups[:5]}, {"params": groups[5:]}]
+        updates = sw.DistributedOptimizer(torch.optim.AdamW(groups))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(updates, max_lr=0.1, total_steps=50)
+        loader = sw.data_loader(torch.utils.data.TensorDataset(torch.zeros(40)), 8, seed=3)
+        sw.Checkpoints(tmp_path, state=change.get("state", {"scheduler": scheduler, "data": loader})).resume()
+
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(resume, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "run_dir is off, so there is no run folder"),
+        ({"folder": "/proc/nowhere"}, "cannot be a folder of checkpoints"),
+        ({"folder": "x", "every": 0}, "every is 0, and must be a whole number from 1"),
+        ({"folder": "x", "keep": True}, "keep is True"),
+        ({"folder": "x", "state": {"a/b": torch.nn.Linear(1, 1)}}, "state has the name 'a/b'"),
+        ({"folder": "x", "state": {"a": 1}}, r"is a int, which has no state_dict\(\)"),
+        ({"folder": "x", "state": {"a": torch.optim.SGD([torch.zeros(1)])}}, "Wrap it in sw.Distributed"),
+        ({"folder": "x", "on_failed_save": "ignore"}, "on_failed_save is 'ignore'"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def run() -> None:
+        import os
+
+        os.chdir(tmp_path)
+        sw, _ = prepared()
+        sw.Checkpoints(**options)
+
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(run, 2)
+
+
+def test_before_a_model_is_wrapped(tmp_path: Path) -> None:
+    def run() -> None:
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        sw.Checkpoints(tmp_path)
+
+    with pytest.raises(RanksFailedError, match=r"Call sw\.DistributedModel\(model\) before sw\.Checkpoints"):
+        run_ranks(run, 1)
+
+
+def test_two_runs_do_not_save_in_one_folder(tmp_path: Path) -> None:
+    """The first holds the folder until its process ends."""
+
+    def run() -> None:
+        import os
+        import subprocess
+        import sys
+
+        sw, _ = prepared()
+        sw.Checkpoints(tmp_path)
+        if sw.rank() == 0:
+            other = (
+                "import torch, shardwright.torch as sw; sw.init({'run_dir': 'off'});"
+                "sw.DistributedModel(torch.nn.Linear(1, 1)); sw.Checkpoints(sys.argv[1])"
+            )
+            environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "PYTHONPATH")}
+            ended = subprocess.run(
+                [sys.executable, "-c", f"import sys; {other}", str(tmp_path)],
+                capture_output=True,
+                text=True,
+                env=environ,
+                check=False,
+            )
+            assert "another run saves its checkpoints" in ended.stderr, ended.stderr
+        sw.barrier()
+
+    run_ranks(run, 2)
+
+
+def test_a_save_on_some_ranks_names_the_others(tmp_path: Path) -> None:
+    def run() -> None:
+        sw, _ = prepared()
+        checkpoints = sw.Checkpoints(tmp_path)
+        if sw.rank() == 0:
+            checkpoints.save(1)
+
+    with pytest.raises(RanksFailedError, match=r"checkpoints\.save\(\)") as failed:
+        run_ranks(run, 2, timeout_s=60)
+    assert "rank 1" in str(failed.value)
+
+
+def test_a_state_that_cannot_be_saved_is_named_and_training_goes_on(tmp_path: Path) -> None:
+    def run() -> str:
+        from shardwright.errors import CheckpointError
+
+        sw, _ = prepared()
+
+        class Odd:
+            def state_dict(self) -> dict[str, object]:
+                return {"a": [1, object()]}
+
+            def load_state_dict(self, state: object) -> None: ...
+
+        checkpoints = sw.Checkpoints(tmp_path, state={"odd": Odd()})
+        try:
+            checkpoints.save(1)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    for text in run_ranks(run, 2):
+        assert text.startswith("state/odd.a[1] is a builtins.object, which cannot be saved")

@@ -1,0 +1,222 @@
+"""Saves in the background: what they see, what happens where they fail, and who is killed meanwhile."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import Dropped, training
+from sharded import QUIET
+
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.errors import CheckpointError
+from shardwright.testing import RanksFailedError, run_ranks
+
+NUM_KILLS = 7
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def _started(folder: Path, plan: Path | None = None, **options: Any) -> tuple[Any, Any, Callable[[], None]]:
+    """(model, checkpoints, a step) of a run that has made one step."""
+    import shardwright.torch as sw
+
+    settings = {"plan": str(plan)} if plan else {"pipeline_parallel_degree": num_ranks(), "microbatches": 2}
+    sw.init({**QUIET, **settings})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(Dropped().double())
+    updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = sw.Checkpoints(folder, **options)
+
+    @sw.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        model.backward(loss)
+        return loss
+
+    def step() -> None:
+        updates.zero_grad()
+        train(model, torch.arange(8).reshape(4, 2))
+        updates.step()
+
+    step()
+    return model, checkpoints, step
+
+
+def num_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _before_disk(checkpoints: Any, action: Callable[[str, Path], None]) -> None:
+    """Has something happen before each operation on the disk of this rank."""
+    checkpoints._disk._before = action
+
+
+def _steps(folder: Path) -> list[int]:
+    return [commit.step for commit in CheckpointFolder(folder).commits()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_snapshot_is_of_one_step(ranks: int, tmp_path: Path) -> None:
+    """Weights, optimizer and buffers are overwritten as soon as save() returns."""
+
+    def run() -> Any:
+        model, checkpoints, _ = _started(tmp_path)
+        _before_disk(checkpoints, lambda operation, path: time.sleep(0.01))
+        state = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+        checkpoints.save(1)
+        for tensor in (*model.local_parameters(), *(b for _, b in model.local_named_buffers())):
+            tensor.data.fill_(float("nan"))
+        checkpoints.wait()
+        return state
+
+    from shardwright.torch.checkpoints.stored import read_part
+
+    expected = run_ranks(run, ranks)[0]
+    saved = CheckpointFolder(tmp_path).open()
+    saved.check()
+    for name, value in expected.items():
+        assert torch.equal(read_part(saved, f"model/{name}"), value)
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    """A save that is due while another is written waits for it: there is never more than one copy."""
+
+    def run() -> list[float]:
+        _, checkpoints, step = _started(tmp_path, every=1)
+        _before_disk(checkpoints, lambda operation, path: time.sleep(0.02))
+        taken = []
+        for number in (1, 2, 3):
+            step()
+            before_s = time.monotonic()
+            checkpoints.step_done(number)
+            taken.append(time.monotonic() - before_s)
+        checkpoints.wait()
+        return taken
+
+    for first, second, third in run_ranks(run, 2):
+        assert first < 0.2
+        assert min(second, third) > 0.2  # the writes of the one before
+    assert _steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failed_save_is_raised_at_the_next_step_on_all_ranks(failing: int, tmp_path: Path) -> None:
+    def run() -> list[str]:
+        import shardwright.torch as sw
+
+        _, checkpoints, step = _started(tmp_path)
+        checkpoints.save(1)
+        checkpoints.wait()
+
+        def full(operation: str, path: Path) -> None:
+            if operation == "write":
+                raise OSError(28, "No space left on device", str(path))
+
+        if sw.rank() == failing:
+            _before_disk(checkpoints, full)
+        step()
+        checkpoints.save(2)  # in the background
+        told = []
+        for number in range(3, 200):
+            step()
+            try:
+                checkpoints.step_done(number)
+            except CheckpointError as error:
+                told.append(str(error))
+                break
+        _before_disk(checkpoints, lambda operation, path: None)
+        step()  # training goes on
+        checkpoints.save(number + 1)
+        checkpoints.wait()
+        return told
+
+    for told in run_ranks(run, 2):
+        assert len(told) == 1
+        assert "step 2 was not saved" in told[0]
+        assert "No space left on device" in told[0]
+    steps = _steps(tmp_path)
+    assert len(steps) == 2
+    assert steps[0] == 1
+    assert not list(tmp_path.glob("*.tmp-*"))  # what the failed one had written does not fill the disk
+
+
+def test_a_failed_save_may_only_warn(tmp_path: Path) -> None:
+    def run() -> list[str]:
+        import warnings
+
+        _, checkpoints, _ = _started(tmp_path, on_failed_save="warn", asynchronous=False)
+
+        def broken(operation: str, path: Path) -> None:
+            raise OSError(5, "Input/output error")
+
+        _before_disk(checkpoints, broken)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                checkpoints.save(1)
+            except CheckpointError as error:  # could not even begin
+                return [str(error)]
+        return [str(warning.message) for warning in caught]
+
+    assert "Input/output error" in run_ranks(run, 1)[0][0]
+
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(victim: int, tmp_path: Path) -> None:
+    """Two ranks; one is killed before each operation on the disk in turn, and the next run resumes."""
+
+    def run(folder: Path, at: int, plan: Path | None = None) -> int:
+        import shardwright.torch as sw
+
+        _, checkpoints, step = _started(folder, plan)
+        if not _steps(folder):
+            checkpoints.save(1)
+            checkpoints.wait()
+        count = 0
+
+        def die(operation: str, path: Path) -> None:
+            nonlocal count
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+
+        if sw.rank() == victim:
+            _before_disk(checkpoints, die)
+        step()
+        checkpoints.save(2, asynchronous=False)
+        return count
+
+    total = run_ranks(run, 2, tmp_path / "counted", 10**6)[victim]
+    plan = CheckpointFolder(tmp_path / "counted").open().path / "plan.json"
+    for at in sorted({round(i * (total - 1) / (NUM_KILLS - 1)) for i in range(NUM_KILLS)}):
+        folder = tmp_path / str(at)
+        with pytest.raises(RanksFailedError):
+            run_ranks(run, 2, folder, at, plan)
+        assert _steps(folder) in ([1], [1, 2])
+        CheckpointFolder(folder).open().check()
+
+
+def test_damage_is_refused_and_an_older_one_taken_only_if_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(training, 2, PIPELINE, tmp_path, until=6)
+    assert _steps(tmp_path) == [3, 6]
+    damaged = tmp_path / "step-00000006" / "rank-00001.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+
+    refused = r"rank-00001\.safetensors is damaged.*resume\(allow_older=True\)"
+    with pytest.raises(RanksFailedError, match=refused) as failed:
+        run_ranks(training, 2, PIPELINE, tmp_path, until=9, first=6)
+    # All ranks refuse it, not only the one that has read it.
+    assert all(f"rank {rank}," in str(failed.value) for rank in (0, 1))
+    run_ranks(training, 2, PIPELINE, tmp_path, until=6, first=3, resumes={"allow_older": True})
+    assert "Going on from step-00000003, which is older" in capfd.readouterr().err
+    run_ranks(training, 2, PIPELINE, tmp_path, until=7, first=6)  # saved anew beside the damaged one
+    assert (tmp_path / "step-00000006.2").is_dir()
