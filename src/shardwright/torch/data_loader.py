@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.context import context
 
-__all__ = ["ReplicaLoader", "data_loader"]
+__all__ = ["ReplicaLoader", "data_loader", "order_of_epoch", "remaining_batches"]
 
 
 def data_loader(
@@ -140,18 +140,57 @@ class ReplicaLoader:
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _remaining(self) -> Iterator[tuple[int, list[int]]]:
-        """Each batch of this replica, and the position behind the global one."""
-        num = len(self._dataset)
-        order: Sequence[int] = range(num)
-        if self._shuffle:
-            (seed,) = numpy.random.SeedSequence([self._seed, self.epoch]).generate_state(1)
-            order = torch.randperm(num, generator=torch.Generator().manual_seed(int(seed))).tolist()
-        for start in range(self.position, num, self._batch_size):
-            batch = order[start : start + self._batch_size]
-            if len(batch) < (self._batch_size if self._drop_last else self._replicas):
-                return
-            first, end = (len(batch) * (self._replica + i) // self._replicas for i in (0, 1))
-            yield start + len(batch), list(batch[first:end])
+        order = order_of_epoch(len(self._dataset), (self._seed, self.epoch) if self._shuffle else None)
+        return remaining_batches(
+            order,
+            self.position,
+            self._batch_size,
+            replica=(self._replica, self._replicas),
+            drop_last=self._drop_last,
+        )
+
+
+def order_of_epoch(num_samples: int, seeds: tuple[int, int] | None) -> Sequence[int]:
+    """The numbers of all samples, in the order of an epoch.
+
+    Args:
+        num_samples: how many there are.
+        seeds: of the run and of the epoch; None: not shuffled.
+    """
+    if seeds is None:
+        return range(num_samples)
+    (seed,) = numpy.random.SeedSequence(seeds).generate_state(1)
+    order: list[int] = torch.randperm(
+        num_samples, generator=torch.Generator().manual_seed(int(seed))
+    ).tolist()
+    return order
+
+
+def remaining_batches(
+    order: Sequence[int], position: int, batch_size: int, *, replica: tuple[int, int], drop_last: bool
+) -> Iterator[tuple[int, list[int]]]:
+    """The batches of a replica from a position on.
+
+    Args:
+        order: numbers of samples.
+        position: samples that are over, of all replicas together.
+        batch_size: of a global batch.
+        replica: ``(i, n)``: the i-th of n.
+        drop_last: leave out a last batch that is smaller.
+
+    Yields:
+        The position behind the global batch, and this replica's part of it.
+
+    >>> list(remaining_batches(range(6), 2, 2, replica=(1, 2), drop_last=True))
+    [(4, [3]), (6, [5])]
+    """
+    index, replicas = replica
+    for start in range(position, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        if len(batch) < (batch_size if drop_last else replicas):
+            return
+        first, end = (len(batch) * (index + i) // replicas for i in (0, 1))
+        yield start + len(batch), list(batch[first:end])
 
 
 @dataclass(frozen=True, slots=True)
