@@ -20,7 +20,7 @@ from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
 
-__all__ = ["clip_grad_norm_", "norm_over_stages"]
+__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
 
 _REMEDY = "Clip between it and optimizer.step()."
 
@@ -51,6 +51,21 @@ def clip_grad_norm_(
     for gradient in map(_own_part, gradients):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
+
+
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of gradients over all stages, which stay as they are; collective over the replica.
+
+    Args:
+        parameters: those of this rank; those of other ranks are passed over.
+        norm_type: which p-norm; ``inf`` for the largest entry.
+
+    Returns:
+        A 0-dim float64 tensor, equal on all ranks.
+    """
+    chosen = list(parameters)
+    gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+    return _norm(gradients, norm_type, asked=chosen)
 
 
 def norm_over_stages() -> None:

@@ -145,7 +145,7 @@ class DistributedModel(nn.Module):
             return SingleEngine(current, self)
         from shardwright.torch.planning import Planner
 
-        planner = Planner(current, self.module, self._materialiser)
+        planner = Planner(current, self.get_module(), self._materialiser)
         if not several:
             return SingleEngine(current, self, planner)
         return PipelineEngine(current, self, planner, self._materialiser)
@@ -160,13 +160,13 @@ class DistributedModel(nn.Module):
                 "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
-            self._called_to_train |= torch.is_grad_enabled() and self.module.training
+            self._called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:
             args, kwargs = cast_inputs((args, kwargs), self._low_precision)
         if active_handler() is None and self.replicas.sharding is not None:
             result = self._whole_for_a_call(*args, **kwargs)
         else:
-            result = self.module(*args, **kwargs)
+            result = self.get_module()(*args, **kwargs)
         return result if self._low_precision is None else cast_outputs(result)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ class DistributedModel(nn.Module):
                 "call the model under torch.no_grad(), on all ranks."
             )
         with self.replicas.rows_as_used():
-            return self.module(*args, **kwargs)
+            return self.get_module()(*args, **kwargs)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Runs the backward of a microbatch.
@@ -253,7 +253,7 @@ class DistributedModel(nn.Module):
         """Warns once of a step that looks like training and trains nothing."""
         if self._pointed_out or function in self._trained_by:
             return
-        if not any(p.requires_grad for p in self.module.parameters()):
+        if not any(p.requires_grad for p in self.get_module().parameters()):
             return
         self._pointed_out = True
         name = getattr(function, "__name__", "the step function")
@@ -277,7 +277,7 @@ class DistributedModel(nn.Module):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that this rank holds, by their names in the user's module."""
-        return ((name, p) for name, p in self.module.named_parameters() if self._is_local(p))
+        return ((name, p) for name, p in self.get_module().named_parameters() if self._is_local(p))
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that this rank holds."""
@@ -285,7 +285,7 @@ class DistributedModel(nn.Module):
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that this rank holds, by their names in the user's module."""
-        return ((name, b) for name, b in self.module.named_buffers() if self._is_local(b))
+        return ((name, b) for name, b in self.get_module().named_buffers() if self._is_local(b))
 
     def local_parameter_ids(self) -> set[int]:
         """Identities of the parameters that this rank holds."""
@@ -328,7 +328,7 @@ class DistributedModel(nn.Module):
         if self._residency is None or current.pipeline_group is None:
             given = {} if destination is None else {"destination": destination}
             with self.replicas.all_rows():
-                state = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
+                state = self.get_module().state_dict(**given, prefix=prefix, keep_vars=keep_vars)
                 if self.replicas.sharding is not None:
                     state.update({key: _copy(value) for key, value in state.items()})
             return state
@@ -343,11 +343,11 @@ class DistributedModel(nn.Module):
         assert self._residency is not None
         self._gathers = True
         try:
-            state = self.module.state_dict(keep_vars=keep_vars)
+            state = self.get_module().state_dict(keep_vars=keep_vars)
         finally:
             self._gathers = False
         with first_cause_named(current):
-            full = gather_state(state, self.module, self._residency, current)
+            full = gather_state(state, self.get_module(), self._residency, current)
         if destination is None and not prefix:
             return full
         target = OrderedDict() if destination is None else destination
@@ -367,9 +367,9 @@ class DistributedModel(nn.Module):
                 self._state_to_load = state_dict
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message=".*no-op.*")
-                    return self.module.load_state_dict(state_dict, strict=strict)
+                    return self.get_module().load_state_dict(state_dict, strict=strict)
             with self.replicas.all_rows(written=True):
-                return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+                return self.get_module().load_state_dict(state_dict, strict=strict, assign=assign)
         with self.replicas.all_rows(written=True):
             return self._load_own(state_dict, strict=strict)
 
@@ -377,13 +377,13 @@ class DistributedModel(nn.Module):
         """Loads what this rank holds of the state of all stages."""
         self._gathers = True
         try:
-            own = self.module.state_dict()
+            own = self.get_module().state_dict()
         finally:
             self._gathers = False
         known = {
             name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
         }
-        return self.module.load_state_dict(known, strict=strict, assign=False)
+        return self.get_module().load_state_dict(known, strict=strict, assign=False)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
         """Has ``hook(model, optimizer)`` called once every rank has its part."""
@@ -423,7 +423,7 @@ class DistributedModel(nn.Module):
         """Checks an optimizer, and leaves it the parameters of this rank once they are known."""
         self._scale_as_wanted(optimizer)
         if self._residency is None:
-            optimizer.check(self.module.parameters())
+            optimizer.check(self.get_module().parameters())
         else:
             optimizer.keep(self.local_parameter_ids())
 
@@ -439,7 +439,7 @@ class DistributedModel(nn.Module):
             Whether the model is as it was: no state was waiting for this, and no hook.
         """
         self._residency = residency
-        self.module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
+        self.get_module().register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda _, state, *rest: self._refuse_part(state)
         )
         norm_over_stages()

@@ -394,7 +394,7 @@ def _refuse_unwrapped(optimizer: Optimizer) -> None:
     model = context().model if is_initialized() else None
     if model is None or model.replicas.updated_parts is None or _Stepping.wrapped:
         return
-    own = {id(parameter) for parameter in model.module.parameters()}
+    own = {id(parameter) for parameter in model.get_module().parameters()}
     if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
             f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "

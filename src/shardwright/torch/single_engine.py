@@ -60,10 +60,10 @@ class SingleEngine:
         scale *= self._model.loss_scale
         parts = splitter.split(arguments, num_microbatches)
         if not self._prepared and torch.is_grad_enabled():
-            recompute_as_wished(self._context, self._model.module, function, parts[0], splitter)
+            recompute_as_wished(self._context, self._model.get_module(), function, parts[0], splitter)
             self._prepared = True
         if self._context.data_group is not None:
-            refuse_accumulation_hooks(self._model.module)
+            refuse_accumulation_hooks(self._model.get_module())
             self._prepare_replicas(self._context.data_group)
         if self._buffers is not None:
             self._buffers.agree_on_what_scripts_set()
@@ -143,7 +143,7 @@ class SingleEngine:
 
         Before the first batch, and again where the script has given the model other parameters since.
         """
-        module = self._model.module
+        module = self._model.get_module()
         present = {id(parameter) for parameter in module.parameters()}
         if present == self._reduced:
             return
@@ -158,7 +158,7 @@ class SingleEngine:
     def _share(self, group: dist.ProcessGroup) -> int:
         """Gives all replicas the values of the first; returns its world rank."""
         first = self._context.mesh.group("dp", self._context.rank)[0]
-        for tensor in (*self._model.module.parameters(), *self._model.module.buffers()):
+        for tensor in (*self._model.get_module().parameters(), *self._model.get_module().buffers()):
             if tensor.numel() and not tensor.is_meta:
                 dist.broadcast(tensor.detach(), first, group=group)
         return first

@@ -42,6 +42,6 @@ def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None
 
 
 def _with_extra_states(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.module.named_modules():
+    for name, module in model.get_module().named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module

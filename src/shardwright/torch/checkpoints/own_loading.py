@@ -39,7 +39,7 @@ def check_fits(
         for name, entry in saved.index.tensors.items()
         if name.startswith(prefix)
     }
-    known = own.keys() | _other_names(model.module)
+    known = own.keys() | _other_names(model.get_module())
     problems = [
         f"{len(names)} tensors are only {where}: {_listed(names)}."
         for where, names in (
@@ -87,12 +87,12 @@ def _saved_tensors(
 
     A tensor of several names may have been saved under any of them.
     """
-    transient = non_persistent_buffers(model.module)
+    transient = non_persistent_buffers(model.get_module())
     names: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in (
-        *model.module.named_parameters(remove_duplicate=False),
-        *model.module.named_buffers(remove_duplicate=False),
+        *model.get_module().named_parameters(remove_duplicate=False),
+        *model.get_module().named_buffers(remove_duplicate=False),
     ):
         names.setdefault(id(tensor), []).append(name)
         tensors[name] = tensor
@@ -130,7 +130,7 @@ def load_optimizer_state(
         others: what the state has beside tensors, by name of the parameter and key.
         prefix: of the names of its tensors.
     """
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     keys: dict[str, list[str]] = {}
     for full in saved.index.tensors:
         if full.startswith(prefix):

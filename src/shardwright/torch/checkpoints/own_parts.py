@@ -63,10 +63,10 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
         model: between two steps, and with memory.
         prefix: of the names.
     """
-    transient = non_persistent_buffers(model.module)
+    transient = non_persistent_buffers(model.get_module())
     turns = _Turns()
     parts = []
-    for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers()):
+    for name, tensor in (*model.get_module().named_parameters(), *model.get_module().named_buffers()):
         if name in transient or not model.counts_here(name):
             continue
         sharded = sharded_of(model, tensor)
@@ -87,7 +87,7 @@ def optimizer_parts(
         prefix: of the names.
     """
     turns = _Turns()
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     parts = []
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         name = names[id(parameter)]

@@ -129,7 +129,7 @@ def _optimizer_document(
     *,
     rank: int,
 ) -> dict[str, Any]:
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     shared: dict[str, Tensor] = {}  # options that are tensors: every rank has them, the first one saves them
     others: dict[str, dict[str, Any]] = {}
