@@ -1,7 +1,7 @@
 """Settings under the names of SageMaker's library: where they come from, and their defaults.
 
 Strongest last: the dictionary that a script gives ``smp.init``, then ``SM_HP_MP_PARAMETERS``, which a
-launcher sets. (What ``shardwright run`` was told by ``--set``, ``--config`` and ``--plan`` is stronger than both.)
+launcher sets. (What ``shardwright run`` was told by ``--set``, ``--config`` or ``--plan`` wins over both.)
 
 No framework is imported here.
 """

@@ -14,19 +14,21 @@ __all__ = ["StepOutput", "step"]
 
 def step(
     function: Callable[..., Any] | None = None,
-    /,
-    *,
     non_split_inputs: Sequence[str] | None = None,
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Any:
     """Makes a function run once for each microbatch; works bare and called.
 
+    Tensors among its arguments, also inside containers, are cut along axis 0; objects with
+    ``smp_slice(num_microbatches, microbatch, axis)`` cut themselves; anything else goes to every microbatch.
+    Of what it returns, tensors become `StepOutput`, and other things lists with one item a microbatch.
+
     Args:
         function: the step function.
         non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: name -> axis along which an argument is cut; 0 where it is not named.
-        detach_outputs: outputs have no autograd history, which False does not change.
+        detach_outputs: accepted. Outputs have no autograd history, also where it is False.
     """
     if function is None:
         return functools.partial(
@@ -37,7 +39,8 @@ def step(
         )
     if not detach_outputs:
         warnings.warn(
-            "detach_outputs=False changes nothing here: what a step returns has no autograd history.",
+            "detach_outputs=False changes nothing here: the backward of a microbatch is over when the step "
+            "returns, so that its outputs have no autograd history. Call model.backward inside the step.",
             stacklevel=2,
         )
     run = step_function(
@@ -45,11 +48,11 @@ def step(
     )
 
     @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def step_of_all_microbatches(*args: Any, **kwargs: Any) -> Any:
         current = current_run()
         result = run(*args, **kwargs)
-        if current.model is not None:
-            current.model.step_done()  # type: ignore[attr-defined]
+        if (after := getattr(current.model, "after_step", None)) is not None:
+            after()
         return result
 
-    return checked
+    return step_of_all_microbatches

@@ -1,0 +1,1 @@
+"""The backend of the model parallel library: the names of its errors."""

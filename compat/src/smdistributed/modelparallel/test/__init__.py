@@ -1,0 +1,1 @@
+"""Helpers that public scripts import from the tests of the library."""

@@ -1,0 +1,154 @@
+"""Objects from rank to rank: ``smp.send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
+
+They go over a gloo group of their own, so that they meet no message of a step, and CUDA has no part in it. A
+message is sent when its receiver takes it: both wait for each other::
+
+    smp.send(table, 3, smp.RankType.WORLD_RANK)            on rank 0
+    table = smp.recv_from(0, smp.RankType.WORLD_RANK)      on rank 3
+"""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwright.torch as sw
+from shardwright.errors import UsageError
+from shardwright.torch.failure import first_cause_named
+from smdistributed.modelparallel.torch.groups import CommGroup, RankType, kind_of, members
+from smdistributed.modelparallel.torch.state_mod import current_run, state
+
+__all__ = ["allgather", "barrier", "broadcast", "dp_barrier", "mp_barrier", "recv_from", "send"]
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
+    """Sends an object to one rank, which calls `recv_from`; returns when it takes it.
+
+    Args:
+        obj: anything that can be pickled.
+        dest_rank: who gets it.
+        rank_type: in which group that rank is counted.
+
+    Raises:
+        UsageError: there is no such rank, or it is this one.
+    """
+    _wait(_start(_packed(obj), [_other(dest_rank, rank_type, "send")]))
+
+
+def recv_from(src_rank: int, rank_type: RankType) -> Any:
+    """Takes an object that another rank sends, or broadcasts.
+
+    Args:
+        src_rank: who sends it.
+        rank_type: in which group that rank is counted.
+
+    Raises:
+        UsageError: there is no such rank, or it is this one.
+    """
+    return _receive(_other(src_rank, rank_type, "recv_from"))
+
+
+def broadcast(obj: Any, group: CommGroup) -> None:
+    """Sends an object to all others of a group, who call `recv_from`; returns when all have taken it.
+
+    Args:
+        obj: anything that can be pickled.
+        group: which group.
+    """
+    current = current_run()
+    _wait(_start(_packed(obj), [other for other in members(group) if other != current.rank]))
+
+
+def allgather(obj: Any, group: CommGroup) -> list[Any]:
+    """The objects of all ranks of a group, by their ranks in it; all of them call it.
+
+    Args:
+        obj: anything that can be pickled.
+        group: which group.
+    """
+    current = current_run()
+    ranks = members(group)
+    under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
+    found = [obj if other == current.rank else _receive(other) for other in ranks]
+    _wait(under_way)
+    return found
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Waits for all ranks of a group, which call it too."""
+    if kind_of(group) == "world":
+        current_run()
+        sw.barrier()
+    else:
+        allgather(None, group)
+
+
+def dp_barrier() -> None:
+    """Waits for all ranks of this stage."""
+    barrier(CommGroup.DP_GROUP)
+
+
+def mp_barrier() -> None:
+    """Waits for all ranks of this replica."""
+    barrier(CommGroup.MP_GROUP)
+
+
+def _other(rank: int, rank_type: RankType, call: str) -> int:
+    """The world rank that is meant."""
+    kind = kind_of(rank_type)
+    ranks = members(rank_type)
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < len(ranks):
+        raise UsageError(
+            f"smp.{call} names {kind} rank {rank!r}, but they run from 0 to {len(ranks) - 1} here."
+        )
+    if ranks[rank] == current_run().rank:
+        raise UsageError(
+            f"smp.{call} names {kind} rank {rank}, which is this rank itself. Leave the call out on it, for "
+            f"example by if smp.{'' if kind == 'world' else f'{kind}_'}rank() != {rank}."
+        )
+    return ranks[rank]
+
+
+def _packed(obj: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def _start(payload: Tensor, ranks: Sequence[int]) -> list[tuple[dist.Work, Tensor]]:
+    """Begins to send to these ranks: first how much comes, then that."""
+    if not ranks:
+        return []
+    group = state.objects_group
+    size = torch.tensor([payload.numel()])
+    with first_cause_named(current_run()):
+        return [
+            (work, part)
+            for other in ranks
+            for part in (size, payload)
+            if (work := dist.isend(part, other, group=group)) is not None
+        ]
+
+
+def _wait(under_way: Sequence[tuple[dist.Work, Tensor]]) -> None:
+    with first_cause_named(current_run()):
+        for work, _ in under_way:
+            work.wait()
+
+
+def _receive(source: int) -> Any:
+    group, device = state.objects_group, current_run().device
+    with first_cause_named(current_run()):
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, source, group=group)
+        payload = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.recv(payload, source, group=group)
+
+    def here(storage: Any, location: str) -> Any:
+        # What was on the sender's GPU comes to this rank's.
+        return storage if location == "cpu" else storage.to(device)
+
+    return torch.load(io.BytesIO(payload.numpy().tobytes()), map_location=here, weights_only=False)

@@ -1,0 +1,138 @@
+"""LAMB: Adam whose step is scaled, tensor by tensor, to the size of the tensor.
+
+You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020; with the
+gradients scaled to a norm beforehand, as NVIDIA's implementation does. With p a tensor, g its gradient, t
+the step::
+
+    g = g / max(1, |all gradients| / max_grad_norm)
+    m = b1 m + (1 - b1) g                     v = b2 v + (1 - b2) g^2
+    u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p
+    p = p - lr |p| / |u| u
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.errors import UsageError
+from shardwright.torch.clipping import gradient_norm
+from shardwright.torch.context import is_initialized
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(Optimizer):
+    """LAMB.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: correct the averages for their beginning at zero.
+        betas: of the average of gradients, and of that of their squares.
+        eps: added to the root of the second.
+        weight_decay: of the update.
+        amsgrad: not supported, as in the original.
+        adam_w_mode: decay the parameter itself; else add it to the gradient.
+        grad_averaging: weigh gradients in the average by ``1 - beta``; else by 1.
+        set_grad_none: `zero_grad` leaves no gradients.
+        max_grad_norm: norm to which all gradients are scaled, over all stages; None for as they are.
+        use_nvlamb: scale steps of tensors without weight decay, too.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+    ):
+        if amsgrad:
+            raise UsageError("FusedLAMB has no AMSGrad variant. Set amsgrad to False.")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults)
+        self._decays_parameter = adam_w_mode
+        self._scales_all = use_nvlamb
+        self._leaves_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients."""
+        super().zero_grad(self._leaves_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters; collective over the ranks of the replica."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        most = self.defaults["max_grad_norm"]
+        scale = _scale(self._parameters(), most) if most else None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, scale)
+        return loss
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise UsageError("FusedLAMB does not take sparse gradients. Use torch.optim.SparseAdam for them.")
+        beta1, beta2 = group["betas"]
+        decay, step = group["weight_decay"], group["step"]
+        if scale is not None:
+            gradient = gradient * scale.to(gradient.dtype)
+        if decay and not self._decays_parameter:
+            gradient = gradient + decay * parameter
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        average, squares = state["exp_avg"], state["exp_avg_sq"]
+        average.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrects = group["bias_correction"]
+        first, second = (1 - beta1**step, 1 - beta2**step) if corrects else (1.0, 1.0)
+        update = (average / first) / ((squares / second).sqrt() + group["eps"])
+        if decay and self._decays_parameter:
+            update = update + decay * parameter
+        if decay or self._scales_all:
+            update = update * _trust_ratio(parameter, update)
+        parameter.sub_(update * group["lr"])
+
+
+def _scale(parameters: list[Tensor], most: float) -> Tensor:
+    """What gradients are multiplied by, so that their norm is at most `most`."""
+    if is_initialized():
+        norm = gradient_norm(parameters)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return torch.where(norm > most, most / norm, torch.ones_like(norm))
+
+
+def _trust_ratio(parameter: Tensor, update: Tensor) -> Tensor:
+    size, change = parameter.norm(), update.norm()
+    return torch.where((size > 0) & (change > 0), size / change, torch.ones_like(size))

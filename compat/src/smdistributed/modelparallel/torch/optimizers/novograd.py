@@ -1,0 +1,129 @@
+"""NovoGrad: momentum of gradients that are divided, tensor by tensor, by their averaged norm.
+
+Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019. With p a tensor, g its
+gradient, and v = |g|^2 at first::
+
+    v = b2 v + (1 - b2) |g|^2
+    m = b1 m + (g / (sqrt(v) + eps) + weight_decay p)        reg_inside_moment
+    p = p - lr m
+
+As in NVIDIA's implementation, gradients may be averaged, averages corrected for their beginning at zero, and
+the decay may stand outside of the average, which is the default.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.errors import UsageError
+
+__all__ = ["FusedNovoGrad"]
+
+
+class FusedNovoGrad(Optimizer):
+    """NovoGrad.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        bias_correction: correct averages for their beginning at zero.
+        betas: of the average of gradients, and of that of their norms.
+        eps: added to the norm.
+        weight_decay: of the parameter.
+        amsgrad: not supported, as in the original.
+        reg_inside_moment: average the decay with the gradients; else add it to the update.
+        grad_averaging: weigh gradients in the average by ``1 - beta``; else by 1.
+        norm_type: 2, or 0 for the largest entry.
+        init_zero: the average of norms begins at zero; else at the first norm.
+        set_grad_none: `zero_grad` leaves no gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: float = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+    ):
+        if amsgrad:
+            raise UsageError("FusedNovoGrad has no AMSGrad variant. Set amsgrad to False.")
+        if norm_type not in (0, 2, float("inf")):
+            raise UsageError(f"norm_type is {norm_type!r}, but it is 2, or 0 for the largest entry.")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(params, defaults)
+        self._decays_inside = reg_inside_moment
+        self._leaves_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients."""
+        super().zero_grad(self._leaves_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise UsageError("FusedNovoGrad does not take sparse gradients.")
+        (beta1, beta2), step, decay = group["betas"], group["step"], group["weight_decay"]
+        corrects = group["bias_correction"]
+        first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if corrects else (1.0, 1.0)
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        state["norm"] = norm = _averaged_norm(state.get("norm"), gradient, beta2, group)
+        divisor = norm / second + group["eps"]
+        weight = 1 - beta1 if group["grad_averaging"] else 1.0
+        average = state["exp_avg"]
+        if self._decays_inside:
+            average.mul_(beta1).add_(gradient / divisor + decay * parameter, alpha=weight)
+            update = average / first
+        else:
+            average.mul_(beta1).add_(gradient, alpha=weight)
+            update = average / first / divisor + decay * parameter
+        parameter.sub_(update * group["lr"])
+
+
+def _averaged_norm(before: Tensor | None, gradient: Tensor, beta: float, group: dict[str, Any]) -> Tensor:
+    """The average of the norms of the gradients of a tensor, up to now."""
+    is_euclidean = group["norm_type"] == 2
+    norm = gradient.norm() if is_euclidean else gradient.abs().max()
+    if before is None:
+        if not group["init_zero"]:
+            return norm
+        before = torch.zeros_like(norm)
+    if is_euclidean:
+        return (beta * before.square() + (1 - beta) * norm.square()).sqrt()
+    return beta * before + (1 - beta) * norm

@@ -1,0 +1,1 @@
+"""What the library puts in the place of parts of PyTorch."""
