@@ -17,7 +17,7 @@ from shardwright.torch.precision import gradient_dtype
 if TYPE_CHECKING:
     from shardwright.torch.reducer import Reduced
 
-__all__ = ["Bucket", "ShardedBucket", "SummedBucket"]
+__all__ = ["Bucket", "ShardedBucket", "SummedBucket", "flags_of", "gradient_of", "hand_out"]
 
 
 class Bucket(Protocol):
@@ -70,9 +70,9 @@ class SummedBucket:
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
         assert is_last
-        parts = [_gradient_of(member).reshape(-1) for member in self.members]
+        parts = [gradient_of(member).reshape(-1) for member in self.members]
         first = parts[0]
-        parts.append(torch.tensor(_flags_of(self.members), dtype=first.dtype, device=first.device))
+        parts.append(torch.tensor(flags_of(self.members), dtype=first.dtype, device=first.device))
         self._buffer = torch.cat(parts)
         for member in self.members:
             member.parameter.grad = None
@@ -95,15 +95,7 @@ class SummedBucket:
         flags = buffer[-len(self.members) :].tolist()
         if divisor != 1:
             buffer.div_(divisor)
-        offset = 0
-        for member, flag in zip(self.members, flags, strict=True):
-            parameter = member.parameter
-            total = buffer[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-            if flag:
-                if not parameter.is_contiguous():  # a gradient lies in memory as its parameter does
-                    total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
-                parameter.grad = total
+        hand_out(buffer, self.members, flags)
 
 
 class ShardedBucket:
@@ -139,7 +131,7 @@ class ShardedBucket:
         if self._work:
             self._total = self._settled()
         layout, first = self._layout, self.members[0].holder
-        flags = torch.tensor(_flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
+        flags = torch.tensor(flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
         # A flag among large gradients would be lost in 8 bits.
         apart = self._quantiser is not None
         size = layout.shard_size + (0 if apart else len(flags))
@@ -147,7 +139,7 @@ class ShardedBucket:
         data[:, layout.shard_size :] = flags[: size - layout.shard_size]
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
-            _cut(_gradient_of(member), data[:, start:stop])
+            _cut(gradient_of(member), data[:, start:stop])
             member.holder.grad = None
         self._work = [self._sum(data, 0, is_last, self._quantiser)]
         if apart:
@@ -195,11 +187,11 @@ class ShardedBucket:
         return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def _flags_of(members: "Sequence[Reduced]") -> list[float]:
+def flags_of(members: "Sequence[Reduced]") -> list[float]:
     return [0.0 if member.holder.grad is None else 1.0 for member in members]
 
 
-def _gradient_of(member: "Reduced") -> Tensor:
+def gradient_of(member: "Reduced") -> Tensor:
     holder = member.holder
     gradient = holder.grad
     if gradient is None:
@@ -223,3 +215,22 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
         piece[: rows.numel()] = rows
         piece[rows.numel() :] = 0
     pieces[-(-flat.numel() // size) :] = 0
+
+
+def hand_out(totals: Tensor, members: "Sequence[Reduced]", flags: Sequence[float]) -> None:
+    """Puts sums into the gradients.
+
+    Args:
+        totals: one behind the other; more may follow.
+        members: whose.
+        flags: for each, whether any rank has a gradient for it.
+    """
+    offset = 0
+    for member, flag in zip(members, flags, strict=True):
+        parameter = member.parameter
+        total = totals[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
+        if flag:
+            if not parameter.is_contiguous():  # a gradient lies in memory as its parameter does
+                total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+            parameter.grad = total

@@ -25,6 +25,7 @@ from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.bucket_order import BucketOrder, Turn
 from shardwright.torch.gradient_buckets import Bucket, ShardedBucket, SummedBucket
+from shardwright.torch.gradient_hook import GradientHook, HookedBucket
 from shardwright.torch.split_backward import notify_gradients
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class GradientReducer:
         in_every_backward: reduce the gradients of sharded parameters in every backward, so that no rank keeps
             whole ones; else in the last, which takes fewer messages.
         overlap: reduce during the last backward; else after it.
+        hook: reduces gradients of parameters that one stage has, and replicas do not share; None for none.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class GradientReducer:
         quantiser: BlockQuantiser | None = None,
         in_every_backward: bool = False,
         overlap: bool = True,
+        hook: GradientHook | None = None,
     ):
+        self._hook = hook
         self._members = list(members)
         self._divisor = divisor
         self._bucket_bytes = bucket_bytes
@@ -275,7 +279,10 @@ class GradientReducer:
             sizes[id(together)] += member.num_bytes
             last[id(together)] = position
         packed.sort(key=lambda together: last[id(together)])
-        return [Turn(self._bucket(together), late=together[0].late) for together in packed]
+        return [
+            Turn(self._bucket(together, number, last=len(packed) - 1), late=together[0].late)
+            for number, together in enumerate(packed)
+        ]
 
     def _kind(self, member: Reduced) -> tuple[object, ...]:
         """What is the same for all members of a bucket."""
@@ -283,7 +290,10 @@ class GradientReducer:
         stages = member.stages if cut and self._in_every_backward else None
         return cut, id(member.group), parameter.dtype, parameter.device, member.late, stages
 
-    def _bucket(self, members: Sequence[Reduced]) -> Bucket:
+    def _bucket(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
+        if self._hook is not None and members[0].sharded is None and not members[0].late:
+            is_last = number == last
+            return HookedBucket(members, members[0].group, self._hook, index=number, is_last=is_last)
         if members[0].sharded is None:
             return SummedBucket(members, members[0].group)
         return ShardedBucket(members, members[0].group, self._replica_group, self._quantiser)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.errors import UsageError
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
 from shardwright.torch.failure import first_cause_named
+from shardwright.torch.gradient_hook import GradientHook
 from shardwright.torch.precision import gradient_dtype, low_precision
 from shardwright.torch.reducer import GradientReducer, Reduced
 from shardwright.torch.shardable import can_be_sharded
@@ -50,6 +52,8 @@ class Replicas:
         self._module = module
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
+        self._hook: GradientHook | None = None
+        self._has_reducer = False
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
         config = context.config
@@ -126,6 +130,7 @@ class Replicas:
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """What sums the gradients of these parameters."""
         context, sharding = self._context, self.sharding
+        self._has_reducer = True
         if sharding is not None:
             assert context.shard_group is not None
             members = [
@@ -143,7 +148,24 @@ class Replicas:
             quantiser=self.gradient_quantiser,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
+            hook=self._hook,
         )
+
+    def reduce_by(self, hook: GradientHook) -> None:
+        """Has a function of the script reduce gradients over replicas; before the first step.
+
+        Raises:
+            UsageError: replicas share parameters, or have reduced gradients already.
+        """
+        if self._context.shard_group is not None:
+            raise UsageError(
+                "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "
+                f"{self._context.mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or "
+                "register no hook."
+            )
+        if self._has_reducer:
+            raise UsageError("the model has made a step already. Register the hook before the first one.")
+        self._hook = hook
 
     def _reduces_in_every_backward(self, members: Sequence[Reduced]) -> bool:
         """Whether no rank keeps whole gradients of shared parameters from one microbatch to the next."""
