@@ -50,7 +50,7 @@ _WITHOUT_EFFECT = frozenset(
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "ignored keep_freed_memory log_interval missing_ranks_s pin_cores run_dir run_name seed "
+        "allow_older ignored keep_freed_memory log_interval missing_ranks_s pin_cores run_dir run_name seed "
         "shared_memory steps tensorboard timeout_s trace"
     ).split()
 )
@@ -193,6 +193,9 @@ class Config(BaseModel):
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
     missing_ranks_s: Seconds = Field(
         10.0, description="Seconds after which ranks that wait in a call on all ranks name the missing ones."
+    )
+    allow_older: bool = Field(
+        False, description="Resume from an older checkpoint where the newest is damaged, with a warning."
     )
     seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
     pin_cores: bool = Field(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sharded import QUIET, VOCABULARY, Net, on_hosts, optimizer_of
 from torch import Tensor, nn
 
-SAMPLES, GLOBAL_BATCH = 40, 8
+SAMPLES, GLOBAL_BATCH = 80, 16
 
 
 class Counted(nn.Module):
@@ -85,7 +85,7 @@ def training(
     Returns:
         Losses of the steps, the state of the model at the end, and the samples that this replica has seen.
     """
-    on_hosts(8)
+    on_hosts(32)
     import shardwright.torch as sw
 
     sw.init({**QUIET, **settings})

@@ -61,8 +61,10 @@ def open_verified(
             return opened
         problems.append(opened)
         if not allow_older:
-            remedy = " resume(allow_older=True) goes on from the one before it." if len(commits) > 1 else ""
-            raise CorruptCheckpointError(f"{opened} Nothing was loaded.{remedy}")
+            remedy = (
+                " resume(allow_older=True), or shardwright run --allow-older, goes on from the one before it."
+            )
+            raise CorruptCheckpointError(f"{opened} Nothing was loaded.{remedy if len(commits) > 1 else ''}")
     if not problems:
         return None
     raise CorruptCheckpointError(
