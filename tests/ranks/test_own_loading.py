@@ -31,7 +31,7 @@ def training(settings: dict[str, Any], root: Path, *, loads: bool, blocks: int =
     """Saves after two of three steps, or goes on from there; (losses of the rest, state of the model)."""
     on_hosts(4)
     import shardwright.torch as sw
-    from shardwright.torch.checkpoints.own_loading import load_model, load_optimizer_state
+    from shardwright.torch.checkpoints.own_loading import check_fits, load_model, load_optimizer_state
 
     sw.init({**QUIET, **settings})
     torch.manual_seed(7 if loads else 0)
@@ -57,6 +57,7 @@ def training(settings: dict[str, Any], root: Path, *, loads: bool, blocks: int =
     step(*first)
     if loads:
         saved = CheckpointFolder(root).open()
+        check_fits(model, saved)
         load_model(model, saved)
         load_optimizer_state(model, updates, saved, others={})
     else:
