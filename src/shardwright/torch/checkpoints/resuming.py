@@ -87,20 +87,26 @@ def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...
 
 def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint | str:
     """The checkpoint, or what is wrong with it, the same on every rank."""
-    saved, problem = None, ""
-    try:
-        saved = folder.open(commit.name, verify=False)
-        saved.manifest.check(saved.path, share=(context.rank, context.mesh.world_size))
-        saved.check()
-    except CorruptCheckpointError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{folder.root / commit.name} cannot be read on rank {context.rank}: {error.strerror}."
-    found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
-    first = next((each for each in found if each), None)
-    if first is not None or saved is None:
-        return first or problem
-    return saved
+    share = (context.rank, context.mesh.world_size)
+    saved: list[SavedCheckpoint] = []
+
+    def compare_checksums() -> None:
+        saved.append(folder.open(commit.name, verify=False))
+        saved[0].manifest.check(saved[0].path, share=share)
+
+    # Only when all checksums are right: what else is wrong may follow from a damaged file.
+    for look in (compare_checksums, lambda: saved[0].check()):
+        problem = ""
+        try:
+            look()
+        except CorruptCheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"{folder.root / commit.name} cannot be read on rank {context.rank}: {error.strerror}."
+        found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
+        if any(found):
+            return next(each for each in found if each)
+    return saved[0]
 
 
 class Resumed:
