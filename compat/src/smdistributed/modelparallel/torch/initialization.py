@@ -12,8 +12,7 @@ from shardwright.comm.environment import detect
 from shardwright.comm.process_group import group_of, init_process_group
 from shardwright.errors import ConfigError, UsageError
 from shardwright.torch.context import Context, context
-from shardwright.torch.glue import active_handler
-from shardwright.torch.tracer import Tracer
+from shardwright.torch.glue import batch_is_running
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
 from smdistributed.modelparallel.torch.partition_file import settings_with_partition
 from smdistributed.modelparallel.torch.state_mod import current_run, state
@@ -106,7 +105,7 @@ def is_initialized() -> bool:
 
 def is_tracing() -> bool:
     """Whether the step function runs only to see what it does, before the first step."""
-    return isinstance(active_handler(), Tracer)
+    return bool(getattr(current_run().model, "is_in_step", False)) and not batch_is_running()
 
 
 def num_microbatches() -> int:

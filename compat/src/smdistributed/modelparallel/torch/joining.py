@@ -40,7 +40,7 @@ class Joining:
         run = current_run()
         if run.mesh.shard > 1 or run.config.shard_optimizer_state:
             raise UsageError(
-                "model.join() lets replicas make different numbers of updates. Here they share parameters, or "
+                "model.join() lets replicas make different numbers of updates. Here they share parameters or "
                 "the state of the optimizer, so that each update needs all of them. Give all replicas the "
                 "same number of batches: shardwright.torch.distributed_sampler does."
             )
@@ -97,8 +97,8 @@ class Joining:
         if self._throws and 0 < len(found) < run.mesh.data:
             ended = sorted(set(range(run.mesh.data)) - set(found))
             raise UsageError(
-                f"replica {', '.join(map(str, ended))} of {run.mesh.data} has no batch left, others have; and "
-                "model.join(throw_on_early_termination=True) makes that an error on all ranks."
+                f"replica {', '.join(map(str, ended))} of {run.mesh.data} has no batch left, and others do: "
+                "model.join(throw_on_early_termination=True) makes that an error everywhere."
             )
         return bool(found)
 

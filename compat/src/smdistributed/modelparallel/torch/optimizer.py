@@ -1,28 +1,51 @@
 """The wrapped optimizer: ``smp.DistributedOptimizer``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwright.torch as sw
-from smdistributed.modelparallel.torch.state_mod import current_run
+from shardwright.errors import UsageError
+from shardwright.torch.loss_scaler import LossScaler
+from smdistributed.modelparallel.torch.optimizer_states import OptimizerStates
+from smdistributed.modelparallel.torch.parameter_parts import part_of
+from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["DistributedOptimizer"]
 
 _FIRST_DYNAMIC_SCALE = 2.0**32
 
 
-class DistributedOptimizer(sw.DistributedOptimizer):
+class DistributedOptimizer(OptimizerStates):
     """Wraps an optimizer, made before or after the model was wrapped.
 
+    With ``fp16`` it scales losses and updates float32 copies of the parameters; gradients are float32, and
+    those of the loss itself, when a step has returned.
+
     Args:
-        optimizer: any `torch.optim.Optimizer`.
+        optimizer: any `torch.optim.Optimizer`; or an object of the script around one (``FP16_Optimizer``),
+            with that as its attribute ``optimizer``, which keeps its own way to step.
         static_loss_scale: with ``fp16``, a scale that does not change.
         dynamic_loss_scale: with ``fp16``, whether the scale changes.
         dynamic_loss_args: how: ``init_scale`` (2**32), ``scale_factor`` (2), ``scale_window`` (1000),
             ``min_scale`` (1), ``delayed_shift`` (1), ``consecutive_hysteresis`` (False).
     """
+
+    redefined_params = False
+
+    def __new__(cls, optimizer: Any, *args: Any, **kwargs: Any) -> "DistributedOptimizer":
+        """Makes one that leaves the script's own object its ways, if it is around an optimizer."""
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer) and not isinstance(
+            optimizer, Optimizer
+        ):
+            from smdistributed.modelparallel.torch.optimizer_helper import HelpedOptimizer
+
+            cls = HelpedOptimizer
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -31,11 +54,157 @@ class DistributedOptimizer(sw.DistributedOptimizer):
         dynamic_loss_scale: bool = False,
         dynamic_loss_args: Mapping[str, Any] | None = None,
     ):
-        current_run()
+        run = current_run()
         arguments = {"init_scale": _FIRST_DYNAMIC_SCALE, **(dynamic_loss_args or {})}
         super().__init__(
             optimizer,
-            static_loss_scale=static_loss_scale,
+            static_loss_scale=None if dynamic_loss_scale else static_loss_scale,
             dynamic_loss_scale=bool(dynamic_loss_scale),
             dynamic_loss_args=arguments if dynamic_loss_scale else None,
         )
+        self._wants_dynamic_scale = bool(dynamic_loss_scale)
+        self._flat_parts: list[Tensor] | None = None
+        self._global_grad_norm: float | None = None
+        if run.mesh.shard > 1:
+            self.ds_param_shard_group = _shard_group()
+
+    # ---- updating ----
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters of this rank. A closure is not supported."""
+        result = super().step(closure)
+        self._refresh_flat_parts()
+        return result
+
+    def _clip(self) -> None:
+        """Clips where the settings ask for it, and keeps the norm."""
+        run = current_run()
+        most, model = run.config.sdp_gradient_clipping, run.model
+        if most is not None and model is not None and model.replicas.sharding is not None:
+            self._global_grad_norm = float(sw.clip_grad_norm_(self._parameters(), most))
+
+    def zero_grad(self, set_to_none: bool = True, **kwargs: Any) -> None:
+        """Clears the gradients of this rank.
+
+        Args:
+            set_to_none: leave none; else zeros. ``set_grads_to_None`` is another name of it.
+        """
+        super().zero_grad(set_to_none=bool(kwargs.pop("set_grads_to_None", set_to_none)))
+        if kwargs:
+            raise TypeError(f"zero_grad() has no argument {', '.join(kwargs)}.")
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scales all gradients so that their norm over all stages is at most `max_norm`; collective.
+
+        Returns:
+            The norm before; -1 where gradients have overflowed.
+        """
+        if self.overflow:
+            return -1.0
+        return float(sw.clip_grad_norm_(self._parameters(), max_norm, norm_type))
+
+    # ---- the loss scale ----
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes; as it was asked for, without ``fp16``."""
+        return self._wants_dynamic_scale if self._scaler is None else self._scaler.dynamic
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """What scales losses: with ``fp16`` what does so now; else one with a scale of 1."""
+        return self._scaler or LossScaler(scale=1.0, dynamic=False)
+
+    # ---- the surface of helpers for fp16 that scripts brought along before 1.10 ----
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Runs the backward of a microbatch, as ``model.backward(loss)`` does."""
+        if retain_graph:
+            raise UsageError("retain_graph cannot be pipelined. Add the losses, and call backward once.")
+        model = state.model
+        if model is None:
+            raise UsageError("no model is wrapped. Call smp.DistributedModel(model) before the first step.")
+        model.backward(loss)
+
+    def update_master_grads(self) -> None:
+        """Does nothing: gradients of a step are float32, without the loss scale, when it returns."""
+
+    def init_master_params(self) -> None:
+        """Does nothing: float32 copies are made where the settings ask for them."""
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Takes over what the script has put into the parameters, of which float32 copies are updated."""
+        run = current_run()
+        updated = None if run.model is None else run.model.replicas.updated_parts
+        if updated is not None:
+            updated.forget_masters()
+
+    @property
+    def master_params_created(self) -> bool:
+        """Whether this rank knows which parameters it updates."""
+        model = state.model
+        return model is not None and bool(model.partitioned)
+
+    @property
+    def master_distribution_axis(self) -> dict[int, int | None]:
+        """Id of a parameter -> axis along which ranks share it: None, as no parameter is distributed."""
+        return {id(parameter): None for parameter in self._parameters()}
+
+    @property
+    def master_is_distributed(self) -> dict[nn.Parameter, bool]:
+        """Parameter -> whether ranks share it."""
+        return dict.fromkeys(self._parameters(), False)
+
+    def param_name_to_index(self) -> dict[str, int]:
+        """Names of the parameters of this optimizer -> their positions in it."""
+        names = self._names()
+        return {names[id(p)]: index for index, p in enumerate(self._parameters()) if id(p) in names}
+
+    def _param_id_to_index(self) -> dict[int, int]:
+        return {id(parameter): index for index, parameter in enumerate(self._parameters())}
+
+    def _param_index_to_param_local(self) -> dict[int, nn.Parameter]:
+        return dict(enumerate(self._parameters()))
+
+    def _names(self) -> dict[int, str]:
+        model = state.model
+        if model is None:
+            return {}
+        return {id(parameter): name for name, parameter in model.get_module().named_parameters()}
+
+    # ---- what sharded data parallelism has inside ----
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters that are trained, by group."""
+        return [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's parts of the parameters of each group, one behind the other; kept up to date."""
+        if self._flat_parts is None:
+            self._flat_parts = self._parts_of_now()
+        return self._flat_parts
+
+    def _refresh_flat_parts(self) -> None:
+        if self._flat_parts is not None:
+            for flat, now in zip(self._flat_parts, self._parts_of_now(), strict=True):
+                flat.copy_(now)
+
+    def _parts_of_now(self) -> list[Tensor]:
+        model = state.model
+        if model is None:
+            raise UsageError("no model is wrapped, so that this rank has no parts. Wrap it before.")
+        return [
+            torch.cat([part_of(p, model, in_float32=True) for p in group])
+            if group
+            else torch.zeros(0, device=current_run().device)
+            for group in self.fp16_groups
+        ]
+
+
+def _shard_group() -> dist.ProcessGroup:
+    run = current_run()
+    assert run.shard_group is not None
+    return run.shard_group

@@ -1,0 +1,162 @@
+"""Settings of smp: where they come from, what each key of the library's table does, what is told of the others.
+
+The last row of ``KEYS`` says for each key what a script may give and what ``smp.state.cfg`` shows by default.
+"""
+
+import json
+
+import pytest
+
+from shardwright.config import Config
+from shardwright.errors import ConfigError
+from smdistributed.modelparallel.configuration import PARAMETERS_VARIABLE, Settings, read_configuration
+
+# Key -> (its default, another value that is accepted).
+KEYS = {
+    "partitions": (1, 2),
+    "pipeline_parallel_degree": (1, 2),
+    "microbatches": (1, 4),
+    "pipeline": ("interleaved", "simple"),
+    "optimize": ("memory", "speed"),
+    "auto_partition": (True, False),
+    "default_partition": (0, 0),
+    "placement_strategy": ("cluster", "spread"),
+    "contiguous": (True, False),
+    "horovod": (False, False),
+    "xla": (False, True),
+    "fork": (False, True),
+    "load_partition": (False, False),
+    "memory_weight": (0.8, 0.3),
+    "ddp": (False, True),
+    "ddp_port": (None, 12345),
+    "ddp_dist_backend": ("auto", "nccl"),
+    "active_microbatches": (3, 2),
+    "deterministic_server": (False, True),
+    "offload_activations": (False, True),
+    "activation_loading_horizon": (4, 2),
+    "tensor_parallel_degree": (1, 1),
+    "fp16_params": (False, True),
+    "fp16": (False, True),
+    "bf16": (False, True),
+    "shard_optimizer_state": (False, True),
+    "prescaled_batch": (False, True),
+    "skip_tracing": (False, True),
+    "sharded_data_parallel_degree": (1, 2),
+    "sdp_reduce_bucket_size": (500_000_000, 5e8),
+    "sdp_param_persistence_threshold": (1_000_000, 1e5),
+    "sdp_max_live_parameters": (1_000_000_000, 1e9),
+    "sdp_hierarchical_allgather": (True, False),
+    "sdp_gradient_clipping": (1.0, 0.5),
+    "delayed_parameter_initialization": (False, True),
+    "static_mode": (False, True),
+    "fast_mode": (False, True),
+    "checkpoint_attentions": (False, True),
+    "_match_weights": (False, True),
+    "_fp32_grad_accumulation": (False, True),
+    "overlapping_allreduce": (True, False),
+}
+WITHOUT_EFFECT = (
+    "contiguous xla fork deterministic_server activation_loading_horizon fp16_params skip_tracing "
+    "sdp_hierarchical_allgather static_mode fast_mode checkpoint_attentions _match_weights "
+    "_fp32_grad_accumulation overlapping_allreduce"
+).split()
+
+
+def read(config=None, **environ):
+    return read_configuration(config, environ)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_has_its_default_and_takes_another_value(key):
+    default, other = KEYS[key]
+    assert read().values[key] == default
+
+    given = {key: other, **({"default_partition": 0} if key == "auto_partition" else {})}
+    found = read(given)
+
+    assert found.values[key] == other
+    Config.parse(found.settings)
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_what_changes_nothing_is_told_in_one_sentence(key):
+    default, other = KEYS[key]
+    assert read({key: default}).remarks == ()
+    (remark,) = read({key: other, "static_mode": True}).remarks
+    assert key in remark
+    assert "static_mode" in remark
+
+
+def test_both_names_of_the_degree_are_one_setting():
+    for given in ({"partitions": 4}, {"pipeline_parallel_degree": 4}):
+        found = read(given)
+        assert found.values["partitions"] == found.values["pipeline_parallel_degree"] == 4
+        assert found.settings["pipeline_parallel_degree"] == 4
+        assert found.values["active_microbatches"] == 6
+    assert read({"partitions": 4, "pipeline_parallel_degree": 4}).values["partitions"] == 4
+    with pytest.raises(ConfigError, match="two names of one setting, and are 4 and 2"):
+        read({"partitions": 4, "pipeline_parallel_degree": 2})
+
+
+def test_the_launcher_wins_over_the_script():
+    environ = {PARAMETERS_VARIABLE: json.dumps({"partitions": 2, "microbatches": 8})}
+    found = read({"pipeline_parallel_degree": 4, "pipeline": "simple"}, **environ)
+    assert (found.values["partitions"], found.values["microbatches"]) == (2, 8)
+    assert found.settings["pipeline"] == "simple"
+
+
+def test_the_launcher_may_write_pairs():
+    environ = {PARAMETERS_VARIABLE: "partitions=2,ddp=True,pipeline=simple,memory_weight=0.2"}
+    values = read(**environ).values
+    assert [values[key] for key in ("partitions", "ddp", "pipeline", "memory_weight")] == [2, True, "simple", 0.2]
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '"partitions"'])
+def test_other_text_from_the_launcher_is_refused(text):
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        read(**{PARAMETERS_VARIABLE: text})
+
+
+def test_only_dictionaries_are_settings():
+    with pytest.raises(ConfigError, match="takes a dictionary of settings, not a int"):
+        read(2)
+
+
+def test_an_unknown_key_is_passed_over_and_told_with_the_nearest_one():
+    found = read({"microbatchs": 4, "something_of_another_year": 1})
+    assert found.values["microbatches"] == 1
+    assert "Did you mean microbatches?" in found.remarks[0]
+    assert "something_of_another_year is not a setting" in found.remarks[1]
+    assert "something_of_another_year" not in found.settings
+
+
+def test_what_is_not_there_yet_says_so():
+    with pytest.raises(ConfigError, match="tensor_parallel_degree is 2, but tensor parallelism is not there yet"):
+        read({"tensor_parallel_degree": 2, "ddp": True})
+    with pytest.raises(ConfigError, match="horovod is True"):
+        read({"horovod": True})
+
+
+def test_defaults_of_the_library_are_stated_where_ours_are_others():
+    settings = Config.parse(read().settings)
+    assert (settings.pipeline_parallel_degree, settings.microbatches, settings.pipeline) == (1, 1, "1f1b")
+    assert settings.balance_weight == 0.8
+    assert Config.parse(read({"optimize": "speed"}).settings).balance_weight == 0.2
+    sharded = Config.parse(read({"sharded_data_parallel_degree": 2, "ddp": True}).settings)
+    assert sharded.sdp_gradient_clipping == 1.0
+    assert sharded.sdp_param_persistence_threshold == 1_000_000
+
+
+def test_the_internal_schedule_is_that_of_what_a_step_does():
+    assert Config.parse(read({"pipeline": "_only_forward"}).settings).pipeline == "auto"
+
+
+def test_settings_of_our_own_are_passed_on():
+    assert read({"timeout_s": 20, "run-dir": "off"}).settings["run_dir"] == "off"
+
+
+def test_settings_are_attributes():
+    cfg = Settings({"fp16": True})
+    assert cfg.fp16
+    with pytest.raises(AttributeError, match="Did you mean fp16"):
+        _ = cfg.fp61
