@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,13 @@ from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan
 
 __all__ = ["run"]
+
+class Device(StrEnum):
+    """Where ranks compute."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+
 
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")]
@@ -43,10 +51,21 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the run folder
 Grace = Annotated[
     float, typer.Option("--grace", min=0.0, metavar="SECONDS", help="Time to save after Ctrl-C or SIGTERM.")
 ]
+AllowOlder = Annotated[
+    bool, typer.Option("--allow-older", help="Resume from an older checkpoint if the newest is damaged.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the torchrun line that does the same, and stop.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")]
+OnDevice = Annotated[
+    Device,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu",
+        help="cpu: a script written for CUDA runs on the CPU (docs/launch.md, CPU mode).",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless something fails.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what torchelastic does.")]
 
@@ -66,6 +85,8 @@ def run(
     run_dir: RunDir = Path("runs"),
     name: Name = None,
     grace_s: Grace = 30.0,
+    device: OnDevice = Device.AUTO,
+    allow_older: AllowOlder = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -95,12 +116,14 @@ def run(
         run_folder=run_dir / (name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"),
         plan=plan,
         config=config,
-        settings=parse_settings(settings or ()),
+        settings={**parse_settings(settings or ()), **({"allow_older": True} if allow_older else {})},
         grace_s=grace_s,
         quiet=quiet,
+        device=device.value,
     )
     _check_settings(request)
-    if num_ranks is None:  # last, because it imports torch: mistakes are told before
+    # Last, because it imports torch: mistakes are told before.
+    if num_ranks is None and device is not Device.CPU:
         request = dataclasses.replace(request, num_ranks=_num_devices())
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.errors import UsageError
 
 __all__ = ["all_gather_single", "gloo_group", "has_nccl", "nccl_group", "reduce_scatter_single"]
@@ -40,7 +41,7 @@ def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> 
 
 def has_nccl() -> bool:
     """Whether this build of PyTorch has NCCL, and this host a device for it."""
-    return dist.is_nccl_available() and torch.cuda.is_available()
+    return uses_gpus() and dist.is_nccl_available()
 
 
 def nccl_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:

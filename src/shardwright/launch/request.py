@@ -6,11 +6,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwright.errors import UsageError
 
 __all__ = ["LaunchRequest"]
+
+CPU_MODE = "shardwright.cpu_mode"
+"""The module that starts a script in CPU mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class LaunchRequest:
         settings: single settings for the ranks, stronger than the file.
         grace_s: seconds that ranks may take to end after a signal.
         quiet: the ranks show no progress.
+        device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
 
     Raises:
         UsageError: the values do not go together.
@@ -51,6 +55,7 @@ class LaunchRequest:
     settings: Mapping[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0
     quiet: bool = False
+    device: Literal["auto", "cpu"] = "auto"
 
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.target).is_file():
@@ -77,7 +82,8 @@ class LaunchRequest:
     @property
     def script(self) -> tuple[str, ...]:
         """What torchrun, or Python, is told to run."""
-        return (*(("-m",) if self.is_module else ()), self.target, *self.arguments)
+        starter = ("-m", CPU_MODE) if self.device == "cpu" else ()
+        return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
 
     def worker_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables to set for the ranks, besides those of `environ`.
@@ -92,6 +98,8 @@ class LaunchRequest:
             chosen["SHARDWRIGHT_CONFIG"] = str(self.config.absolute())
         if self.settings:
             chosen["SHARDWRIGHT_SET"] = json.dumps(dict(self.settings))
+        if self.device != "auto":
+            chosen["SHARDWRIGHT_DEVICE"] = self.device
         if self.quiet:
             chosen["SHARDWRIGHT_QUIET"] = "1"
         if "OMP_NUM_THREADS" not in environ:

@@ -5,12 +5,14 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from shardwright.comm.devices_in_use import uses_gpus
+
 __all__ = ["AutocastState", "autocast_as", "autocast_state"]
 
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 """For each kind of device: whether it is enabled, and its type."""
 
-_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+_DEVICES = ("cpu", "cuda") if uses_gpus() else ("cpu",)
 
 
 def autocast_state() -> AutocastState:

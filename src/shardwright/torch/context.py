@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwright.cluster import Cluster
 from shardwright.comm.backend import BACKEND
 from shardwright.comm.blame import Blame
+from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt, tell_all
@@ -331,7 +332,7 @@ def _own_group(
 
 
 def _device(local_rank: int) -> torch.device:
-    if torch.cuda.is_available():
+    if uses_gpus():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

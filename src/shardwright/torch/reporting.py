@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.comm.purpose import Purpose
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
@@ -196,7 +197,7 @@ class Reporter:
 
 def _memory() -> int:
     """Peak memory of this process: of the GPU where there is one, else the resident set."""
-    if torch.cuda.is_available():
+    if uses_gpus():
         return torch.cuda.max_memory_allocated()
     if sys.platform == "win32":
         return 0

@@ -1,0 +1,69 @@
+"""Parts of PyTorch that are not public, and that CPU mode needs.
+
+Tried with torch 2.13.
+
+- `torch.utils._device._device_constructors`: what ``with torch.device(...)`` acts on. PyTorch makes the list
+  once; made after functions have been replaced it would have what is never handed to modes.
+- `torch.utils._device.DeviceContext`: what ``with torch.device("cuda"):`` enters.
+- `torch.cuda._lazy_init`, `torch.cuda._lazy_call`: initialise CUDA, or fail.
+- `torch.jit._builtins`: how TorchScript knows a function for an operation of its own. What it compiles is not
+  translated.
+- `torch._utils._get_available_device_type`: what `DataParallel` asks for the device to spread over.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._utils
+from torch.jit import _builtins
+from torch.utils import _device
+
+__all__ = [
+    "device_constructors",
+    "leave_cuda_uninitialised",
+    "let_torchscript_take",
+    "remember_device_constructors",
+    "translate_device_contexts",
+]
+
+
+def device_constructors() -> set[Any]:
+    """The functions that PyTorch knows to make tensors."""
+    return set(_device._device_constructors())
+
+
+def remember_device_constructors() -> None:
+    """Has PyTorch list the functions that make tensors while they are its own."""
+    _device._device_constructors()
+
+
+def let_torchscript_take(replacement: Any, original: Any) -> None:
+    """Has TorchScript compile a call of `replacement` to the operation that `original` stands for."""
+    operation = _builtins._find_builtin(original)  # type: ignore[no-untyped-call]
+    if operation is not None:
+        _builtins._register_builtin(replacement, operation)
+
+
+def translate_device_contexts(translate: Callable[[Any], Any]) -> None:
+    """Has ``with torch.device("cuda"):`` make tensors where `translate` says."""
+    original = _device.DeviceContext.__init__
+
+    @functools.wraps(original)
+    def translated(self: Any, device: Any) -> None:
+        original(self, translate(device))
+
+    _device.DeviceContext.__init__ = translated  # type: ignore[method-assign]
+
+
+def leave_cuda_uninitialised() -> None:
+    """Has nothing happen where PyTorch would initialise CUDA."""
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda callable, **kwargs: None
+    # The package has a function of the module's name.
+    of_data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
+    for module in (torch._utils, of_data_parallel):
+        module._get_available_device_type = lambda: None  # type: ignore[attr-defined]

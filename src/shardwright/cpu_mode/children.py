@@ -1,0 +1,35 @@
+"""Processes that `multiprocessing` starts: those that are forked have CPU mode, others are given it.
+
+A process that is spawned unpickles what its parent prepared before it imports the script; so CPU mode is in
+force when that happens. Only children of a process in CPU mode get it.
+"""
+
+import functools
+from multiprocessing import spawn
+from typing import Any
+
+__all__ = ["put_in_force"]
+
+
+def put_in_force() -> None:
+    """Has processes that are spawned begin with CPU mode."""
+    prepare: Any = spawn.get_preparation_data
+
+    @functools.wraps(prepare)
+    def with_cpu_mode(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(*args, **kwargs), "shardwright.cpu_mode": _Activation()}
+
+    spawn.get_preparation_data = with_cpu_mode
+
+
+class _Activation:
+    """Unpickling it puts CPU mode in force."""
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _activate, ()
+
+
+def _activate() -> None:
+    from shardwright.cpu_mode.activation import enable
+
+    enable(says_so=False)

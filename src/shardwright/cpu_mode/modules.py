@@ -1,0 +1,53 @@
+"""Modules: moving them to CUDA leaves them where they are; wrappers that spread them over GPUs do not."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwright.cpu_mode.after_import import after_import
+from shardwright.cpu_mode.devices import at_cpu
+from shardwright.cpu_mode.tensors import sent_to_cpu
+
+__all__ = ["put_in_force"]
+
+
+def put_in_force() -> None:
+    """Replaces the methods."""
+    module: Any = nn.Module
+    module.to = sent_to_cpu(module.to)
+    wrapper: Any = nn.parallel.DistributedDataParallel
+    wrapper.__init__ = _without_devices(wrapper.__init__)
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _sharded_on_cpu)
+    # `nn.DataParallel` asks for the kind of device to spread over, and finds none: see `_private`.
+
+
+def _sharded_on_cpu(module: Any) -> None:
+    """Has FSDP compute on the CPU where the script names a GPU."""
+    wrapper = module.FullyShardedDataParallel
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        at_cpu(kwargs, "device_id")
+        init(self, *args, **kwargs)
+
+    wrapper.__init__ = __init__
+
+
+def _without_devices(init: Callable[..., Any]) -> Callable[..., Any]:
+    """For `DistributedDataParallel`, which refuses devices for a module on the CPU."""
+
+    @functools.wraps(init)
+    def __init__(  # noqa: N807
+        self: Any,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        init(self, module, None, None, *args, **kwargs)
+
+    return __init__
