@@ -127,3 +127,20 @@ def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - began_s < 10
     assert process.returncode == 128 + signal.SIGINT, output
+
+
+def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "resume.py"
+
+    def run(ranks: int, steps: int) -> str:
+        where = ["-n", str(ranks), "--run-dir", str(tmp_path), "--name", "job", "--set", "profile=estimated"]
+        command = [sys.executable, "-m", "shardwright", "run", *where, str(example)]
+        ended = subprocess.run(
+            [*command, "--steps", str(steps), "--every", "3"], capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stderr
+
+    run(2, 4)
+    assert "resumed from" in (text := run(1, 6))
+    assert "step 4 |" in text  # it was saved after step 3

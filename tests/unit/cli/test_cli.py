@@ -135,10 +135,11 @@ def test_a_number_of_ranks_behind_the_script_is_noted(capsys, script):
 
 
 def test_a_dry_run_as_json(capsys, script):
-    _, out, _ = call(capsys, "run", "-n", "2", "--dry-run", "--json", "--set", "pipeline=1f1b", script)
+    words = ("--dry-run", "--json", "--set", "pipeline=1f1b", "--allow-older", script)
+    _, out, _ = call(capsys, "run", "-n", "2", *words)
     found = json.loads(out)
     assert found["command"][0] == "torchrun"
-    assert json.loads(found["environment"]["SHARDWRIGHT_SET"]) == {"pipeline": "1f1b"}
+    assert json.loads(found["environment"]["SHARDWRIGHT_SET"]) == {"pipeline": "1f1b", "allow_older": True}
 
 
 @pytest.mark.parametrize(
