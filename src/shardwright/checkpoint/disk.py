@@ -131,6 +131,12 @@ class Disk:
         path.rename(target)
         self.sync_folder(target.parent)
 
+    def link(self, path: Path, other: Path) -> None:
+        """Gives a file a second name in its folder, for good."""
+        self._before("link", path)
+        os.link(path, other)
+        self.sync_folder(other.parent)
+
     def sync_folder(self, path: Path) -> None:
         """Has the names in a folder reach the disk."""
         self._before("fsync", path)

@@ -1,0 +1,181 @@
+"""States of the wrapped model: all of it, or what this rank has of it.
+
+::
+
+    state_dict()          the whole model on every rank of the replica; all of them call it
+    local_state_dict()    what this rank holds, and the key _smp_is_partial
+    load_state_dict()     takes both: of the whole each rank takes what it holds, and parts of
+                          other partitions go from rank to rank
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+import shardwright.torch as sw
+from shardwright.torch.roll_call import meet
+from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.torch.groups import CommGroup
+from smdistributed.modelparallel.torch.names_of_states import PARTIAL, check_names, shapes_in, without_prefix
+from smdistributed.modelparallel.torch.state_mod import current_run
+from smdistributed.modelparallel.torch.waiting import model_is_there
+
+__all__ = ["ModelStates"]
+
+
+class ModelStates(sw.DistributedModel):
+    """The part of ``smp.DistributedModel`` that saves and loads."""
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__(module, **options)
+        model_is_there(self)
+
+    def state_dict(  # type: ignore[override]
+        self,
+        gather_to_rank0: bool = False,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The whole model's state, under the names of the user's module; collective over the replica.
+
+        Args:
+            gather_to_rank0: only the first rank of the replica gets it; the others get an empty dictionary.
+            destination: as for `nn.Module.state_dict`.
+            prefix: of the names.
+            keep_vars: as for `nn.Module.state_dict`.
+        """
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if gather_to_rank0 and self.partitioned and current_run().pipeline_rank != 0:
+            return OrderedDict()
+        return state
+
+    def local_state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """The parameters and persistent buffers that this rank holds, and ``_smp_is_partial``.
+
+        Where replicas share parameters, all rows of them; then it is collective over the ranks that do.
+
+        Args:
+            keep_vars: as for `nn.Module.state_dict`.
+        """
+        if self.replicas.sharding is not None:
+            run = current_run()
+            meet("model.local_state_dict()", run.mesh.group("shard", run.rank))
+        with self.replicas.all_rows():
+            copies = self.replicas.sharding is not None
+            state: dict[str, Any] = OrderedDict(
+                (name, _copy(value) if copies else value) for name, value in self._held(keep_vars).items()
+            )
+        state[PARTIAL] = True
+        return state
+
+    def load_state_dict(  # type: ignore[override]
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        same_partition_load: bool = False,
+        assign: bool = False,
+    ) -> Any:
+        """Loads a state of the whole model, or what this rank had saved of it.
+
+        Each rank takes what it holds; before the first step, what it is going to hold.
+
+        Args:
+            state_dict: from `state_dict`, or from `local_state_dict` on each rank its own; loading that is
+                collective over the replica.
+            strict: names must be those of the model.
+            same_partition_load: parts are of the same partition, so that no rank needs those of another.
+            assign: as for `nn.Module.load_state_dict`.
+
+        Raises:
+            CheckpointError: it is of another model; the message has the names or shapes that differ.
+        """
+        state = dict(state_dict)
+        own = shapes_in(self._described())
+        is_partial = bool(state.pop(PARTIAL, False))
+        state = without_prefix(state, own)
+        if is_partial and current_run().mesh.pipeline > 1:
+            return self._load_parts(state, own, strict=strict, same=same_partition_load)
+        found = shapes_in(state)
+        check_names(own, found, source="the state", strict=strict)
+        super().load_state_dict(_completed(state, own), strict=False, assign=assign)
+        return _difference(own, found)
+
+    # ---- parts ----
+
+    def _load_parts(
+        self,
+        part: dict[str, Any],
+        own: Mapping[str, tuple[int, ...] | None],
+        *,
+        strict: bool,
+        same: bool,
+    ) -> Any:
+        """Loads the parts that the ranks of the replica have; collective over them."""
+        meet("model.load_state_dict() with _smp_is_partial", current_run().pipeline_ranks)
+        known = allgather((shapes_in(part), same), CommGroup.MP_GROUP)
+        together = {name: shape for shapes, _ in known for name, shape in shapes.items()}
+        check_names(own, together, source="the partial state of all ranks", strict=strict)
+        if all(wanted for _, wanted in known) or self._parts_are_of_now([set(shapes) for shapes, _ in known]):
+            whole = part
+        else:
+            whole = {}
+            for each in allgather(part, CommGroup.MP_GROUP):
+                whole.update(each)
+        super().load_state_dict({**self._described(), **_completed(whole, own)}, strict=False)
+        return _difference(own, together)
+
+    def _parts_are_of_now(self, parts: list[set[str]]) -> bool:
+        """Whether each rank has just what it holds; the same answer on every rank of the replica."""
+        if not self.partitioned:
+            return False
+        held = set(self._held(False)) <= parts[current_run().pipeline_rank]
+        return all(allgather(held, CommGroup.MP_GROUP))
+
+    # ---- what is here ----
+
+    def _held(self, keep_vars: bool) -> dict[str, Any]:
+        """What this rank has memory for of the module's own state."""
+        state = self._described(keep_vars=keep_vars)
+        if not self.partitioned:
+            return state
+        return {name: value for name, value in state.items() if not _is_meta(value)}
+
+    def _described(self, *, keep_vars: bool = False) -> dict[str, Any]:
+        """The module's own state; what other ranks hold of it has shapes and no values."""
+        with self._gathering():
+            state: dict[str, Any] = self.get_module().state_dict(keep_vars=keep_vars)
+        return state
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Says that a state without the values of other ranks is meant to be."""
+        before, self._gathers = self._gathers, True
+        try:
+            yield
+        finally:
+            self._gathers = before
+
+
+def _difference(own: Mapping[str, Any], found: Mapping[str, Any]) -> Any:
+    """What `nn.Module.load_state_dict` returns."""
+    missing = [name for name in own if name not in found]
+    return _IncompatibleKeys(missing, [name for name in found if name not in own])
+
+
+def _completed(state: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The names that the model has; with strict=False others may be there as well."""
+    return {name: value for name, value in state.items() if name in own}
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta

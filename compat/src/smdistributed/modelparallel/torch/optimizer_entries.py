@@ -1,0 +1,144 @@
+"""What an optimizer knows of each parameter, by the name of the parameter: taken apart and put together.
+
+Ranks have the state of different parameters, or different elements of the state of one. Here it is whole, or
+what a rank has of it::
+
+    whole     {"layer.weight": {"step": ..., "exp_avg": all elements}}
+    a part    the same elements, where they lie in the whole, and how large that is
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.boxes import Box, covered_once
+from shardwright.errors import CheckpointError
+from shardwright.torch.checkpoints.own_parts import MASTER, box_of_rows, boxes_of_update, sharded_of
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.sharded_tensor import ShardedTensor
+
+__all__ = ["MASTER", "Entries", "Part", "own_part", "parts_of", "put_together"]
+
+Entries = dict[str, dict[str, Any]]
+"""By name of the parameter and by key; `MASTER` is the key of its copy in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a tensor of the state.
+
+    Attributes:
+        elements: on the CPU, in one dimension.
+        whole: shape of the whole tensor.
+        boxes: where they lie in it, one behind the other.
+    """
+
+    elements: Tensor
+    whole: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def parts_of(model: DistributedModel, optimizer: DistributedOptimizer) -> Entries:
+    """What this rank has of an optimizer's state: `Part` in the place of tensors that ranks share.
+
+    Args:
+        model: whose parameters it updates.
+        optimizer: of this rank.
+
+    Raises:
+        CheckpointError: it updates other things than parameters of the model.
+    """
+    names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
+    found: Entries = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer updates a tensor of the shape {tuple(parameter.shape)} that is no "
+                    "parameter of the model, so that its state has no name. Save it with local_state_dict(), "
+                    "on every rank."
+                )
+            entry = {
+                key: _part(model, parameter, value) for key, value in _values(model, optimizer, parameter)
+            }
+            if entry:
+                found[names[id(parameter)]] = entry
+    return found
+
+
+def own_part(model: DistributedModel, parameter: nn.Parameter, value: Any) -> Any:
+    """What this rank keeps of something in the state of a parameter, of which all elements are there."""
+    if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
+        return value
+    boxes = boxes_of_update(model, parameter)
+    if boxes is not None:
+        pieces = [value[box.slices].reshape(-1) for box in boxes]
+        return torch.cat(pieces) if pieces else value.reshape(-1)[:0]
+    sharded = sharded_of(model, parameter)
+    return value if sharded is None else value[box_of_rows(sharded).slices]
+
+
+def put_together(parts: Iterable[Entries]) -> Entries:
+    """The whole state, from what ranks have of it.
+
+    Raises:
+        CheckpointError: elements are missing.
+    """
+    pieces: dict[tuple[str, str], list[Part]] = {}
+    whole: Entries = {}
+    for entries in parts:
+        for name, values in entries.items():
+            for key, value in values.items():
+                if isinstance(value, Part):
+                    pieces.setdefault((name, key), []).append(value)
+                    value = None  # its place among the keys
+                whole.setdefault(name, {}).setdefault(key, value)
+    for (name, key), found in pieces.items():
+        whole[name][key] = _joined(f"{name}/{key}", found)
+    return whole
+
+
+def _joined(name: str, parts: Sequence[Part]) -> Tensor:
+    once = {part.boxes: part for part in parts if part.boxes}  # replicas have the same
+    boxes = [box for key in once for box in key]
+    if not covered_once(parts[0].whole, boxes):
+        have = sum(box.numel for box in boxes)
+        raise CheckpointError(
+            f"the ranks have {have} elements of {name}, which has the shape {parts[0].whole}: not all, or "
+            "some of them twice. Call state_dict() on all ranks, between two steps."
+        )
+    joined = parts[0].elements.new_empty(parts[0].whole)
+    for part in once.values():
+        for box, elements in zip(
+            part.boxes, torch.split(part.elements, [box.numel for box in part.boxes]), strict=True
+        ):
+            joined[box.slices] = elements.view(box.shape)
+    return joined
+
+
+def _values(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter
+) -> Iterator[tuple[str, Any]]:
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        yield key, value.local if isinstance(value, ShardedTensor) else value
+    updated = model.replicas.updated_parts
+    master = None if updated is None else updated.master(parameter)
+    if master is not None:
+        yield MASTER, master
+
+
+def _part(model: DistributedModel, parameter: nn.Parameter, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    elements, whole = value.detach().to("cpu", copy=True), tuple(parameter.shape)
+    boxes, sharded = boxes_of_update(model, parameter), sharded_of(model, parameter)
+    if boxes is not None and value.shape == (sum(box.numel for box in boxes),):
+        return Part(elements, whole, boxes)
+    if sharded is not None and value.shape == sharded.rows.shape:
+        return Part(elements.reshape(-1), whole, (box_of_rows(sharded),))
+    return elements

@@ -1,0 +1,385 @@
+"""States of the wrapped optimizer: all of it in PyTorch's format, or what this rank has of it.
+
+In the whole, parameters are numbered as in the optimizer that the script made from the whole model, so that
+one that was made so anywhere loads it. What PyTorch's format has no place for stands beside it: copies in
+float32 of parameters in 16 bits, and the loss scale.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import shardwright.torch as sw
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.torch.context import Context
+from shardwright.torch.roll_call import meet
+from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.torch.groups import CommGroup
+from smdistributed.modelparallel.torch.names_of_states import PARTIAL
+from smdistributed.modelparallel.torch.optimizer_entries import (
+    MASTER,
+    Entries,
+    own_part,
+    parts_of,
+    put_together,
+)
+from smdistributed.modelparallel.torch.state_mod import current_run
+from smdistributed.modelparallel.torch.waiting import when_model_is_there
+
+__all__ = ["OptimizerStates"]
+
+_NAMES = "parameter_names"
+_PART = "part"
+_MASTERS = "fp32_master_params"
+_SCALER = "loss_scaler"
+
+
+class OptimizerStates(sw.DistributedOptimizer):
+    """The part of ``smp.DistributedOptimizer`` that saves and loads."""
+
+    def __init__(self, optimizer: Optimizer, **options: Any):
+        self._members: list[list[nn.Parameter]] = []
+        self._order: list[list[str]] | None = None
+        self._waiting: dict[str, Any] | None = None
+        super().__init__(optimizer, **options)
+
+    def keep(self, identifiers: set[int]) -> None:
+        """Drops the parameters of other ranks, and keeps their names."""
+        self._note_order()
+        super().keep(identifiers)
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state; collective over the replica, and over all ranks where they share the state."""
+        if self._waiting is not None:
+            return self._of_waiting(partial=False)
+        run = current_run()
+        if not self._is_spread(run):
+            return self._as_one(self._entries_here(run)) if run.model is not None else self.orig_state_dict()
+        shared = _is_shared(run)
+        meet("optimizer.state_dict()", None if shared else run.pipeline_ranks)
+        own = parts_of(run.model, self)  # type: ignore[arg-type]
+        entries = put_together(allgather(own, CommGroup.WORLD if shared else CommGroup.MP_GROUP))
+        return self._as_one(entries)
+
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The state of the parameters of this rank, and ``_smp_is_partial``.
+
+        Args:
+            gather_if_shard: with ``shard_optimizer_state``, the first replica gets the state whole, and all
+                replicas call this; else each rank keeps its part.
+        """
+        if self._waiting is not None:
+            return self._of_waiting(partial=True)
+        run = current_run()
+        state = super().state_dict()
+        if run.model is not None:
+            masters = self._masters_here(run)
+            if masters:
+                state[_MASTERS] = masters
+            if run.model.scaling is not None:
+                state[_SCALER] = asdict(run.model.scaling.scaler)
+            updated = run.model.replicas.updated_parts
+            if gather_if_shard and updated is not None and updated.num_parts > 1:
+                meet("optimizer.local_state_dict(gather_if_shard=True)", run.mesh.group("dp", run.rank))
+                whole = put_together(allgather(parts_of(run.model, self), CommGroup.DP_GROUP))
+                if run.data_rank == 0:
+                    state = self._local_of(whole, state)
+        state[PARTIAL] = True
+        return state
+
+    def orig_state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer itself, as PyTorch gives it."""
+        return self.optimizer.state_dict()
+
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The same as `local_state_dict`, under the name that scripts for several releases use."""
+        return self.local_state_dict(gather_if_shard=gather_if_shard)
+
+    # ---- loading ----
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a whole state, or what this rank had saved of one.
+
+        Before the first step it waits for it; options of the groups (learning rates) hold at once. Parts of
+        other partitions go from rank to rank: then it is collective over the replica.
+
+        Raises:
+            CheckpointError: it is of another optimizer; the message says how it differs.
+        """
+        state, run = dict(state_dict), current_run()
+        self._refuse_other_groups(state)
+        model = run.model
+        if model is not None and model.settled:
+            self._load(state)
+        elif model is None and not state.get(PARTIAL) and _MASTERS not in state:
+            self._waiting = None
+            super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        else:
+            self._load_options(state["param_groups"])
+            self._waiting = state
+            when_model_is_there(lambda model: model.when_settled(self._load_waiting))
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """The same as `load_state_dict`, under the name that scripts for several releases use."""
+        self.load_state_dict(state_dict)
+
+    def _load_waiting(self) -> None:
+        state, self._waiting = self._waiting, None
+        if state is not None:
+            options = [_options(group) for group in self.param_groups]
+            self._load(state)
+            for group, now in zip(self.param_groups, options, strict=True):
+                group.update(now)  # schedulers may have changed them meanwhile
+
+    def _load(self, state: dict[str, Any]) -> None:
+        run = current_run()
+        is_partial = bool(state.pop(PARTIAL, False))
+        masters, scaler = state.pop(_MASTERS, {}), state.pop(_SCALER, None)
+        names = state.get(_NAMES)
+        if is_partial and self._is_of_here(run, names):
+            super().load_state_dict(state)
+            self._set_masters(run, masters)
+        else:
+            numbered = self._numbered_names() if names is None else names
+            entries = self._entries_in(state, masters, numbered)
+            if names is not None:
+                _refuse_part(state.get(_PART))
+                numbered, entries = self._of_all_ranks(run, numbered, entries)
+            self._refuse_unknown(run, numbered)
+            self._take_own(run, entries, state["param_groups"])
+        if scaler is not None and run.model is not None and run.model.scaling is not None:
+            run.model.scaling.scaler.restore(scaler)
+
+    def _is_of_here(self, run: Context, names: Sequence[str] | None) -> bool:
+        """Whether a partial state is of the parameters of this rank, and so on all ranks of the replica."""
+        if run.mesh.pipeline == 1:
+            return names is None
+        same = list(names or ()) == self._parameter_names()
+        meet("optimizer.load_state_dict() with _smp_is_partial", run.pipeline_ranks)
+        return all(allgather(same, CommGroup.MP_GROUP))
+
+    def _of_all_ranks(
+        self, run: Context, names: Sequence[str], entries: Entries
+    ) -> tuple[list[str], Entries]:
+        """Brings together what the ranks of the replica have loaded: names of parameters, and state."""
+        if run.mesh.pipeline == 1:
+            return list(names), entries
+        of_ranks = allgather((list(names), entries), CommGroup.MP_GROUP)
+        together = {name: entry for _, found in of_ranks for name, entry in found.items()}
+        return [name for known, _ in of_ranks for name in known], together
+
+    def _refuse_unknown(self, run: Context, known: Sequence[str]) -> None:
+        """Refuses a state that leaves out parameters of this rank."""
+        missing = sorted(set(self._names_here(run)) - set(known))
+        if missing:
+            raise CheckpointError(
+                f"the state is of {len(known)} parameters, and not of {len(missing)} that this rank has, for "
+                f"example {missing[0]}. It is of another model, or was saved by ranks with other parameters: "
+                "then load what all of them have saved."
+            )
+
+    def _entries_in(
+        self, state: Mapping[str, Any], masters: Mapping[int, Tensor], names: Sequence[str]
+    ) -> Entries:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        if len(numbers) != len(names):
+            raise CheckpointError(
+                f"the state is of an optimizer of {len(numbers)} parameters, and this one has {len(names)}. "
+                "Make the optimizer as it was when it was saved."
+            )
+        found: Entries = {}
+        for number, name in zip(numbers, names, strict=True):
+            entry = dict(state["state"].get(number, {}))
+            if number in masters:
+                entry[MASTER] = masters[number]
+            if entry:
+                found[name] = entry
+        return found
+
+    def _take_own(self, run: Context, entries: Entries, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the state of the parameters of this rank from that of all."""
+        model = run.model
+        assert model is not None
+        names = self._names_here(run)
+        state: dict[int, dict[str, Any]] = {}
+        masters: dict[int, Tensor] = {}
+        for number, (name, parameter) in enumerate(zip(names, self._parameters(), strict=True)):
+            entry = entries.get(name, {})
+            _check_shapes(name, parameter, entry)
+            own = {key: own_part(model, parameter, value) for key, value in entry.items()}
+            if MASTER in own:
+                masters[number] = own.pop(MASTER)
+            if own:
+                state[number] = own
+        super().load_state_dict({"state": state, "param_groups": self._groups_here(groups)})
+        self._set_masters(run, masters)
+
+    def _set_masters(self, run: Context, masters: Mapping[int, Tensor]) -> None:
+        updated = None if run.model is None else run.model.replicas.updated_parts
+        if updated is not None and updated.keeps_masters:
+            parameters = self._parameters()
+            for number, master in masters.items():
+                parameter = parameters[number]
+                updated.set_master(parameter, master.to(parameter.device, copy=True).float())
+
+    # ---- names and numbers ----
+
+    def _note_order(self) -> None:
+        """Takes note of the parameters of each group, before some are dropped."""
+        groups = [list(group["params"]) for group in self.param_groups]
+        names = self._names_of_model()
+        if not names:
+            self._members = groups
+            return
+        before = self._order or [[names.get(id(p), "") for p in group] for group in self._members]
+        before += [[] for _ in groups[len(before) :]]
+        now = ([names.get(id(p), "") for p in group] for group in groups)
+        self._order = [list(dict.fromkeys([*a, *b])) for a, b in zip(before, now, strict=True)]
+        self._members = []
+
+    def _numbered_names(self) -> list[str]:
+        """Names of all parameters in the order of the whole model's optimizer."""
+        return [name for group in self._names_by_group() for name in group]
+
+    def _names_by_group(self) -> list[list[str]]:
+        self._note_order()
+        run = current_run()
+        own = self._order or []
+        if not self._is_spread(run):
+            return own
+        orders = allgather(own, CommGroup.MP_GROUP)
+        if all(order == own for order in orders):
+            return own
+        # Made from the parameters of each rank: in the order of the model.
+        known = list(self._names_of_model().values())
+        place = {name: number for number, name in enumerate(known)}
+        return [
+            sorted({name for order in orders for name in order[i]}, key=lambda name: place.get(name, -1))
+            for i in range(len(own))
+        ]
+
+    def _names_of_model(self) -> dict[int, str]:
+        model = current_run().model
+        if model is None:
+            return {}
+        return {id(parameter): name for name, parameter in model.get_module().named_parameters()}
+
+    def _names_here(self, run: Context) -> list[str]:
+        names = self._names_of_model()
+        return [names.get(id(parameter), "") for parameter in self._parameters()]
+
+    # ---- forms ----
+
+    def _is_spread(self, run: Context) -> bool:
+        """Whether other ranks have state that this one has not."""
+        model = run.model
+        return model is not None and model.settled and (run.mesh.pipeline > 1 or _is_shared(run))
+
+    def _entries_here(self, run: Context) -> Entries:
+        assert run.model is not None
+        return put_together([parts_of(run.model, self)])
+
+    def _masters_here(self, run: Context) -> dict[int, Tensor]:
+        updated = None if run.model is None else run.model.replicas.updated_parts
+        found = {} if updated is None else {n: updated.master(p) for n, p in enumerate(self._parameters())}
+        return {number: master.detach() for number, master in found.items() if master is not None}
+
+    def _as_one(self, entries: Entries) -> dict[str, Any]:
+        """A whole state in PyTorch's format."""
+        groups, state, masters, number = [], {}, {}, 0
+        for group, names in zip(self.param_groups, self._names_by_group(), strict=True):
+            groups.append({**_options(group), "params": list(range(number, number + len(names)))})
+            for name in names:
+                entry = dict(entries.get(name, {}))
+                if MASTER in entry:
+                    masters[number] = entry.pop(MASTER)
+                if entry:
+                    state[number] = entry
+                number += 1
+        whole: dict[str, Any] = {"state": state, "param_groups": groups}
+        if masters:
+            whole[_MASTERS] = masters
+        model = current_run().model
+        if model is not None and model.scaling is not None:
+            whole[_SCALER] = asdict(model.scaling.scaler)
+        return whole
+
+    def _local_of(self, whole: Entries, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of this rank's parameters, from what all of their replicas have."""
+        local = {key: value for key, value in state.items() if key not in (_PART, _MASTERS)}
+        named = enumerate(self._names_here(current_run()))
+        entries = {number: dict(whole[name]) for number, name in named if name in whole}
+        masters = {number: entry.pop(MASTER) for number, entry in entries.items() if MASTER in entry}
+        return {**local, "state": entries, **({_MASTERS: masters} if masters else {})}
+
+    def _groups_here(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Groups with the options that were saved, and the parameters of this rank."""
+        found, number = [], 0
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            count = len(group["params"])
+            found.append({**saved, "params": list(range(number, number + count))})
+            number += count
+        return found
+
+    def _of_waiting(self, *, partial: bool) -> dict[str, Any]:
+        """What was loaded, as long as it waits for the first step, with the options of now."""
+        waiting = self._waiting
+        assert waiting is not None
+        if not partial and waiting.get(PARTIAL):
+            raise UsageError(
+                "a partial state was loaded into the optimizer, and each rank takes its own of it in the "
+                "first step. Call state_dict() after it, or local_state_dict()."
+            )
+        groups = [
+            {**saved, **_options(now)}
+            for saved, now in zip(waiting["param_groups"], self.param_groups, strict=True)
+        ]
+        return {**waiting, "param_groups": groups, **({PARTIAL: True} if partial else {})}
+
+    def _refuse_other_groups(self, state: Mapping[str, Any]) -> None:
+        if not {"state", "param_groups"} <= state.keys():
+            raise CheckpointError(
+                "this is no state of an optimizer: it has no state and param_groups, but "
+                f"{', '.join(map(str, list(state)[:5])) or 'nothing'}."
+            )
+        if len(state["param_groups"]) != len(self.param_groups):
+            raise CheckpointError(
+                f"the state of an optimizer with {len(state['param_groups'])} parameter groups does not fit "
+                f"one with {len(self.param_groups)}. Make the groups as they were when it was saved."
+            )
+
+
+def _is_shared(run: Context) -> bool:
+    """Whether replicas have different parts of the state."""
+    updated = None if run.model is None else run.model.replicas.updated_parts
+    return run.mesh.shard > 1 or (updated is not None and updated.num_parts > 1)
+
+
+def _refuse_part(part: Any) -> None:
+    if part:
+        raise CheckpointError(
+            f"the state of the optimizer is a part of one that ranks share ({part}), and of other parameters "
+            "than this rank has. Load it with the partition and the ranks that saved it."
+        )
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _check_shapes(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> None:
+    for key, value in entry.items():
+        if not isinstance(value, Tensor) or value.shape == parameter.shape:
+            continue
+        # Some optimizers keep rows and columns apart: with fewer dimensions than the parameter.
+        if value.dim() and value.dim() >= parameter.dim():
+            raise CheckpointError(
+                f"{key} of {name} has the shape {tuple(value.shape)} in the state, and {name} has "
+                f"{tuple(parameter.shape)} here. The state is of another model, or its parameters had "
+                "another order."
+            )

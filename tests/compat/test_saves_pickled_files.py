@@ -1,0 +1,184 @@
+"""Files of checkpoints: what scripts put into them comes back, and nothing that they name is run."""
+
+import argparse
+import collections
+import datetime
+import os
+import pathlib
+import pickle
+import subprocess
+import types
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+from smdistributed.modelparallel.torch.pickled_files import load_file
+
+
+def content() -> dict[str, Any]:
+    """In the style of public training scripts."""
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=0.1), 3)
+    return {
+        "cli_args": {
+            "lr": 2e-4,
+            "checkpoint_dir": pathlib.Path("/opt/ml/checkpoints"),
+            "device": torch.device("cpu"),
+            "dtype": torch.bfloat16,
+            "nested": argparse.Namespace(seed=3, layers=(1, 2)),
+        },
+        "num_params": 124_439_808,
+        "total_steps": 7,
+        "start_train_path_index": 0,
+        "start_batch_index": 12,
+        "lr_scheduler": scheduler.state_dict(),
+        "buffer_names": ["module.buffer"],
+        "param_shapes": [collections.OrderedDict({"module.weight": torch.Size([3, 4])})],
+        "metrics": {"loss": [1.0, float("inf")]},
+        "when": datetime.datetime(2023, 4, 27, tzinfo=datetime.UTC),
+        "more": types.SimpleNamespace(a={1, 2}, b=frozenset([3]), c=slice(1, 2), d=b"bytes", e=1 + 2j),
+    }
+
+
+def saved(path: pathlib.Path, what: Any, **options: Any) -> pathlib.Path:
+    torch.save(what, path, **options)
+    return path
+
+
+def test_what_scripts_save_comes_back(tmp_path: pathlib.Path) -> None:
+    before = content()
+    after = load_file(saved(tmp_path / "user_content.pt", before))
+    assert after == before
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.float32(1.5),
+        numpy.bool_(True),
+        numpy.int64(-3),
+        numpy.str_("text"),
+        numpy.arange(6.0).reshape(2, 3),
+        numpy.asfortranarray(numpy.arange(6).reshape(2, 3)),
+        numpy.array(["a", "bcd"]),
+        numpy.array([b"a", b"bc"]),
+        numpy.arange(3, dtype=">i4"),
+        numpy.zeros((0, 4), dtype=numpy.complex64),
+    ],
+    ids=repr,
+)
+def test_numbers_and_arrays_of_numpy(tmp_path: pathlib.Path, value: Any, zipped: bool) -> None:
+    found = load_file(saved(tmp_path / "f", [value], _use_new_zipfile_serialization=zipped))[0]
+    assert numpy.array_equal(found, value)
+    assert found.dtype == value.dtype.newbyteorder("=")
+    assert found.shape == value.shape
+    assert isinstance(found, numpy.ndarray if isinstance(value, numpy.ndarray) else type(value))
+
+
+def test_random_generators_come_back(tmp_path: pathlib.Path) -> None:
+    state = numpy.random.get_state()
+    found = load_file(saved(tmp_path / "f", state))
+    numpy.random.set_state(found)
+    assert numpy.array_equal(numpy.random.get_state()[1], state[1])
+
+
+def test_configurations_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for config in (transformers.GPT2Config(n_layer=3), transformers.T5Config(num_layers=2)):
+        found = load_file(saved(tmp_path / "f", {"model_config": config}))["model_config"]
+        assert type(found) is type(config)
+        assert found.to_dict() == config.to_dict()
+        again = load_file(saved(tmp_path / "g", found))
+        assert again.to_dict() == config.to_dict()
+
+
+class Calls:
+    """An object that a pickle makes by calling anything with anything."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None):
+        self.parts = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.parts
+
+
+def attacks(marker: pathlib.Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    touch = f"touch {marker}"
+    return {
+        "os.system": Calls(os.system, touch),
+        "subprocess.Popen": Calls(subprocess.Popen, ["touch", str(marker)]),
+        "builtins.eval": Calls(eval, f"__import__('os').system({touch!r})"),
+        "builtins.exec": Calls(exec, f"__import__('os').system({touch!r})"),
+        "builtins.getattr": Calls(getattr, "text", "upper"),
+        "pickle.loads": Calls(pickle.loads, pickle.dumps(Calls(os.system, touch))),
+        "torch.load": Calls(torch.load, str(marker)),
+        "torch.hub.load": Calls(torch.hub.load, "a/b", "c"),
+        "pathlib.Path.touch": Calls(pathlib.Path.touch, marker),
+        "numpy.load": Calls(numpy.load, str(marker)),
+        "numpy.save": Calls(numpy.save, str(marker), numpy.ones(3)),
+        "numpy.fromfile": Calls(numpy.fromfile, str(marker)),
+        "numpy array of objects": numpy.array([Calls(os.system, touch)], dtype=object),
+        "a configuration that is called": Calls(transformers.GPT2Config, 3),
+        "a model": Calls(transformers.GPT2LMHeadModel, transformers.GPT2Config()),
+        "a class of the script": Calls(Calls, 3),
+        "from_pretrained": Calls(transformers.GPT2Config.from_pretrained, str(marker.parent)),
+        "a default factory": Calls(collections.defaultdict, os.getcwd),
+        "in attributes": Calls(argparse.Namespace, state={"a": Calls(os.system, touch)}),
+    }
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_nothing_is_run(tmp_path: pathlib.Path, zipped: bool) -> None:
+    marker = tmp_path / "marker"
+    cases = attacks(marker)
+    for number, attack in enumerate(cases.values()):
+        path = saved(tmp_path / f"f{number}", {"a": 1, "b": attack}, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(CheckpointError, match=f"f{number}"):
+            load_file(path)
+    assert not marker.exists()
+    assert len(cases) >= 19
+
+
+def test_the_class_is_named_and_how_to_trust_it(tmp_path: pathlib.Path) -> None:
+    path = saved(tmp_path / "f", {"b": Calls(subprocess.Popen, ["true"])})
+    with pytest.raises(CheckpointError, match=r"subprocess\.Popen, which .* SHARDWRIGHT_TRUST_PICKLE=1"):
+        load_file(path)
+
+
+def test_a_trusted_file_is_loaded_as_a_pickle(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "f", {"b": Calls(collections.deque, [1, 2])})
+    for value in ("0", "", "yes"):
+        monkeypatch.setenv("SHARDWRIGHT_TRUST_PICKLE", value)
+        with pytest.raises(CheckpointError):
+            load_file(path)
+    monkeypatch.setenv("SHARDWRIGHT_TRUST_PICKLE", "1")
+    assert load_file(path) == {"b": collections.deque([1, 2])}
+
+    class Own:
+        Unpickler = pickle.Unpickler
+        used = False
+
+        @classmethod
+        def load(cls, *args: Any, **kwargs: Any) -> Any:
+            cls.used = True
+            return pickle.load(*args, **kwargs)
+
+    load_file(saved(tmp_path / "g", 3, _use_new_zipfile_serialization=False), pickle_module=Own)
+    assert Own.used
+
+
+def test_a_damaged_file_is_named(tmp_path: pathlib.Path) -> None:
+    path = saved(tmp_path / "f", {"a": torch.ones(100)})
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:50], whole[: len(whole) // 2], b"no pickle at all"):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptCheckpointError, match="/f cannot be read"):
+            load_file(path)
+    with pytest.raises(CheckpointError, match="g is not there"):
+        load_file(tmp_path / "g")
