@@ -12,13 +12,8 @@ from typing import Literal
 from pydantic import NonNegativeInt, field_validator
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import (
-    FORMAT_VERSION,
-    Record,
-    Sha256,
-    is_plain_name,
-    read_regular,
-)
+from shardwright.checkpoint.manifest import FORMAT_VERSION, Record, Sha256, is_plain_name
+from shardwright.checkpoint.regular_file import read_regular
 from shardwright.errors import CorruptCheckpointError
 
 __all__ = ["COMMITTED", "Commit", "read_commits", "write_commits"]

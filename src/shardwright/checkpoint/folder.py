@@ -18,7 +18,8 @@ from pathlib import Path
 
 from shardwright.checkpoint.commits import COMMITTED, Commit, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_regular
+from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 

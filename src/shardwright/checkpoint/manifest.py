@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from shardwright import __version__
+from shardwright.checkpoint.regular_file import open_regular, read_regular, size_of
 from shardwright.checkpoint.safe_json import parse
 from shardwright.errors import CorruptCheckpointError
 from shardwright.problems import describe, join
@@ -129,34 +130,12 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN.fullmatch(name) is not None
 
 
-def read_regular(path: Path, *, most_bytes: int = 2**31) -> bytes:
-    """Reads a file that is one: no link to elsewhere, no device.
-
-    Raises:
-        CorruptCheckpointError: it is missing, something else, or far too large.
-    """
-    size = _regular_size(path)
-    if size > most_bytes:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, and at most {most_bytes} are read.")
-    return path.read_bytes()
-
-
-def _regular_size(path: Path) -> int:
-    if path.is_symlink():
-        raise CorruptCheckpointError(f"{path} is a link. Checkpoints have none; nothing was read.")
-    if not path.exists():
-        raise CorruptCheckpointError(f"{path} is missing.")
-    if not path.is_file():
-        raise CorruptCheckpointError(f"{path} is no regular file.")
-    return path.stat().st_size
-
-
 def _check_file(path: Path, entry: FileEntry) -> None:
-    size = _regular_size(path)
-    if size != entry.size:
-        raise CorruptCheckpointError(f"{path} has {size} bytes, and was saved with {entry.size}.")
     digest = sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = size_of(file)
+        if size != entry.size:
+            raise CorruptCheckpointError(f"{path} has {size} bytes, and was saved with {entry.size}.")
         while part := file.read(4 * 2**20):
             digest.update(part)
     if digest.hexdigest() != entry.sha256:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.manifest import Manifest, read_regular
+from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex

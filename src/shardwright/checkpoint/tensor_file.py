@@ -13,16 +13,24 @@ place. Tests read with the safetensors library what we write, and the other way 
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from shardwright.checkpoint.regular_file import open_regular, size_of
 from shardwright.checkpoint.safe_json import parse
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = ["ITEM_BYTES", "StoredTensor", "TensorFile", "file_content"]
+__all__ = [
+    "ITEM_BYTES",
+    "StoredTensor",
+    "TensorFile",
+    "TensorSource",
+    "file_content",
+    "streamed_content",
+]
 
 ITEM_BYTES = {
     "C128": 16,
@@ -44,6 +52,10 @@ ITEM_BYTES = {
     "BOOL": 1,
 }
 _LARGEST_HEADER = 100 * 2**20  # bytes, as the safetensors library has it
+# MAP_NORESERVE, which Python names from 3.13 on.
+_NO_RESERVE: int = getattr(
+    mmap, "MAP_NORESERVE", 0x4000 if os.uname()[::4] in (("Linux", "x86_64"), ("Linux", "aarch64")) else 0
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +73,50 @@ class StoredTensor:
     data: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor that is read when it is written, part by part.
+
+    Attributes:
+        dtype: as safetensors names it.
+        shape: its shape.
+        read: gives its elements in row-major order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[bytes | memoryview]]
+
+    @property
+    def num_bytes(self) -> int:
+        """What its elements take."""
+        return ITEM_BYTES[self.dtype] * prod(self.shape)
+
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> "TensorSource":
+        """A tensor that is there as bytes."""
+        return cls(tensor.dtype, tensor.shape, lambda: [tensor.data] if tensor.data.nbytes else [])
+
+
 def file_content(
     tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The content of a file with these tensors, part by part.
+
+    Args:
+        tensors: by name.
+        metadata: further texts for the header.
+
+    Raises:
+        ValueError: the bytes of a tensor do not fit its shape.
+    """
+    yield from streamed_content({name: TensorSource.of(each) for name, each in tensors.items()}, metadata)
+
+
+def streamed_content(
+    tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The content of a file with tensors that are read one after the other.
 
     Args:
         tensors: by name.
@@ -78,16 +130,18 @@ def file_content(
     end = 0
     for name in names:
         tensor = tensors[name]
-        begin, end = end, end + ITEM_BYTES[tensor.dtype] * prod(tensor.shape)
-        if tensor.data.nbytes != end - begin:
-            raise ValueError(f"{name} has {tensor.data.nbytes} bytes, and needs {end - begin}")
+        begin, end = end, end + tensor.num_bytes
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        if tensors[name].data.nbytes:
-            yield tensors[name].data
+        num_bytes = 0
+        for part in tensors[name].read():
+            num_bytes += memoryview(part).nbytes
+            yield part
+        if num_bytes != tensors[name].num_bytes:
+            raise ValueError(f"{name} has {num_bytes} bytes, and needs {tensors[name].num_bytes}")
 
 
 class TensorFile:
@@ -103,14 +157,13 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self._name = path.name
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with open_regular(path) as file:
+            size = size_of(file)
             length = int.from_bytes(file.read(8), "little") if size >= 8 else size
             if size < 8 or length > min(size - 8, _LARGEST_HEADER):
                 raise self._refused(f"its header claims {length} bytes, and the file has {size}")
             header = parse(file.read(length), name=path.name)
-            # Private pages: tensors made of them may be written to, and the file stays as it is.
-            self._memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+            self._memory = memoryview(_mapped(file))
         self._begin = 8 + length
         if not isinstance(header, dict):
             raise self._refused("its header is no object")
@@ -161,6 +214,17 @@ class TensorFile:
 
     def _refused(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self._name} is damaged, or no file of tensors: {why}.")
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    """A file as memory, of which only what is used takes any.
+
+    Private pages: tensors made of them may be written to, and the file stays as it is. The system reserves
+    nothing for that: a file may be larger than all memory.
+    """
+    return mmap.mmap(
+        file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+    )
 
 
 def _sizes(found: Any) -> bool:
