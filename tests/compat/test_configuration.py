@@ -1,7 +1,4 @@
-"""Settings of smp: where they come from, what each key of the library's table does, what is told of the others.
-
-The last row of ``KEYS`` says for each key what a script may give and what ``smp.state.cfg`` shows by default.
-"""
+"""Settings of smp: where they come from, what each key of the library's table does, what others do."""
 
 import json
 
@@ -108,7 +105,8 @@ def test_the_launcher_wins_over_the_script():
 def test_the_launcher_may_write_pairs():
     environ = {PARAMETERS_VARIABLE: "partitions=2,ddp=True,pipeline=simple,memory_weight=0.2"}
     values = read(**environ).values
-    assert [values[key] for key in ("partitions", "ddp", "pipeline", "memory_weight")] == [2, True, "simple", 0.2]
+    found = [values[key] for key in ("partitions", "ddp", "pipeline", "memory_weight")]
+    assert found == [2, True, "simple", 0.2]
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '"partitions"'])
@@ -131,7 +129,7 @@ def test_an_unknown_key_is_passed_over_and_told_with_the_nearest_one():
 
 
 def test_what_is_not_there_yet_says_so():
-    with pytest.raises(ConfigError, match="tensor_parallel_degree is 2, but tensor parallelism is not there yet"):
+    with pytest.raises(ConfigError, match="is 2, but tensor parallelism is not there yet"):
         read({"tensor_parallel_degree": 2, "ddp": True})
     with pytest.raises(ConfigError, match="horovod is True"):
         read({"horovod": True})

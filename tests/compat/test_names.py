@@ -1,4 +1,4 @@
-"""Every name of the tables of SageMaker's library is there, takes what it took, and what is missing says so."""
+"""Every name of the tables of SageMaker's library is there, and what is missing says so."""
 
 import importlib
 import inspect

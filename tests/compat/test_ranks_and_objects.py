@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from compat.small_models import QUIET
 
+from compat.small_models import QUIET
 from shardwright.testing import RanksFailedError, run_ranks
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
@@ -188,13 +188,16 @@ def resolved(settings):
 
     smp.init({**QUIET, **settings})
     cfg = smp.state.cfg
-    return cfg.partitions, cfg.pipeline_parallel_degree, cfg.microbatches, cfg.ddp, cfg.prescaled_batch, cfg.fp16
+    degrees = cfg.partitions, cfg.pipeline_parallel_degree, cfg.microbatches
+    return *degrees, cfg.ddp, cfg.prescaled_batch, cfg.fp16
 
 
 def test_settings_show_what_was_resolved():
-    assert run_ranks(resolved, 2, {"partitions": 2, "prescaled_batch": True}) == [(2, 2, 1, False, True, False)] * 2
+    found = run_ranks(resolved, 2, {"partitions": 2, "prescaled_batch": True})
+    assert found == [(2, 2, 1, False, True, False)] * 2
     environ = {"SM_HP_MP_PARAMETERS": '{"partitions": 1, "microbatches": 4, "ddp": true}'}
-    assert run_ranks(resolved, 2, {"partitions": 2}, env=environ) == [(1, 1, 4, True, False, False)] * 2
+    found = run_ranks(resolved, 2, {"partitions": 2}, env=environ)
+    assert found == [(1, 1, 4, True, False, False)] * 2
     environ = {"SHARDWRIGHT_SET": '{"microbatches": 8}'}
     assert run_ranks(resolved, 1, {"microbatches": 2}, env=environ)[0][2] == 8
 

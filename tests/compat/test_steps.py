@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compat.small_models import FEATURES, QUIET, batch, largest_difference, loss_of, net, plain_gradients
 from torch import nn
 
+from compat.small_models import FEATURES, QUIET, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.testing import run_ranks
 
 CLOSE = 1e-12
@@ -18,9 +18,8 @@ def trained(settings, *, called=False, size=8, dummy="same", average=True):
 
     smp.init({**QUIET, "ddp": True, "microbatches": 4, **settings})
     plain = net()
-    expected = plain_gradients(
-        plain, [batch(0, replica, size=size) for replica in range(smp.dp_size())], microbatches=4, average=average
-    )
+    batches = [batch(0, replica, size=size) for replica in range(smp.dp_size())]
+    expected = plain_gradients(plain, batches, microbatches=4, average=average)
     model = smp.DistributedModel(plain, average_grads_across_microbatches=average)
 
     def train_step(model, x, y, args):

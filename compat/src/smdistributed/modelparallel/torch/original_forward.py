@@ -19,7 +19,7 @@ def keep_original_forwards(model: nn.Module) -> None:
     for kind in {type(module) for module in model.modules()}:
         if any(_uses_it(function) for each in kind.__mro__ for function in vars(each).values()):
             for each in kind.__mro__:
-                if "forward" in vars(each) and _NAME not in vars(each):
+                if each is not nn.Module and "forward" in vars(each) and _NAME not in vars(each):
                     setattr(each, _NAME, vars(each)["forward"])
 
 

@@ -7,6 +7,7 @@ from torch import nn
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.module_proxy import unproxied
+from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["runs_of", "set_activation_checkpointing"]
 
@@ -25,13 +26,16 @@ def set_activation_checkpointing(
         module: any module of the model. Of an `nn.Sequential`, or an `nn.ModuleList`, its children.
         preserve_rng_state: draw the same random numbers again (dropout).
         pack_args_as_tuple: accepted: children get what they get without recomputation.
-        strategy: for an `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all of them,
-            or ``"group_N"`` N at a time.
+        strategy: for an `nn.Sequential`: ``"each"`` child by itself, ``"contiguous"`` all of them together
+            (each by itself where the model is spread over stages), or ``"group_N"`` N at a time.
 
     Raises:
         UsageError: the strategy is unknown, or the module is not one.
     """
     module = unproxied(module)
+    if strategy == "contiguous" and isinstance(module, nn.Sequential) and _is_spread():
+        # What one recomputation goes around cannot be cut between stages, and no stage is known yet.
+        strategy = "each"
     if not isinstance(module, nn.ModuleList):
         sw.set_activation_checkpointing(
             module,
@@ -48,6 +52,10 @@ def set_activation_checkpointing(
         )
     for child in module:
         sw.set_activation_checkpointing(child, preserve_rng_state=preserve_rng_state)
+
+
+def _is_spread() -> bool:
+    return state.initialized and current_run().mesh.pipeline > 1
 
 
 def runs_of(sequential: nn.Sequential, strategy: str) -> list[list[nn.Module]]:

@@ -110,7 +110,7 @@ class FlashAttentionLayer(nn.Module):
             if bias.dtype is torch.bool:
                 zeros = torch.zeros_like(bias, dtype=query.dtype)
                 bias = zeros.masked_fill(~bias, float("-inf"))
-            bias = bias.to(query.dtype)
+            bias = bias[(None,) * (4 - bias.dim())].to(query.dtype)
         if self.use_alibi and bias is not None:
             bias = bias + _alibi_bias(query)
         return bias

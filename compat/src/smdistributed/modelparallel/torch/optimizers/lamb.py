@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import gradient_norm
-from shardwright.torch.context import is_initialized
+from shardwright.torch.context import context, is_initialized
 
 __all__ = ["FusedLAMB"]
 
@@ -126,11 +126,20 @@ class FusedLAMB(Optimizer):
 
 def _scale(parameters: list[Tensor], most: float) -> Tensor:
     """What gradients are multiplied by, so that their norm is at most `most`."""
-    if is_initialized():
+    if _are_of_the_model(parameters):
         norm = gradient_norm(parameters)
     else:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     return torch.where(norm > most, most / norm, torch.ones_like(norm))
+
+
+def _are_of_the_model(parameters: list[Tensor]) -> bool:
+    """Whether they are of the wrapped model, of which other ranks have others; here there may be none."""
+    model = context().model if is_initialized() else None
+    if model is None or not model.partitioned:
+        return False
+    own = model.local_parameter_ids()
+    return not parameters or any(id(parameter) in own for parameter in parameters)
 
 
 def _trust_ratio(parameter: Tensor, update: Tensor) -> Tensor:

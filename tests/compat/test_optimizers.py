@@ -1,0 +1,417 @@
+"""The members of ``smp.DistributedOptimizer``, and the optimizers of ``smp.optimizers``."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import smdistributed.modelparallel.torch as smp
+from compat.small_models import QUIET, batch, loss_of, net, plain_gradients
+from shardwright.errors import UsageError
+from shardwright.testing import run_ranks
+
+CLOSE = 1e-10
+
+
+def training(settings, make, *, wrap_first=True, **options):
+    """A wrapped model and optimizer, made in one order or the other, and a training step."""
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({**QUIET, "ddp": True, "microbatches": 2, **settings})
+    plain = net()
+    if wrap_first:
+        model = smp.DistributedModel(plain)
+        optimizer = smp.DistributedOptimizer(make(model.parameters()), **options)
+    else:
+        optimizer = smp.DistributedOptimizer(make(plain.parameters()), **options)
+        model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(model, optimizer, x, y):
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    return smp, model, optimizer, train_step
+
+
+def plain_training(make, *, replicas=1, steps=3, before_step=None):
+    """Parameters after plain training."""
+    model = net()
+    optimizer = make(model.parameters())
+    for index in range(steps):
+        batches = [batch(index, replica) for replica in range(replicas)]
+        for name, gradient in plain_gradients(model, batches, microbatches=2).items():
+            model.get_parameter(name).grad = gradient
+        if before_step is not None:
+            before_step(model)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def difference(model, expected):
+    state = model.state_dict()
+    return max(float((state[name] - p.detach()).abs().max()) for name, p in expected.items())
+
+
+MAKERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "FusedLAMB": lambda parameters: smp.optimizers.FusedLAMB(parameters, lr=0.01, max_grad_norm=0.1),
+    "FusedNovoGrad": lambda parameters: smp.optimizers.FusedNovoGrad(parameters, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_updates_are_those_of_plain_training(name, num_ranks, wrap_first):
+    def trained(name, num_ranks, wrap_first):
+        make = MAKERS[name]
+        _, model, optimizer, train_step = training({"partitions": num_ranks}, make, wrap_first=wrap_first)
+        for index in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            train_step(model, optimizer, *batch(index))
+            optimizer.step()
+        return difference(model, plain_training(make))
+
+    assert max(run_ranks(trained, num_ranks, name, num_ranks, wrap_first)) < CLOSE
+
+
+def test_lamb_over_stages_and_replicas_knows_the_norm_of_all_gradients():
+    def trained():
+        make = MAKERS["FusedLAMB"]
+        smp, model, optimizer, train_step = training({"partitions": 2}, make)
+        for index in range(3):
+            optimizer.zero_grad()
+            train_step(model, optimizer, *batch(index, smp.dp_rank()))
+            optimizer.step()
+        return difference(model, plain_training(make, replicas=2))
+
+    assert max(run_ranks(trained, 4)) < CLOSE
+
+
+def test_schedulers_take_it_for_an_optimizer():
+    def scheduled():
+        _, model, optimizer, train_step = training(
+            {"partitions": 2}, MAKERS["SGD"], static_loss_scale=None, dynamic_loss_scale=True
+        )
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        schedulers = [StepLR(optimizer, 1, 0.5), LambdaLR(optimizer.optimizer, lambda step: 0.1 * step)]
+        for index in range(2):
+            optimizer.zero_grad(set_grads_to_None=True)
+            train_step(model, optimizer, *batch(index))
+            assert optimizer.clip_master_grads(1.0) > 0
+            optimizer.step()
+            if not optimizer.overflow:
+                schedulers[0].step()
+        assert optimizer.param_groups is optimizer.optimizer.param_groups
+        flags = optimizer.dynamic_loss_scale, optimizer.loss_scale, optimizer.loss_scaler.scale
+        return optimizer.param_groups[0]["lr"], flags
+
+    assert run_ranks(scheduled, 2) == [(0.1 * 0 * 0.25, (True, 1.0, 1.0))] * 2
+
+
+def test_master_gradients_are_clipped_by_the_norm_over_all_stages():
+    def clipped():
+        make = MAKERS["SGD"]
+        _, model, optimizer, train_step = training({"partitions": 2}, make)
+        norms = []
+        for index in range(3):
+            optimizer.zero_grad()
+            train_step(model, optimizer, *batch(index))
+            norms.append(optimizer.clip_master_grads(0.05))
+            optimizer.step()
+        expected = plain_training(
+            make, before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        )
+        return difference(model, expected), norms
+
+    (first, norms), (second, others) = run_ranks(clipped, 2)
+    assert max(first, second) < 1e-6
+    assert norms == others
+
+
+def test_fp16_scales_the_loss_and_leaves_updates_out():
+    def in_fp16():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2, "fp16": True})
+        torch.manual_seed(0)
+        model = smp.DistributedModel(net().float())
+        optimizer = smp.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            static_loss_scale=None,
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"scale_window": 2, "min_scale": 1, "delayed_shift": 1},
+        )
+
+        @smp.step
+        def train_step(model, optimizer, x, y):
+            loss = loss_of(model, x, y)
+            optimizer.backward(loss, update_master_grads=False)
+            return loss
+
+        assert smp.state.cfg.fp16
+        assert optimizer.loss_scale == 2.0**32
+        seen = []
+        x, y = batch(0)
+        for _ in range(25):
+            optimizer.zero_grad()
+            train_step(model, optimizer, x.float(), y)
+            optimizer.update_master_grads()
+            norm = optimizer.clip_master_grads(1.0)
+            seen.append((optimizer.overflow, norm == -1.0))
+            optimizer.step()
+        assert all(overflow == no_norm for overflow, no_norm in seen)
+        assert optimizer.master_params_created
+        return seen[0][0], seen[-1][0], optimizer.loss_scale < 2.0**32, optimizer.loss_scaler.dynamic
+
+    assert run_ranks(in_fp16, 2) == [(True, False, True, True)] * 2
+
+
+def test_the_static_scale_is_one_by_default():
+    def in_fp16():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "fp16": True})
+        model = smp.DistributedModel(net().float())
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        return optimizer.loss_scale, optimizer.dynamic_loss_scale, optimizer.optimizer.param_groups[0]["lr"]
+
+    assert run_ranks(in_fp16, 1) == [(1.0, False, 0.1)]
+
+
+def test_a_new_value_of_a_parameter_replaces_its_copy():
+    def reloaded():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "bf16": True})
+        model = smp.DistributedModel(nn.Linear(2, 1, bias=False))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        weight = model.get_module().weight
+
+        @smp.step
+        def train_step(model, x):
+            model.backward(model(x).sum() * 2.0**-12)
+
+        with torch.no_grad():
+            weight.fill_(1.0)
+        train_step(model, torch.ones(1, 2))
+        optimizer.step()  # the copy is a little below 1, and rounds to it
+        optimizer.reload_model_params()
+        optimizer.step()
+        once = model.replicas.updated_parts.master(weight)[0, 0].item()
+        return once == 1.0 - 2.0**-12
+
+    assert run_ranks(reloaded, 1) == [True]
+
+
+def test_names_and_positions_of_parameters():
+    def named():
+        smp, model, optimizer, train_step = training({"partitions": 2}, MAKERS["SGD"])
+        assert not optimizer.master_params_created
+        train_step(model, optimizer, *batch(0))
+        assert optimizer.master_params_created
+        names = optimizer.param_name_to_index()
+        assert [name for name, _ in model.local_named_parameters()] == list(names)
+        assert list(names.values()) == list(range(len(names)))
+        from smdistributed.modelparallel.torch.state_mod import state
+
+        assert state is smp.state
+        assert state.param_name_to_index_tp_group == [names]
+        assert state.param_index_to_name_tp_group == [{index: name for name, index in names.items()}]
+        assert list(optimizer.master_distribution_axis.values()) == [None] * len(names)
+        assert (state.model, state.optimizer) == (model, optimizer)
+        optimizer.init_master_params()
+        return len(names)
+
+    assert sum(run_ranks(named, 2)) == 6
+
+
+class HelperForHalf:
+    """What scripts before 1.10 brought along: float32 copies, and a loss scale, around an optimizer."""
+
+    def __init__(self, model, optimizer):
+        self.model = model
+        self.optimizer = optimizer
+        self.master_params_created = False
+        self.overflow = False
+        self.loss_scale = 8.0
+        self.fp16_groups, self.fp32_from_fp16_groups = [], []
+
+    def init_master_params(self):
+        for group in self.optimizer.param_groups:
+            own = list(group["params"])
+            group["params"] = [nn.Parameter(p.detach().double()) for p in own]
+            self.fp16_groups.append(own)
+            self.fp32_from_fp16_groups.append(group["params"])
+        self.master_params_created = True
+
+    def zero_grad(self, set_grads_to_None=False):
+        for group in self.fp16_groups:
+            for parameter in group:
+                parameter.grad = None
+
+    def backward(self, loss, update_master_grads=True):
+        self.model.backward(loss * self.loss_scale)
+
+    def update_master_grads(self):
+        for own, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
+            for parameter, master in zip(own, masters, strict=True):
+                master.grad = parameter.grad.double() / self.loss_scale
+
+    def clip_master_grads(self, max_norm):
+        return max_norm
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        for own, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
+            for parameter, master in zip(own, masters, strict=True):
+                parameter.copy_(master)
+
+
+def test_a_helper_for_half_precision_of_the_scripts_own_keeps_its_ways():
+    def helped():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
+        model = smp.DistributedModel(net())
+        make = MAKERS["AdamW"]
+        optimizer = smp.DistributedOptimizer(HelperForHalf(model, make(model.parameters())))
+        scheduler = StepLR(optimizer, 100, 0.5)
+        model.register_post_partition_hook(lambda model, optimizer: optimizer.init_master_params())
+
+        @smp.step
+        def train_step(model, optimizer, x, y):
+            loss = loss_of(model, x, y)
+            optimizer.backward(loss, update_master_grads=False)
+            return loss
+
+        assert isinstance(optimizer, smp.DistributedOptimizer)
+        for index in range(3):
+            optimizer.zero_grad(set_grads_to_None=True)
+            train_step(model, optimizer, *batch(index))
+            optimizer.update_master_grads()
+            assert optimizer.clip_master_grads(3) == 3
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.master_params_created
+        assert optimizer.loss_scale == 8.0
+        assert len(optimizer.fp32_from_fp16_groups[0]) == len(list(model.local_parameters()))
+        return difference(model, plain_training(make))
+
+    assert max(run_ranks(helped, 2)) < CLOSE
+
+
+def test_other_things_are_no_optimizers():
+    def refused():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        with pytest.raises(UsageError, match=r"wraps a torch\.optim\.Optimizer, not a int"):
+            smp.DistributedOptimizer(3)
+        return True
+
+    assert run_ranks(refused, 1) == [True]
+
+
+def tensors():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((3, 4), (5,))]
+
+
+def gradients(step):
+    torch.manual_seed(10 + step)
+    return [torch.randn(3, 4, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_is_the_published_algorithm(weight_decay, max_grad_norm):
+    lr, beta1, beta2, eps = 0.01, 0.9, 0.999, 1e-6
+    found = tensors()
+    optimizer = smp.optimizers.FusedLAMB(
+        found, lr=lr, weight_decay=weight_decay, max_grad_norm=max_grad_norm, use_nvlamb=True
+    )
+    expected = [p.detach().clone() for p in found]
+    first = [torch.zeros_like(p) for p in expected]
+    second = [torch.zeros_like(p) for p in expected]
+    for step in range(1, 5):
+        given = gradients(step)
+        norm = torch.cat([g.reshape(-1) for g in given]).norm()
+        scale = 1.0 if max_grad_norm is None else 1 / max(1.0, float(norm) / max_grad_norm)
+        for index, g in enumerate(given):
+            found[index].grad = g.clone()
+            g = g * scale
+            first[index] = beta1 * first[index] + (1 - beta1) * g
+            second[index] = beta2 * second[index] + (1 - beta2) * g**2
+            direction = first[index] / (1 - beta1**step) / (
+                (second[index] / (1 - beta2**step)) ** 0.5 + eps
+            ) + weight_decay * expected[index]
+            expected[index] = expected[index] - lr * expected[index].norm() / direction.norm() * direction
+        optimizer.step()
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_lamb_without_decay_leaves_the_size_of_a_step_alone():
+    found, plain = tensors(), tensors()
+    lamb = smp.optimizers.FusedLamb(found, weight_decay=0.0, max_grad_norm=None, eps=1e-8)
+    adam = torch.optim.Adam(plain, lr=1e-3, eps=1e-8)
+    for step in range(3):
+        for p, q, g in zip(found, plain, gradients(step), strict=True):
+            p.grad, q.grad = g, g.clone()
+        lamb.step()
+        adam.step()
+    assert all(torch.allclose(p, q) for p, q in zip(found, plain, strict=True))
+
+
+def test_novograd_is_the_published_algorithm():
+    lr, beta1, beta2, eps, decay = 0.01, 0.95, 0.98, 1e-8, 0.1
+    found = tensors()
+    optimizer = smp.optimizers.FusedNovoGrad(
+        found,
+        lr=lr,
+        betas=(beta1, beta2),
+        eps=eps,
+        weight_decay=decay,
+        reg_inside_moment=True,
+        grad_averaging=False,
+        bias_correction=False,
+    )
+    expected = [p.detach().clone() for p in found]
+    first, second = [torch.zeros_like(p) for p in expected], [None, None]
+    for step in range(4):
+        for index, g in enumerate(gradients(step)):
+            found[index].grad = g.clone()
+            square = g.norm() ** 2
+            second[index] = square if second[index] is None else beta2 * second[index] + (1 - beta2) * square
+            first[index] = beta1 * first[index] + (g / (second[index] ** 0.5 + eps) + decay * expected[index])
+            expected[index] = expected[index] - lr * first[index]
+        optimizer.step()
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["FusedLAMB", "FusedNovoGrad"])
+def test_their_states_are_saved_and_loaded(kind):
+    def run(optimizer, parameters, steps):
+        for step in steps:
+            for p, g in zip(parameters, gradients(step), strict=True):
+                p.grad = g
+            optimizer.step()
+
+    make = getattr(smp.optimizers, kind)
+    straight = tensors()
+    run(make(straight), straight, range(4))
+    halfway = tensors()
+    first = make(halfway)
+    run(first, halfway, range(2))
+    second = make(halfway)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    run(second, halfway, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(straight, halfway, strict=True))
+    with pytest.raises(UsageError, match="no AMSGrad variant"):
+        make(tensors(), amsgrad=True)

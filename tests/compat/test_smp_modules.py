@@ -1,0 +1,418 @@
+"""Contexts in which modules are made, recomputation, and the modules and translators of ``smp.nn``."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from compat.small_models import FEATURES, QUIET, Net, batch, largest_difference, loss_of, net, plain_gradients
+from shardwright.errors import UsageError
+from shardwright.testing import run_ranks
+from smdistributed.modelparallel.torch.exceptions import NotThereYetError
+from smdistributed.modelparallel.torch.nn.huggingface import bert, gpt2, gptneo
+from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
+
+CLOSE = 1e-12
+
+
+class Placed(nn.Module):
+    """Modules that are placed as they are created, the innermost wish last."""
+
+    def __init__(self):
+        super().__init__()
+        with smp.partition(1):
+            self.first = nn.Linear(FEATURES, 8)
+            with smp.partition(0):
+                self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.fourth = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fourth(self.third(self.second(self.first(x).tanh()).tanh()).tanh())
+
+
+def placed(settings):
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({**QUIET, "partitions": 2, "microbatches": 2, **settings})
+    torch.manual_seed(0)
+    plain = Placed().double()
+    smp.set_partition(plain.third, 1)
+    expected = plain_gradients(plain, [batch(0)], microbatches=2)
+    model = smp.DistributedModel(plain)
+
+    @smp.step
+    def train_step(model, x, y):
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    train_step(model, *batch(0))
+    assert largest_difference(model, expected) < CLOSE
+    return sorted({name.split(".")[0] for name, _ in model.local_named_parameters()})
+
+
+def test_modules_go_where_the_script_places_them():
+    found = run_ranks(placed, 2, {"auto_partition": False, "default_partition": 0})
+    assert found == [["fourth", "second"], ["first", "third"]]
+
+
+def test_placing_is_passed_over_where_the_library_places():
+    first, second = run_ranks(placed, 2, {"auto_partition": True})
+    assert "first" in first  # and not on the second rank, where the script wants it
+    assert sorted(first + second) == ["first", "fourth", "second", "third"]
+
+
+@pytest.mark.parametrize("by_setting", [True, False])
+def test_a_model_that_is_created_without_memory_trains_alike(by_setting):
+    def trained(by_setting):
+        import smdistributed.modelparallel.torch as smp
+
+        settings = {"delayed_parameter_initialization": by_setting}
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2, **settings})
+        torch.manual_seed(0)
+        expected = nn.Sequential(nn.Linear(FEATURES, 4096), nn.Tanh(), nn.Linear(4096, 3))
+        torch.manual_seed(0)
+        context = smp.model_creation() if by_setting else smp.delay_param_initialization(enabled=True)
+        with context:
+            plain = nn.Sequential(nn.Linear(FEATURES, 4096), nn.Tanh(), nn.Linear(4096, 3))
+        assert plain[0].weight.is_meta
+        model = smp.DistributedModel(plain)
+
+        @smp.step
+        def train_step(model, x, y):
+            model.backward(loss_of(model, x, y))
+
+        x, y = batch(0)
+        train_step(model, x.float(), y)
+        state = model.state_dict()
+        return all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+    assert run_ranks(trained, 2, by_setting) == [True] * 2
+
+
+def test_models_are_created_in_a_type():
+    def created():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        with smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, attention_in_fp32=False):
+            low = nn.Linear(2, 2)
+        with smp.tensor_parallelism(enabled=True, fused_softmax=True), smp.tensor_parallelism(False):
+            same = nn.Linear(2, 2)
+        smp.set_tensor_parallelism(same, True, distribute_embedding=True)
+        with pytest.raises(UsageError, match="floating-point"), smp.model_creation(dtype=torch.int64):
+            pass
+        return type(same), low.weight.dtype, same.weight.dtype, torch.get_default_dtype()
+
+    assert run_ranks(created, 1) == [(nn.Linear, torch.bfloat16, torch.float32, torch.float32)]
+
+
+class ByHand(nn.Module):
+    """Recomputes by hand: a module inside, and a sequence."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        torch.manual_seed(0)
+        self.strategy = strategy
+        self.inner = Net()
+        self.last = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Tanh(), nn.Linear(8, 3))
+        self.calls = 0
+
+    def forward(self, x):
+        x = checkpoint(self.inner, x, preserve_rng_state=True)
+        return checkpoint_sequential(self.last, x, strategy=self.strategy)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("strategy", ["each", "contiguous", "group_2"])
+def test_modules_are_recomputed_by_hand(num_ranks, strategy):
+    def trained(num_ranks, strategy):
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": num_ranks, "microbatches": 2})
+        plain = ByHand(strategy).double()
+        expected = plain_gradients(plain, [batch(0)], microbatches=2)
+        forwards = []
+        plain.inner.head.register_forward_pre_hook(lambda *_: forwards.append(1))
+        model = smp.DistributedModel(plain)
+
+        @smp.step
+        def train_step(model, x, y):
+            model.backward(loss_of(model, x, y))
+
+        train_step(model, *batch(0))
+        return largest_difference(model, expected), len(forwards)
+
+    found = run_ranks(trained, num_ranks, num_ranks, strategy)
+    assert max(difference for difference, _ in found) < CLOSE
+    if num_ranks == 1:
+        assert found[0][1] == 4  # two microbatches, each once forward and once in its backward
+
+
+def test_tuples_between_children_are_arguments_or_one():
+    class Two(nn.Module):
+        def forward(self, a, b):
+            return a + b, a - b
+
+    class One(nn.Module):
+        def forward(self, pair):
+            a, b = pair
+            return a + b, a - b
+
+    x = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+
+    def recomputed():
+        smp.init(QUIET)
+        spread = checkpoint_sequential(nn.Sequential(Two(), Two()), x)
+        packed = checkpoint_sequential(nn.Sequential(One(), One()), x, pack_args_as_tuple=True)
+        with pytest.raises(UsageError, match=r"takes an nn\.Sequential"):
+            checkpoint_sequential(Two(), x)
+        with pytest.raises(UsageError, match=r"takes an nn\.Module and its arguments"):
+            checkpoint(lambda value: value, x)
+        return [t.tolist() for t in (*spread, *packed)]
+
+    assert run_ranks(recomputed, 1) == [[[2.0, 2.0], [6.0, 6.0]] * 2]
+
+
+@pytest.mark.parametrize("kind", ["module", "each", "contiguous", "group_2", "list"])
+def test_modules_are_recomputed_by_a_strategy(kind):
+    def trained(kind):
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
+        torch.manual_seed(0)
+        if kind == "list":
+            plain = Listed().double()
+            smp.set_activation_checkpointing(plain.layers)
+        else:
+            plain = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)), nn.Linear(FEATURES, 3))
+            plain = plain.double()
+            target = plain[1] if kind == "module" else plain
+            strategy = "each" if kind == "module" else kind
+            smp.set_activation_checkpointing(target, preserve_rng_state=True, strategy=strategy)
+        expected = plain_gradients(plain, [batch(0)], microbatches=2)
+        model = smp.DistributedModel(plain)
+
+        @smp.step
+        def train_step(model, x, y):
+            model.backward(loss_of(model, x, y))
+
+        train_step(model, *batch(0))
+        return largest_difference(model, expected)
+
+    assert max(run_ranks(trained, 2, kind)) < CLOSE
+
+
+class Listed(nn.Module):
+    """Layers in a list, as Hugging Face's models have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(3)])
+        self.head = nn.Linear(FEATURES, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+def test_wrong_strategies_are_refused():
+    with pytest.raises(UsageError, match="strategy 'group_0' is unknown"):
+        smp.set_activation_checkpointing(nn.ModuleList([nn.Linear(2, 2)]), strategy="group_0")
+    with pytest.raises(UsageError, match=r"strategy 'contiguous' is for nn\.Sequential"):
+        smp.set_activation_checkpointing(nn.Linear(2, 2), strategy="contiguous")
+    with pytest.warns(UserWarning, match="each is recomputed by itself"):
+        smp.set_activation_checkpointing(nn.ModuleList([nn.Linear(2, 2)]), strategy="contiguous")
+
+
+def test_a_scaler_goes_into_the_step():
+    def scaled():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
+        plain = net()
+        expected = plain_gradients(plain, [batch(0)], microbatches=2)
+        model = smp.DistributedModel(plain)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        scaler = smp.amp.GradScaler(init_scale=2.0**8)
+
+        @smp.step
+        def train_step(model, scaler, x, y):
+            loss = loss_of(model, x, y)
+            model.backward(scaler.scale(loss))
+            return loss
+
+        train_step(model, scaler, *batch(0))
+        scaler.unscale_(optimizer)
+        difference = largest_difference(model, expected)
+        scaler.step(optimizer)
+        scaler.update()
+        return difference, scaler.get_scale()
+
+    found = run_ranks(scaled, 2)
+    assert max(difference for difference, _ in found) < CLOSE
+    assert [scale for _, scale in found] == [2.0**8] * 2
+
+
+def attention(qkv, bias=None, *, factor):
+    """Softmax over all scores, in the open."""
+    query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+    scores = query @ key.transpose(-1, -2) * factor
+    return torch.softmax(scores if bias is None else scores + bias, -1) @ value
+
+
+@pytest.fixture
+def qkv():
+    torch.manual_seed(0)
+    return torch.randn(2, 5, 3, 4, 8, dtype=torch.float64)
+
+
+def layer_of(**options):
+    return smp.nn.FlashAttentionLayer(0.0, **options)
+
+
+def causal(length):
+    return torch.full((length, length), -math.inf, dtype=torch.float64).triu(1)
+
+
+def test_attention_is_softmax_of_scores(qkv):
+    root = 1 / math.sqrt(8)
+    mask = torch.randn(2, 1, 1, 5, dtype=torch.float64)
+    for layer, factor in (
+        (layer_of(), root),
+        (layer_of(attention_head_size=8), root),
+        (layer_of(scale_attention_scores=False), 1.0),
+        (layer_of(scale=0.5), 0.5),
+        (layer_of(scale_attn_by_layer_idx=True, layer_idx=3), root / 4),
+    ):
+        assert layer(qkv).shape == (2, 4, 5, 8)
+        assert torch.allclose(layer(qkv), attention(qkv, factor=factor))
+        assert torch.allclose(layer(qkv, mask), attention(qkv, mask, factor=factor))
+        assert torch.allclose(layer(qkv, causal=True), attention(qkv, causal(5), factor=factor))
+        assert torch.allclose(layer(qkv, mask, True), attention(qkv, mask + causal(5), factor=factor))
+
+
+def test_attention_takes_booleans(qkv):
+    taken = torch.tensor([True, True, False, True, True])
+    bias = torch.zeros(5, dtype=torch.float64).masked_fill(~taken, -math.inf)
+    assert torch.allclose(layer_of()(qkv, taken), attention(qkv, bias, factor=1 / math.sqrt(8)))
+
+
+def test_alibi_falls_with_the_distance(qkv):
+    layer = layer_of(triton_flash_attention=True, use_alibi=True)
+    distance = (torch.arange(5)[:, None] - torch.arange(5)[None, :]).abs()
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
+    bias = -distance * slopes[:, None, None] + causal(5)
+    zeros = torch.zeros(2, 1, 1, 5, dtype=torch.float64)
+    assert torch.allclose(layer(qkv, zeros, causal=True), attention(qkv, bias, factor=1 / math.sqrt(8)))
+    with pytest.raises(UsageError, match="use_alibi needs attn_mask"):
+        layer(qkv)
+    with pytest.raises(UsageError, match="needs triton_flash_attention"):
+        layer_of(use_alibi=True)
+
+
+def test_alibi_slopes_beyond_a_power_of_two():
+    from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
+
+    assert alibi_slopes(8) == [2.0 ** -(head + 1) for head in range(8)]
+    # As the paper's own code has them for 12 heads.
+    assert alibi_slopes(12)[8:] == [2.0 ** -(0.5 + head) for head in range(4)]
+
+
+def test_attention_drops_only_in_training(qkv):
+    layer = smp.nn.FlashAttentionLayer(0.5)
+    torch.manual_seed(0)
+    assert not torch.allclose(layer(qkv), layer(qkv))
+    layer.eval()
+    assert torch.equal(layer(qkv), layer(qkv))
+
+
+def test_wrong_attention_is_refused(qkv):
+    for call, text in (
+        (lambda: smp.nn.FlashAttentionLayer(1.5), "attention_dropout_prob is 1.5"),
+        (lambda: layer_of(scale_attn_by_layer_idx=True), "layer_idx is not given"),
+        (lambda: layer_of()(qkv[:, :, 0]), "must be"),
+        (lambda: layer_of(attention_head_size=4)(qkv), "heads of qkv have 8"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            call()
+
+
+def test_the_fused_layer_norm_is_pytorchs_own():
+    # Scripts look for it to leave the layer norms of Hugging Face's models out of weight decay.
+    assert isinstance(nn.LayerNorm(4), smp.nn.FusedLayerNorm)
+    assert smp.nn.FusedLayerNorm(4, eps=1e-5, elementwise_affine=True)(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_states_of_hugging_face_stay_as_they_are():
+    state = {"transformer.wte.weight": torch.ones(4, 2), "transformer.h.0.attn.bias": mask_of(8)}
+    assert gpt2.translate_state_dict_to_hf_gpt2(state) is state
+    assert gpt2.translate_hf_state_dict_to_smdistributed_gpt2(state) is state
+    assert gpt2.translate_hf_state_dict_to_smdistributed(state, 8) is state
+
+
+def mask_of(length):
+    return torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+
+
+@pytest.mark.parametrize("length", [4, 12])
+def test_masks_are_made_for_a_number_of_positions(length):
+    state = {"transformer.wpe.weight": torch.ones(8, 2), "transformer.h.0.attn.bias": mask_of(8)}
+    found = gpt2.translate_state_dict_to_hf_gpt2(state, max_seq_len=length)
+    assert torch.equal(found["transformer.h.0.attn.bias"], mask_of(length))
+    assert found["transformer.wpe.weight"] is state["transformer.wpe.weight"]
+    assert state["transformer.h.0.attn.bias"].shape[-1] == 8
+    ids = {"bert.embeddings.position_ids": torch.arange(8)[None]}
+    (positions,) = bert.translate_state_dict_to_hf_bert(ids, length).values()
+    assert positions.shape == (1, length)
+    local = {"transformer.h.1.attn.attention.bias": mask_of(8) ^ mask_of(8).tril(-3)}
+    if length > 8:  # what the window was, the mask alone does not tell
+        assert gptneo.translate_state_dict_to_hf_gptneo(local, length) is local
+
+
+def test_states_of_distributed_models_are_refused():
+    state = {"transformer.seq_layers.0.attention.query.weight": None, "lm_head.weight": None}
+    with pytest.raises(NotThereYetError, match=r"1 of the 2 names .* distributed GPT-2"):
+        gpt2.translate_state_dict_to_hf_gpt2(state)
+    with pytest.raises(UsageError, match="max_seq_len is 0"):
+        gpt2.translate_state_dict_to_hf_gpt2({}, max_seq_len=0)
+    with pytest.raises(UsageError, match="is a dictionary, not a list"):
+        gpt2.translate_state_dict_to_hf_gpt2([])
+
+
+def test_a_model_is_written_down_and_compared(tmp_path):
+    def compared():
+        from shardwright.errors import CheckpointError
+        from smdistributed.modelparallel.test.torch.utils import dump_model, verify
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
+        plain = net()
+        untrained = copy.deepcopy(plain)
+        model = smp.DistributedModel(plain)
+
+        @smp.step
+        def train_step(model, x, y):
+            model.backward(loss_of(model, x, y))
+
+        train_step(model, *batch(0))
+        path = tmp_path / "folder" / "dump.pt"
+        dump_model(model, path, losses=[1.0])
+        smp.barrier()
+        verify(model, path)
+        verify(untrained, path)
+        with torch.no_grad():
+            untrained.head.bias += 1
+        with pytest.raises(CheckpointError, match=r"1 of 6 tensors differ .*head\.bias"):
+            verify(untrained, path)
+        with pytest.raises(CheckpointError, match="other names"):
+            verify(nn.Linear(2, 2), path)
+        with pytest.raises(CheckpointError, match="there is no"):
+            verify(untrained, tmp_path / "none.pt")
+        return True
+
+    assert run_ranks(compared, 2) == [True] * 2
