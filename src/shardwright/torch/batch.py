@@ -231,7 +231,7 @@ class Splitter:
             (name, item, item.shape[self._axis(name)])
             for name, tree in named
             if name not in self.non_split
-            for item in flatten(tree)[0]
+            for item in flatten(tree, _cuts_itself)[0]
             if isinstance(item, Tensor)
             and not isinstance(item, nn.Parameter)
             and item.dim() > self._axis(name)
@@ -266,15 +266,20 @@ class Splitter:
         if name in self.non_split:
             return [tree] * num_microbatches
         axis = self._axis(name)
-        items, structure = flatten(tree)
+        items, structure = flatten(tree, _cuts_itself)
         columns: list[Sequence[Any]] = []
         for item in items:
             if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.dim() > axis:
                 columns.append(torch.tensor_split(item, num_microbatches, dim=axis))
-            elif hasattr(item, "smp_slice"):
+            elif _cuts_itself(item):
                 columns.append(
                     [item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)]
                 )
             else:
                 columns.append([item] * num_microbatches)
         return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]
+
+
+def _cuts_itself(item: Any) -> bool:
+    """Whether an object knows how it is cut, also where it is a container of tensors."""
+    return hasattr(item, "smp_slice")

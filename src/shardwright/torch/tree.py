@@ -72,8 +72,12 @@ class Structure:
 _LEAF = Structure("leaf", None, (), ())
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """Lists the leaves of a tree, depth first, and its structure.
+
+    Args:
+        tree: anything.
+        is_leaf: which containers are leaves themselves; None for none.
 
     >>> items, structure = flatten({"a": [1, 2], "b": (3,)})
     >>> items
@@ -82,7 +86,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     {'a': [10, 20], 'b': (30,)}
     """
     items: list[Any] = []
-    return items, _flatten(tree, items)
+    return items, _flatten(tree, items, is_leaf)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -96,27 +100,30 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     return structure.rebuild([function(item) for item in items])
 
 
-def _flatten(tree: Any, items: list[Any]) -> Structure:
+def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None) -> Structure:
     kind = type(tree)
-    if kind in _ATOMS:
+    if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
         items.append(tree)
         return _LEAF
     if kind is tuple or kind is list:
-        return Structure("sequence", tree, (), [_flatten(child, items) for child in tree])
+        return Structure("sequence", tree, (), [_flatten(child, items, is_leaf) for child in tree])
     if isinstance(tree, dict):
-        return Structure("dict", tree, tuple(tree), [_flatten(child, items) for child in tree.values()])
+        children = [_flatten(child, items, is_leaf) for child in tree.values()]
+        return Structure("dict", tree, tuple(tree), children)
     if isinstance(tree, tuple):
         name = "namedtuple" if hasattr(tree, "_fields") else "tuple_subclass"
-        return Structure(name, tree, (), [_flatten(child, items) for child in tree])
+        return Structure(name, tree, (), [_flatten(child, items, is_leaf) for child in tree])
     if isinstance(tree, list):
-        return Structure("list_subclass", tree, (), [_flatten(child, items) for child in tree])
+        return Structure("list_subclass", tree, (), [_flatten(child, items, is_leaf) for child in tree])
     if isinstance(tree, UserDict):
-        return Structure("userdict", tree, tuple(tree), [_flatten(child, items) for child in tree.values()])
+        children = [_flatten(child, items, is_leaf) for child in tree.values()]
+        return Structure("userdict", tree, tuple(tree), children)
     if isinstance(tree, set | frozenset):
-        return Structure("set", tree, (), [_flatten(child, items) for child in tree])
+        return Structure("set", tree, (), [_flatten(child, items, is_leaf) for child in tree])
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = tuple(field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name))
-        return Structure("dataclass", tree, names, [_flatten(getattr(tree, name), items) for name in names])
+        children = [_flatten(getattr(tree, name), items, is_leaf) for name in names]
+        return Structure("dataclass", tree, names, children)
     items.append(tree)
     return _LEAF
 
