@@ -93,6 +93,36 @@ def test_lamb_over_stages_and_replicas_knows_the_norm_of_all_gradients():
     assert max(run_ranks(trained, 4)) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
+def test_optimizers_that_look_at_whole_tensors_know_shared_ones(name):
+    def trained(name):
+        settings = {
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 20,
+            "sdp_gradient_clipping": 1e9,
+        }
+        smp, model, optimizer, train_step = training(settings, MAKERS[name])
+        for index in range(3):
+            optimizer.zero_grad()
+            train_step(model, optimizer, *batch(index, smp.dp_rank()))
+            optimizer.step()
+        return difference(model, plain_training(MAKERS[name], replicas=2))
+
+    assert max(run_ranks(trained, 2, name)) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
+def test_optimizers_that_look_at_whole_tensors_cannot_share_their_state(name):
+    def refused(name):
+        _, model, optimizer, train_step = training({"shard_optimizer_state": True}, MAKERS[name])
+        train_step(model, optimizer, *batch(0))
+        with pytest.raises(UsageError, match=f"{name} may look at whole ones"):
+            optimizer.step()
+        return True
+
+    assert run_ranks(refused, 2, name) == [True] * 2
+
+
 def test_schedulers_take_it_for_an_optimizer():
     def scheduled():
         _, model, optimizer, train_step = training(

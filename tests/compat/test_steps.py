@@ -101,6 +101,14 @@ def test_other_settings_train_alike(settings):
     assert max(run_ranks(gradients_and_update, 2, settings)) < 1e-9
 
 
+class ImageList(list):
+    """Tensors in a list, which cuts itself all the same: by number."""
+
+    def smp_slice(self, num_mb, mb, axis):
+        size = len(self) // num_mb
+        return ImageList(self[mb * size : (mb + 1) * size])
+
+
 class Boxes:
     """An object that cuts itself, under parameter names of its own."""
 
@@ -164,7 +172,24 @@ def test_tensors_are_cut_in_all_containers_and_other_things_pass():
         assert last[:7] == [(2, 6), (2, 2), (2, 3), (2, 5), (3,), (3, 2), (2, 2)]
         assert last[7][0] == 2
         assert last[7][2] == 0
-        assert last[8:] == ["text", 7]
+        assert last[8:10] == ["text", 7]
+
+
+def test_a_container_that_cuts_itself_is_asked():
+    def cut():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "microbatches": 2})
+        model = smp.DistributedModel(net())
+
+        @smp.step
+        def look(model, images):
+            return [type(images).__name__, *(tuple(image.shape) for image in images)]
+
+        with torch.no_grad():
+            return look(model, ImageList([torch.ones(7), torch.ones(8)]))
+
+    assert run_ranks(cut, 1) == [[["ImageList", "ImageList"], ([7, 8],)]]
 
 
 def outputs(settings):

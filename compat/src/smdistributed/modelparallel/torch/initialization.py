@@ -105,7 +105,8 @@ def is_initialized() -> bool:
 
 def is_tracing() -> bool:
     """Whether the step function runs only to see what it does, before the first step."""
-    return bool(getattr(current_run().model, "is_in_step", False)) and not batch_is_running()
+    in_step = state.initialized and getattr(current_run().model, "is_in_step", False)
+    return bool(in_step) and not batch_is_running()
 
 
 def num_microbatches() -> int:
