@@ -1,4 +1,4 @@
-"""``shardwright ckpt``: lists, verifies and clears the checkpoints of a run."""
+"""``shardwright ckpt``: lists, verifies, exports, imports and clears checkpoints."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,6 +9,8 @@ import typer
 from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.cli.application import AsJson, new_application, print_json
+from shardwright.cli.ckpt_export import export
+from shardwright.cli.ckpt_folder import checkpoint_folder
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from shardwright.observe.folder_lock import hold
 from shardwright.plan import align
@@ -16,7 +18,7 @@ from shardwright.units import format_bytes
 
 __all__ = ["application"]
 
-application = new_application(text="List, verify and clear checkpoints.")
+application = new_application(text="List, verify, export, import and clear checkpoints.")
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or of a run that has checkpoints/.")
@@ -30,7 +32,7 @@ def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
 
     For example: shardwright ckpt ls runs/NAME
     """
-    found = _folder(folder)
+    found = checkpoint_folder(folder)
     rows = [_described(found, commit) for commit in found.commits()]
     if as_json:
         print_json(rows)
@@ -47,7 +49,7 @@ def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
 
     For example: shardwright ckpt verify runs/NAME
     """
-    found = _folder(folder)
+    found = checkpoint_folder(folder)
     commits = [commit for commit in found.commits() if name in (None, commit.name)]
     if not commits:
         found.open(name)  # says what is there
@@ -65,6 +67,9 @@ def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
         )
 
 
+application.command("export")(export)
+
+
 @application.command("gc")
 def gc(
     folder: Folder,
@@ -75,7 +80,7 @@ def gc(
 
     For example: shardwright ckpt gc runs/NAME --keep 3
     """
-    found = _folder(folder)
+    found = checkpoint_folder(folder)
     holder = hold(found.root / ".lock")
     if holder is not None:
         raise UsageError(f"{found.root} is in use by {holder}, which may be saving. Try again when it ends.")
@@ -86,19 +91,6 @@ def gc(
         for name in removed:
             print(f"removed {name}")
         print(f"{len(found.commits())} checkpoints stay")
-
-
-def _folder(path: Path) -> CheckpointFolder:
-    """The folder of checkpoints that is meant.
-
-    Raises:
-        UsageError: it is not there.
-    """
-    inside = path / "checkpoints"
-    chosen = inside if inside.is_dir() else path
-    if not chosen.is_dir():
-        raise UsageError(f"there is no folder {path}. Give the folder of a run, or of its checkpoints.")
-    return CheckpointFolder(chosen)
 
 
 def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:

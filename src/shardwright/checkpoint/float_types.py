@@ -1,0 +1,106 @@
+"""Turns floating-point numbers of one type into those of another, as bytes, the way PyTorch does it.
+
+numpy has no BF16 and no types of 8 bits. All ways lead through F32, which holds each of the small types
+exactly; F64 is rounded to F32 first, as in PyTorch.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FLOATS", "Converted", "converted"]
+
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+"""Types that can be converted."""
+
+_Array = NDArray[Any]
+_Bits = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """Numbers of another type.
+
+    Attributes:
+        data: their bytes.
+        num_overflowed: how many were finite, and are not any more.
+    """
+
+    data: bytes
+    num_overflowed: int
+
+
+def converted(data: bytes | bytearray | memoryview, *, source: str, target: str) -> Converted:
+    """Converts numbers, each to the nearest one, and to the even one of two that are as near.
+
+    Args:
+        data: the numbers, one behind the other.
+        source: their type, one of `FLOATS`.
+        target: the type that they get: ``F32``, ``F16`` or ``BF16``.
+
+    >>> converted(np.float32(1.00390625).tobytes(), source="F32", target="BF16").data.hex()
+    '803f'
+    """
+    if source == target:
+        return Converted(bytes(data), 0)
+    numbers = _as_f32(data, source)
+    made = _from_f32(numbers, target)
+    lost = _is_infinite(made, target) & ~_is_infinite(_items(data, source), source)
+    return Converted(made.tobytes(), int(lost.sum()))
+
+
+def _items(data: bytes | bytearray | memoryview, dtype: str) -> _Array:
+    """The numbers of a type, as numpy has them, or as bare bits where it has no such type."""
+    return np.frombuffer(data, _NUMPY[dtype])
+
+
+def _as_f32(data: bytes | bytearray | memoryview, dtype: str) -> NDArray[np.float32]:
+    items = _items(data, dtype)
+    if dtype == "BF16":
+        return (items.astype("<u4") << 16).view("<f4")
+    if dtype == "F8_E5M2":  # the upper half of F16
+        return (items.astype("<u2") << 8).view("<f2").astype("<f4")
+    if dtype == "F8_E4M3":
+        numbers: NDArray[np.float32] = _e4m3()[items]
+        return numbers
+    with np.errstate(over="ignore", invalid="ignore"):
+        return items.astype("<f4")
+
+
+def _from_f32(numbers: NDArray[np.float32], dtype: str) -> _Array:
+    if dtype != "BF16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return numbers.astype(_NUMPY[dtype])
+    bits = numbers.view("<u4")
+    # Half of the last bit that stays, less one where that bit is 0: halves go to the even neighbour.
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    return np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded).astype("<u2")
+
+
+def _is_infinite(items: _Array, dtype: str) -> _Bits:
+    infinite: _Bits
+    if dtype == "BF16":
+        infinite = (items & 0x7FFF) == 0x7F80
+    elif dtype == "F8_E5M2":
+        infinite = (items & 0x7F) == 0x7C
+    elif dtype == "F8_E4M3":  # has no infinities
+        infinite = np.zeros(items.shape, bool)
+    else:
+        infinite = np.isinf(items)
+    return infinite
+
+
+@cache
+def _e4m3() -> NDArray[np.float32]:
+    """The 256 numbers of F8_E4M3: 4 bits of exponent, 3 of mantissa, all ones is no number."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    size[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes & 0x80, -size, size).astype("<f4")
+
+
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1"}

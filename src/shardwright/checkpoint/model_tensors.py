@@ -1,0 +1,82 @@
+"""The tensors of the model in a checkpoint, as another library is to get them."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.checkpoint.boxes import Box, boxes_of_range
+from shardwright.checkpoint.float_types import FLOATS, converted
+from shardwright.checkpoint.model_names import MODEL, in_order, without_prefix
+from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.checkpoint.tensor_file import ITEM_BYTES, TensorSource
+from shardwright.errors import CheckpointError
+
+__all__ = ["ModelTensors"]
+
+# Bytes that are put together at a time: whatever the size of a tensor, not more is in memory.
+_CHUNK = 8 * 2**20
+
+
+class ModelTensors:
+    """What a checkpoint has of the model, whole, whatever the parts in which it was saved.
+
+    Args:
+        saved: the checkpoint, verified.
+        prefix: what to take from the names.
+        dtype: what floating-point numbers become: ``F32``, ``F16`` or ``BF16``; None: they stay as they are.
+
+    Attributes:
+        sources: the tensors by name, in order; nothing is read before it is asked for.
+        overflowed: by name, how many numbers were finite and have become infinite, in what was read so far.
+
+    Raises:
+        CheckpointError: it has no model, or some names lack the prefix.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, *, prefix: str = "", dtype: str | None = None):
+        names = [name for name in saved.index.tensors if name.startswith(MODEL)]
+        if not names:
+            raise CheckpointError(f"{saved.path} has no tensors of a model.")
+        bare = without_prefix(names, MODEL, where=str(saved.path))
+        wanted = without_prefix(bare.values(), prefix, where=str(saved.path))
+        self._saved = saved
+        self.overflowed: dict[str, int] = {}
+        self.sources: Mapping[str, TensorSource] = {
+            wanted[name]: self._source(wanted[name], f"{MODEL}{name}", dtype) for name in in_order(wanted)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take."""
+        return sum(source.num_bytes for source in self.sources.values())
+
+    def _source(self, name: str, full: str, dtype: str | None) -> TensorSource:
+        entry = self._saved.entry(full)
+        target = dtype if dtype is not None and entry.dtype in FLOATS else entry.dtype
+        return TensorSource(target, entry.shape, partial(self._read, name, full, target))
+
+    def _read(self, name: str, full: str, target: str) -> Iterator[memoryview]:
+        entry = self._saved.entry(full)
+        numel, most = prod(entry.shape), _CHUNK // ITEM_BYTES[entry.dtype]
+        for start in range(0, numel, most):
+            for box in boxes_of_range(entry.shape, start, min(start + most, numel)):
+                items = self._items(full, box).data.cast("B")
+                if target == entry.dtype:
+                    yield items
+                    continue
+                made = converted(items, source=entry.dtype, target=target)
+                if made.num_overflowed:
+                    self.overflowed[name] = self.overflowed.get(name, 0) + made.num_overflowed
+                yield memoryview(made.data)
+
+    def _items(self, full: str, box: Box) -> NDArray[np.uint8]:
+        """The bytes of a part of a tensor, in row-major order."""
+        item_bytes = ITEM_BYTES[self._saved.entry(full).dtype]
+        made = np.empty((*box.shape, item_bytes), np.uint8)
+        for overlap in self._saved.overlaps(full, box):
+            piece = np.frombuffer(overlap.stored.data, np.uint8).reshape(*overlap.stored.shape, item_bytes)
+            made[overlap.target.slices] = piece[overlap.source.slices]
+        return made

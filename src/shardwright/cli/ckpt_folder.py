@@ -1,0 +1,41 @@
+"""Which folder of checkpoints, and which checkpoint in it, a path means."""
+
+from pathlib import Path
+
+from shardwright.checkpoint.commits import COMMITTED
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.manifest import MANIFEST
+from shardwright.errors import UsageError
+
+__all__ = ["checkpoint_folder", "folder_of", "named_checkpoint"]
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of checkpoints in that of a run, or the folder itself."""
+    inside = path / "checkpoints"
+    return inside if inside.is_dir() else path
+
+
+def checkpoint_folder(path: Path) -> CheckpointFolder:
+    """The folder of checkpoints that is meant.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    chosen = folder_of(path)
+    if not chosen.is_dir():
+        raise UsageError(f"there is no folder {path}. Give the folder of a run, or of its checkpoints.")
+    return CheckpointFolder(chosen)
+
+
+def named_checkpoint(path: Path, name: str | None) -> tuple[CheckpointFolder, str | None]:
+    """The folder of checkpoints that is meant, and the checkpoint: also where the path is one itself.
+
+    Raises:
+        UsageError: it is not there, or two different checkpoints are named.
+    """
+    if not ((path / MANIFEST).exists() and (path.parent / COMMITTED).exists()):
+        return checkpoint_folder(path), name
+    if name not in (None, path.name):
+        raise UsageError(f"{path} is a checkpoint, and --name asks for {name}. Leave one of them out.")
+    return CheckpointFolder(path.parent), path.name
