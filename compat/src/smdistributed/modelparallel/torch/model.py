@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
-from shardwright.torch.source_line import user_line
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.joining import Joining
@@ -24,6 +23,7 @@ from smdistributed.modelparallel.torch.module_proxy import ModuleProxy, unproxie
 from smdistributed.modelparallel.torch.nn.huggingface.layers import name_layers
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators_of
 from smdistributed.modelparallel.torch.original_forward import keep_original_forwards
+from smdistributed.modelparallel.torch.outside_of_steps import backward_outside
 from smdistributed.modelparallel.torch.parameter_parts import describe_parts
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 from smdistributed.modelparallel.torch.whole_model import gather_on_host, transient_buffers
@@ -128,13 +128,8 @@ class DistributedModel(ModelStates):
             tensors = tensors * self._joining.weight
         if active_handler() is not None:
             super().backward(tensors, grad_tensors)
-        elif current_run().mesh.world_size == 1:
-            torch.autograd.backward(tensors, grad_tensors)
         else:
-            raise UsageError(
-                f"{user_line()}: model.backward(loss) belongs inside a function decorated with @smp.step, "
-                "where the ranks work together."
-            )
+            backward_outside(self.get_module(), tensors, grad_tensors)
 
     def run_step(self, *args: Any) -> list[Any]:
         """Runs a step function on a batch; ``smp.step`` calls it."""
