@@ -68,7 +68,7 @@ def test_every_key_has_its_default_and_takes_another_value(key):
     default, other = KEYS[key]
     assert read().values[key] == default
 
-    given = {key: other, **({"default_partition": 0} if key == "auto_partition" else {})}
+    given = {"default_partition": 0, "ddp": True, key: other}
     found = read(given)
 
     assert found.values[key] == other
@@ -109,10 +109,34 @@ def test_the_launcher_may_write_pairs():
     assert found == [2, True, "simple", 0.2]
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '"partitions"'])
+@pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '{"partitions": 2', "{2: 3}"])
 def test_other_text_from_the_launcher_is_refused(text):
-    with pytest.raises(ConfigError, match="must be a JSON object"):
+    with pytest.raises(ConfigError, match=f"{PARAMETERS_VARIABLE} cannot be used"):
         read(**{PARAMETERS_VARIABLE: text})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"pipeline": "fast"}, "pipeline is 'fast', but it must be simple"),
+        ({"placement_strategy": "DDT"}, "placement_strategy is 'DDT', but it must be cluster"),
+        ({"optimize": "time"}, "optimize is 'time', but it must be speed or memory"),
+        ({"partitions": 0}, "pipeline_parallel_degree is 0, but it must be a whole number"),
+        ({"microbatches": 2.5}, "microbatches is 2.5"),
+        ({"active_microbatches": True}, "active_microbatches is True"),
+        ({"ddp": "yes"}, "ddp is 'yes', but it must be True or False"),
+        ({"partition_file": 3}, "partition_file is 3, but it must be text"),
+        ({"auto_partition": False}, "auto_partition is False, but default_partition"),
+        ({"partitions": 2, "default_partition": 2}, "it must be from 0 to 1"),
+        ({"memory_weight": 1.5}, "memory_weight is 1.5"),
+        ({"ddp_port": 1234}, "ddp_port is 1234, but it has a meaning only with ddp"),
+        ({"ddp_dist_backend": "nccl"}, "it has a meaning only with ddp"),
+        ({"ddp": True, "horovod": True}, "ddp and horovod are both True"),
+    ],
+)
+def test_settings_are_checked_as_an_estimator_checks_them(given, told):
+    with pytest.raises(ConfigError, match=told):
+        read(given)
 
 
 def test_only_dictionaries_are_settings():

@@ -6,7 +6,6 @@ launcher sets. (What ``shardwright run`` was told by ``--set``, ``--config`` or 
 No framework is imported here.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,7 +13,7 @@ from typing import Any
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError
-from shardwright.problems import join
+from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 
 __all__ = ["PARAMETERS_VARIABLE", "Configuration", "Settings", "read_configuration"]
 
@@ -137,15 +136,12 @@ def read_configuration(config: Mapping[str, Any] | None, environ: Mapping[str, s
             f"smp.init takes a dictionary of settings, not a {type(config).__name__}. For example: "
             'smp.init({"partitions": 2, "microbatches": 4})'
         )
-    problems: list[str] = []
     remarks: list[str] = []
     found: dict[str, Any] = {}
     for layer in (config or {}, _from_launcher(environ)):
-        found |= _canonical(layer, problems, remarks)
-    _refuse_not_there_yet(found, problems)
-    if problems:
-        title = f"{len(problems)} settings cannot be used:"
-        raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
+        found |= _canonical(layer, remarks)
+    check_smp_parameters(found)
+    _refuse_not_there_yet(found)
     without_effect = [key for key in found if key in _WITHOUT_EFFECT and found[key] != _DEFAULTS[key]]
     if without_effect:
         several = len(without_effect) > 1
@@ -166,32 +162,12 @@ def _from_launcher(environ: Mapping[str, str]) -> Mapping[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = _from_pairs(text)
-    if isinstance(found, Mapping):
-        return found
-    raise ConfigError(
-        f"{PARAMETERS_VARIABLE} is {text[:80]!r}, but it must be a JSON object of settings, such as "
-        '{"partitions": 2, "microbatches": 4}.'
-    )
+        return read_smp_parameters(text)
+    except ConfigError as error:
+        raise ConfigError(f"{PARAMETERS_VARIABLE} cannot be used: {error}") from error
 
 
-def _from_pairs(text: str) -> Any:
-    """Reads ``partitions=2,microbatches=4``, as ``--mp_parameters`` has it; else None."""
-    found: dict[str, Any] = {}
-    for pair in text.split(","):
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip().isidentifier():
-            return None
-        try:
-            found[key.strip()] = json.loads(value.strip().replace("True", "true").replace("False", "false"))
-        except ValueError:
-            found[key.strip()] = value.strip()
-    return found
-
-
-def _canonical(layer: Mapping[str, Any], problems: list[str], remarks: list[str]) -> dict[str, Any]:
+def _canonical(layer: Mapping[str, Any], remarks: list[str]) -> dict[str, Any]:
     """One layer of settings under one name each; those that nobody knows are left out."""
     found: dict[str, Any] = {}
     for raw_key, value in layer.items():
@@ -202,7 +178,7 @@ def _canonical(layer: Mapping[str, Any], problems: list[str], remarks: list[str]
         elif value is None:
             continue
         elif name in found and found[name] != value:
-            problems.append(
+            raise ConfigError(
                 f"partitions and pipeline_parallel_degree are two names of one setting, and are "
                 f"{found[name]!r} and {value!r}. Give one of them."
             )
@@ -216,15 +192,15 @@ def _unknown(key: str) -> str:
     return f"{key} is not a setting, and is passed over." + (f" Did you mean {close[0]}?" if close else "")
 
 
-def _refuse_not_there_yet(found: Mapping[str, Any], problems: list[str]) -> None:
+def _refuse_not_there_yet(found: Mapping[str, Any]) -> None:
     tensor = found.get("tensor_parallel_degree", 1)
     if tensor != 1:
-        problems.append(
+        raise ConfigError(
             f"tensor_parallel_degree is {tensor!r}, but tensor parallelism is not there yet (only 1). Set it "
             "to 1, and use a higher pipeline_parallel_degree, or sharded_data_parallel_degree, to make room."
         )
-    if found.get("horovod") not in (None, False):
-        problems.append("horovod is True, but replicas are made without Horovod. Set ddp to True instead.")
+    if found.get("horovod"):
+        raise ConfigError("horovod is True, but replicas are made without Horovod. Set ddp to True instead.")
 
 
 def _resolved(found: Mapping[str, Any]) -> dict[str, Any]:
