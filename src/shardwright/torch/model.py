@@ -26,6 +26,7 @@ from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.gradient_scaling import GradientScaling
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
+from shardwright.torch.late_values import in_code_of_model
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
@@ -166,7 +167,8 @@ class DistributedModel(nn.Module):
         if active_handler() is None and self.replicas.sharding is not None:
             result = self._whole_for_a_call(*args, **kwargs)
         else:
-            result = self.get_module()(*args, **kwargs)
+            with in_code_of_model():
+                result = self.get_module()(*args, **kwargs)
         return result if self._low_precision is None else cast_outputs(result)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:

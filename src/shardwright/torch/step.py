@@ -11,6 +11,7 @@ from shardwright.torch.batch import Splitter
 from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
+from shardwright.torch.late_values import WithLateValues
 from shardwright.torch.step_output import gather_outputs
 
 __all__ = ["step"]
@@ -66,8 +67,16 @@ def step_function(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
+    reads_late: bool = False,
 ) -> Callable[..., Any]:
-    """What `step` does, with its options."""
+    """What `step` does, with its options, and one more.
+
+    Args:
+        function: the step function.
+        non_split_inputs: see `step`.
+        input_split_axes: see `step`.
+        reads_late: its own code may read values of tensors that are on another rank, see `late_values`.
+    """
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
@@ -87,6 +96,9 @@ def step_function(
         axes=dict(input_split_axes or {}),
     )
 
+    late = WithLateValues(function) if reads_late else None
+    called = function if late is None else late
+
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         current = context()
@@ -95,7 +107,8 @@ def step_function(
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
         refuse_wrapped_model((*args, *kwargs.values()), current.model)
-        return gather_outputs(current.model.run_step(function, (args, kwargs), splitter))
+        result = gather_outputs(current.model.run_step(called, (args, kwargs), splitter))
+        return result if late is None else late.read(result)
 
     return run
 

@@ -44,7 +44,10 @@ def step(
             stacklevel=2,
         )
     run = step_function(
-        function, non_split_inputs=tuple(non_split_inputs or ()), input_split_axes=input_split_axes
+        function,
+        non_split_inputs=tuple(non_split_inputs or ()),
+        input_split_axes=input_split_axes,
+        reads_late=True,
     )
 
     @functools.wraps(function)
