@@ -370,3 +370,25 @@ def test_python_m_shardwright_says_how_it_is_used(folder):
     assert found.returncode == 2
     assert "There is no script missing.py" in found.stderr
     assert shlex.join(["shardwright", "run", "-n", "2", "train.py"]) in found.stderr
+
+
+def test_the_ranks_get_the_variables_of_sagemaker(folder):
+    script = folder.script(
+        without_torch(
+            """
+            import json
+            assert os.path.isdir(os.environ["SM_OUTPUT_DATA_DIR"])
+            open(os.path.join(os.environ["SM_MODEL_DIR"], f"rank{rank}.json"), "w").write(json.dumps(dict(os.environ)))
+            """
+        )
+    )
+    found = folder.shardwright_run("-n", "2", "--mp-parameters", "partitions=2,ddp=True", script, "--lr", "0.1")
+    assert found.returncode == 0, found.stderr
+    environ = json.loads((folder.path / "runs/one/model/rank1.json").read_text())
+    assert json.loads(environ["SM_HP_MP_PARAMETERS"]) == {"partitions": 2, "ddp": True}
+    assert (environ["OMPI_COMM_WORLD_RANK"], environ["OMPI_COMM_WORLD_LOCAL_SIZE"]) == ("1", "2")
+    assert (environ["SM_CURRENT_HOST"], environ["SM_HP_LR"]) == ("algo-1", "0.1")
+    assert not (folder.path / "runs/one/output").exists()  # the script left nothing in it
+    refused = folder.shardwright_run("--mp-parameters", "pipeline=fast", script)
+    assert refused.returncode == 2
+    assert "pipeline is 'fast', but it must be simple" in refused.stderr

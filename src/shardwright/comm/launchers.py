@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import zlib
 
 from shardwright.comm.host_list import expand_hosts
 from shardwright.comm.launch_environment import LaunchEnvironment
@@ -194,9 +195,16 @@ def _from_mpi(
         node_rank=own_rank // on_this_host,
         num_nodes=math.ceil(ranks / on_this_host),
         master_addr=variables.text("MASTER_ADDR") or "127.0.0.1",
-        master_port=variables.number("MASTER_PORT") or _DEFAULT_PORT,
+        master_port=variables.number("MASTER_PORT")
+        or (_mpi_port(variables) if on_this_host == ranks else _DEFAULT_PORT),
         source=source,
     )
+
+
+def _mpi_port(variables: Variables) -> int:
+    """Jobs that share a host should not share a port; Open MPI names each job."""
+    job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    return _DEFAULT_PORT if job is None else 20_000 + zlib.crc32(job.encode()) % 10_000
 
 
 def from_kubernetes(variables: Variables) -> LaunchEnvironment | None:

@@ -5,7 +5,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +22,12 @@ from shardwright.errors import LaunchError, UsageError
 __all__ = [
     "default_store",
     "destroy_process_group",
+    "end_with_process",
     "group_of",
     "groups_in_doubt",
     "init_process_group",
     "leave_groups_in_doubt",
+    "stay_on_this_host",
     "tell_all",
 ]
 
@@ -86,7 +88,7 @@ def init_process_group(
     if dist.is_initialized():
         raise UsageError("There is a default process group already. Call destroy_process_group() before.")
     if environment.num_nodes == 1:
-        _stay_on_this_host()
+        stay_on_this_host()
     store = _store(environment, timeout_s=timeout_s)
     generation = agree_on_generation(store, environment, timeout_s=timeout_s)
     prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
@@ -105,8 +107,7 @@ def init_process_group(
             f"{environment} could not join the {backend} process group within {timeout_s:g} s: {error}. "
             "Another rank may have failed before; look into the logs of the others first."
         ) from error
-    atexit.unregister(_end)
-    atexit.register(_end)
+    end_with_process()
     return own_store
 
 
@@ -127,8 +128,7 @@ def group_of(
     if _GROUPS.default is not dist.group.WORLD:
         _GROUPS.default = dist.group.WORLD
         _GROUPS.made.clear()
-        atexit.unregister(_end)
-        atexit.register(_end)
+        end_with_process()
     key = (tuple(ranks), use, timeout_s, backend)
     if key not in _GROUPS.made:
         _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
@@ -176,6 +176,12 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
+def end_with_process() -> None:
+    """Has all groups destroyed, and their threads come to rest, when the interpreter ends; see `_end`."""
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
 def _end() -> None:
     """Ends all groups before the interpreter ends, and lets their threads come to rest.
 
@@ -204,12 +210,15 @@ def _threads_rest() -> bool:
     return True
 
 
-def _stay_on_this_host() -> None:
-    """Has gloo use the loopback interface; it would look up the host's name, which need not resolve."""
+def stay_on_this_host(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has gloo use the loopback interface, for ranks that are all on one host.
+
+    It would look up the host's name, which need not resolve.
+    """
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _store(environment: LaunchEnvironment, *, timeout_s: float) -> Store:

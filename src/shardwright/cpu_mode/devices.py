@@ -7,7 +7,7 @@ import torch
 
 from shardwright.cpu_mode import _private
 
-__all__ = ["DEVICE", "Device", "at_cpu", "index_of", "is_cuda", "on_cpu", "put_translated"]
+__all__ = ["DEVICE", "Device", "index_of", "is_cuda", "on_cpu", "put_translated"]
 
 DEVICE = torch.device
 _CPU = torch.device("cpu")
@@ -40,12 +40,6 @@ def index_of(device: Any, *, current: int) -> int:
         device = DEVICE(device)
     index = getattr(device, "index", None)
     return current if index is None else int(index)
-
-
-def at_cpu(kwargs: dict[str, Any], name: str = "device") -> None:
-    """Translates a keyword argument, if it is there."""
-    if name in kwargs:
-        kwargs[name] = on_cpu(kwargs[name])
 
 
 def put_translated(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

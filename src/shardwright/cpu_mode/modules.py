@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwright.cpu_mode.after_import import after_import
-from shardwright.cpu_mode.devices import at_cpu
+from shardwright.cpu_mode.devices import on_cpu
 from shardwright.cpu_mode.tensors import sent_to_cpu
 
 __all__ = ["put_in_force"]
@@ -30,7 +31,8 @@ def _sharded_on_cpu(module: Any) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        at_cpu(kwargs, "device_id")
+        # Also where none is named: FSDP would look for an accelerator.
+        kwargs["device_id"] = on_cpu(kwargs.get("device_id") or torch.device("cuda"))
         init(self, *args, **kwargs)
 
     wrapper.__init__ = __init__

@@ -43,6 +43,7 @@ fully_shard(sharded, mesh=init_device_mesh("cuda", (2,)))
 losses = [
     last_loss(ddp),
     last_loss(sharded),
+    last_loss(FullyShardedDataParallel(model().cuda())),
     last_loss(FullyShardedDataParallel(model(), device_id=torch.cuda.current_device())),
 ]
 print("losses", *(f"{loss:.6f}" for loss in losses))
