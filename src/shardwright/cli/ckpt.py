@@ -11,6 +11,7 @@ from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.cli.application import AsJson, new_application, print_json
 from shardwright.cli.ckpt_export import export
 from shardwright.cli.ckpt_folder import checkpoint_folder
+from shardwright.cli.ckpt_import import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from shardwright.observe.folder_lock import hold
 from shardwright.plan import align
@@ -68,6 +69,7 @@ def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
 
 
 application.command("export")(export)
+application.command("import")(import_)
 
 
 @application.command("gc")
@@ -81,10 +83,17 @@ def gc(
     For example: shardwright ckpt gc runs/NAME --keep 3
     """
     found = checkpoint_folder(folder)
-    holder = hold(found.root / ".lock")
-    if holder is not None:
-        raise UsageError(f"{found.root} is in use by {holder}, which may be saving. Try again when it ends.")
-    removed = found.collect(keep=keep)
+    try:
+        holder = hold(found.root / ".lock")
+        if holder is not None:
+            raise UsageError(
+                f"{found.root} is in use by {holder}, which may be saving. Try again when it ends."
+            )
+        removed = found.collect(keep=keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"{found.root} cannot be cleared: {error.strerror}. What shardwright ckpt ls lists is there."
+        ) from error
     if as_json:
         print_json({"removed": list(removed), "kept": [commit.name for commit in found.commits()]})
     else:

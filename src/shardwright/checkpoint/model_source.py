@@ -1,0 +1,221 @@
+"""Finds the files of a model that is to be imported, in a folder of which nobody vouches for anything.
+
+A folder of Hugging Face has one file, or several with an index that says which tensor is where. Names in the
+index are those of files in the same folder, never a path to elsewhere. Links are refused, but for those that
+Hugging Face's own cache has::
+
+    models--NAME/snapshots/REVISION/model.safetensors -> ../../blobs/0f1e...
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.hugging_face import CONFIG
+from shardwright.checkpoint.manifest import MANIFEST, is_plain_name
+from shardwright.checkpoint.model_names import in_order
+from shardwright.checkpoint.regular_file import read_regular
+from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.tensor_file import TensorFile, TensorSource
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["FileKind", "FoundModel", "ModelFile", "find_model", "read_tensor_file"]
+
+_INDEX_ENDING = ".index.json"
+_LARGEST_INDEX = 256 * 2**20  # bytes
+_LARGEST_CONFIG = 16 * 2**20
+
+
+class FileKind(Enum):
+    """How tensors lie in files."""
+
+    SAFETENSORS = (".safetensors",)
+    PICKLE = (".pt", ".pth", ".bin", ".ckpt")
+
+    @classmethod
+    def of(cls, name: str) -> "FileKind | None":
+        """By the ending of the name; None where that says nothing."""
+        return next((kind for kind in cls if Path(name).suffix in kind.value), None)
+
+
+# In the order of preference, as transformers has it; `model.pt` is what `ckpt export` writes.
+_USUAL = (
+    "model.safetensors",
+    f"model.safetensors{_INDEX_ENDING}",
+    "pytorch_model.bin",
+    f"pytorch_model.bin{_INDEX_ENDING}",
+    "model.pt",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """What a file of a model has.
+
+    Attributes:
+        path: of the file, for messages.
+        tensors: by name.
+        same: tensors that are others under a second name, which `tensors` does not have: the first one by it.
+    """
+
+    path: Path
+    tensors: Mapping[str, TensorSource]
+    same: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """All names."""
+        return {*self.tensors, *self.same}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """The files of a model.
+
+    Attributes:
+        kind: how tensors lie in them.
+        files: name in the folder, and where it is.
+        places: the name of the file by that of the tensor; None where one file has all.
+        config: what ``config.json`` has; None where there is none.
+    """
+
+    kind: FileKind
+    files: Mapping[str, Path]
+    places: Mapping[str, str] | None = None
+    config: Mapping[str, Any] | None = None
+
+    def check(self, name: str, file: ModelFile) -> None:
+        """Compares a file with the index.
+
+        Raises:
+            CorruptCheckpointError: it has other tensors than the index says.
+        """
+        if self.places is None:
+            return
+        expected = {tensor for tensor, place in self.places.items() if place == name}
+        for names, what in ((expected - file.names, "lacks"), (file.names - expected, "also has")):
+            if names:
+                listed = ", ".join(in_order(names)[:5]) + (", ..." if len(names) > 5 else "")
+                raise CorruptCheckpointError(
+                    f"{file.path} {what} {listed}: that is not what the index of the model says. Get all of "
+                    "its files anew."
+                )
+
+
+def find_model(source: Path) -> FoundModel:
+    """Finds the files of a model.
+
+    Args:
+        source: a folder, a file of tensors, or the index of several.
+
+    Raises:
+        CheckpointError: there is no such thing.
+        CorruptCheckpointError: the index is damaged, or leads out of the folder.
+    """
+    if source.is_dir():
+        return _in_folder(source)
+    if source.name.endswith(_INDEX_ENDING):
+        return _by_index(source.parent, source.name)
+    if not source.exists():
+        raise CheckpointError(
+            f"there is no {source}. Give a folder of Hugging Face, or a file of tensors: "
+            f"{', '.join(ending for kind in FileKind for ending in kind.value)}."
+        )
+    kind = FileKind.of(source.name)
+    if kind is None:
+        raise CheckpointError(
+            f"{source} does not say what it is. Files of tensors end with "
+            f"{', '.join(ending for kind in FileKind for ending in kind.value)}."
+        )
+    return FoundModel(kind=kind, files={source.name: source.resolve()})
+
+
+def read_tensor_file(path: Path) -> ModelFile:
+    """What a file of safetensors has; nothing of the tensors is read yet.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        CorruptCheckpointError: it is damaged, or something else.
+    """
+    try:
+        file = TensorFile(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    return ModelFile(path=path, tensors={name: TensorSource.of(file[name]) for name in file})
+
+
+def _in_folder(folder: Path) -> FoundModel:
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"{folder} is a checkpoint of Shardwright already: resume from it, or export it first."
+        )
+    present = {path.name for path in folder.iterdir()}
+    for name in _USUAL:
+        if name in present:
+            if name.endswith(_INDEX_ENDING):
+                return _by_index(folder, name)
+            return _single(folder, name)
+    for kind in FileKind:
+        alike = [name for name in present if FileKind.of(name) is kind]
+        if len(alike) == 1:
+            return _single(folder, alike[0])
+        if alike:
+            raise CheckpointError(
+                f"{folder} has no {', '.join(_USUAL[:-1])} or {_USUAL[-1]}, and several files that could be "
+                f"the model: {', '.join(in_order(alike)[:8])}. Give the one that is meant."
+            )
+    raise CheckpointError(f"{folder} has no file of tensors: none of {', '.join(_USUAL)}.")
+
+
+def _single(folder: Path, name: str) -> FoundModel:
+    kind = FileKind.of(name)
+    assert kind is not None  # names are chosen by it
+    return FoundModel(kind=kind, files={name: _place(folder, name)}, config=_config(folder))
+
+
+def _by_index(folder: Path, name: str) -> FoundModel:
+    where = str(folder / name)
+    document = parse(read_regular(_place(folder, name), most_bytes=_LARGEST_INDEX), name=where)
+    places = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(places, dict) or not places or not all(type(each) is str for each in places.values()):
+        raise CorruptCheckpointError(f"{where} has no weight_map that says which tensor is in which file.")
+    kind = FileKind.of(name.removesuffix(_INDEX_ENDING))
+    if kind is None:
+        raise CheckpointError(f"{where} does not say of what it is the index: {name} is no usual name.")
+    for file in set(places.values()):
+        if FileKind.of(file) is not kind:
+            raise CorruptCheckpointError(f"{where} leads to {file[:200]!r}, no {kind.value[0]} file.")
+    files = {file: _place(folder, file) for file in in_order(set(places.values()))}
+    return FoundModel(kind=kind, files=files, places=places, config=_config(folder))
+
+
+def _config(folder: Path) -> Mapping[str, Any] | None:
+    if not (folder / CONFIG).exists():
+        return None
+    found = parse(
+        read_regular(_place(folder, CONFIG), most_bytes=_LARGEST_CONFIG), name=str(folder / CONFIG)
+    )
+    if not isinstance(found, dict):
+        raise CorruptCheckpointError(f"{folder / CONFIG} is no configuration: it has no object with names.")
+    return found
+
+
+def _place(folder: Path, name: str) -> Path:
+    """Where a file of a folder is.
+
+    Raises:
+        CorruptCheckpointError: the name, or a link, leads out of the folder.
+    """
+    path = folder / name
+    if not is_plain_name(name):
+        raise CorruptCheckpointError(f"{name[:200]!r} is no name of a file in {folder}. Nothing was read.")
+    if not path.is_symlink():
+        return path
+    target = path.resolve()
+    if folder.parent.name == "snapshots" and target.parent == (folder.parent.parent / "blobs").resolve():
+        return target
+    raise CorruptCheckpointError(
+        f"{path} is a link to {target}. Links are not followed: put the file there, or give {target} itself."
+    )
