@@ -41,6 +41,7 @@ class Script:
         kind: of optimizer.
         dtype: of the parameters.
         width: of the model.
+        model: another one.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Script:
         kind: str = "AdamW",
         dtype: Any = torch.float64,
         width: int = WIDTH,
+        model: nn.Module | None = None,
     ):
         import smdistributed.modelparallel.torch as smp
 
         smp.init({**QUIET, "ddp": True, **settings})
         self.smp = smp
-        self.model = smp.DistributedModel(Net(width).to(dtype))
+        self.model = smp.DistributedModel((Net(width) if model is None else model).to(dtype))
         self.dtype = dtype
         options = {"lr": 1e-2, **({"momentum": 0.9} if kind == "SGD" else {})}
         self.optimizer = smp.DistributedOptimizer(optimizer_of(self.model.parameters(), kind, options))

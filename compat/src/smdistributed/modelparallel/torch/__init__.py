@@ -3,7 +3,19 @@
 ``import smdistributed.modelparallel.torch as smp``
 """
 
-from smdistributed.modelparallel.torch import amp, core, model, nn, optimizers, patches, state_mod, utils
+from smdistributed.modelparallel.torch import (
+    amp,
+    core,
+    model,
+    nn,
+    optimizers,
+    patches,
+    sharded_data_parallel_checkpoint,
+    state_mod,
+    utils,
+)
+from smdistributed.modelparallel.torch.checkpoint_resuming import resume_from_checkpoint
+from smdistributed.modelparallel.torch.checkpoint_saving import save_checkpoint
 from smdistributed.modelparallel.torch.comm import (
     allgather,
     barrier,
@@ -62,6 +74,7 @@ from smdistributed.modelparallel.torch.initialization import (
 from smdistributed.modelparallel.torch.model import DistributedModel
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.recomputation import set_activation_checkpointing
+from smdistributed.modelparallel.torch.save_load import load, save
 from smdistributed.modelparallel.torch.state_mod import state
 from smdistributed.modelparallel.torch.step import StepOutput, step
 
@@ -107,6 +120,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "model",
@@ -125,10 +139,14 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
+    "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
+    "sharded_data_parallel_checkpoint",
     "shutdown",
     "size",
     "state",

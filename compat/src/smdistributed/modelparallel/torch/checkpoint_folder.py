@@ -50,18 +50,19 @@ class PartialCheckpoint:
         self.path = path
         self.record = record
 
-    def file(self, name: str) -> Path:
-        """A file of it, which was compared with its checksum.
+    def verified(self, *, share: tuple[int, int] = (0, 1)) -> Path:
+        """The folder, whose files were compared with their checksums.
+
+        Args:
+            share: which part of the files, and of how many: ranks share the work.
 
         Raises:
-            CorruptCheckpointError: it is missing or damaged.
+            CorruptCheckpointError: a file is missing or damaged.
         """
-        if name not in self.record.files:
-            raise CorruptCheckpointError(
-                f"{self.path} has no {name}. It has {', '.join(sorted(self.record.files))}."
-            )
-        verify(self.path / name, self.record.files[name])
-        return self.path / name
+        number, count = share
+        for name in sorted(self.record.files)[number::count]:
+            verify(self.path / name, self.record.files[name])
+        return self.path
 
 
 class CheckpointFolder:
@@ -108,13 +109,17 @@ class CheckpointFolder:
         earlier = sorted(self.root.glob(f"{_literally(tag)}{_PARTIAL}.old-*")) if self.root.is_dir() else []
         for path in (final, *earlier):
             if path.is_dir() and not path.is_symlink():
-                return PartialCheckpoint(path, self._record(path))
+                return self.partial_at(path)
         there = ", ".join(self.tags()) or "none"
         is_full = (self.root / tag).is_file()
         full = " A full one of that tag is there: partial=False loads it." if is_full else ""
         raise CheckpointError(
             f"{self.root} has no partial checkpoint {tag!r}. Tags of those that it has: {there}.{full}"
         )
+
+    def partial_at(self, path: Path) -> PartialCheckpoint:
+        """Opens a partial checkpoint by its folder; raises as `partial` does."""
+        return PartialCheckpoint(path, self._record(path))
 
     def _record(self, path: Path) -> PartialRecord:
         manifest = path / MANIFEST

@@ -43,6 +43,7 @@ class PartialRecord(_Files):
         data: replicas.
         shard: replicas that shared parameters.
         added: what was added to the user's content, by name, for scripts that merge shards.
+        has_user_content: there is something beside what was added.
     """
 
     format: Literal["smp partial checkpoint"] = "smp partial checkpoint"
@@ -52,6 +53,7 @@ class PartialRecord(_Files):
     data: PositiveInt
     shard: PositiveInt
     added: tuple[str, ...] = ()
+    has_user_content: bool = True
 
     @field_validator("files")
     @classmethod

@@ -21,7 +21,8 @@ from shardwright.torch.roll_call import meet
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.names_of_states import PARTIAL, check_names, shapes_in, without_prefix
-from smdistributed.modelparallel.torch.state_mod import current_run
+from smdistributed.modelparallel.torch.partition_file import store_partition
+from smdistributed.modelparallel.torch.state_mod import current_run, state
 from smdistributed.modelparallel.torch.waiting import model_is_there
 
 __all__ = ["ModelStates"]
@@ -32,6 +33,8 @@ class ModelStates(sw.DistributedModel):
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__(module, **options)
+        if state.configuration is not None and state.configuration.values["partition_file"]:
+            self.when_settled(store_partition)
         model_is_there(self)
 
     def state_dict(  # type: ignore[override]
@@ -138,6 +141,14 @@ class ModelStates(sw.DistributedModel):
         return all(allgather(held, CommGroup.MP_GROUP))
 
     # ---- what is here ----
+
+    def local_state(self) -> dict[str, Any]:
+        """What this rank holds, as it is; of shared parameters the rows that are at hand."""
+        return self._held(False)
+
+    def names_of_state(self) -> list[str]:
+        """Names in the state of the whole model, in its order."""
+        return list(self._described())
 
     def _held(self, keep_vars: bool) -> dict[str, Any]:
         """What this rank has memory for of the module's own state."""

@@ -42,12 +42,15 @@ class Part:
     boxes: tuple[Box, ...]
 
 
-def parts_of(model: DistributedModel, optimizer: DistributedOptimizer) -> Entries:
+def parts_of(
+    model: DistributedModel, optimizer: DistributedOptimizer, *, only: nn.Parameter | None = None
+) -> Entries:
     """What this rank has of an optimizer's state: `Part` in the place of tensors that ranks share.
 
     Args:
         model: whose parameters it updates.
         optimizer: of this rank.
+        only: one parameter, of which it is asked; None for all.
 
     Raises:
         CheckpointError: it updates other things than parameters of the model.
@@ -56,6 +59,8 @@ def parts_of(model: DistributedModel, optimizer: DistributedOptimizer) -> Entrie
     found: Entries = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if only is not None and parameter is not only:
+                continue
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"the optimizer updates a tensor of the shape {tuple(parameter.shape)} that is no "

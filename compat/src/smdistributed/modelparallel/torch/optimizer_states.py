@@ -273,6 +273,11 @@ class OptimizerStates(sw.DistributedOptimizer):
         names = self._names_of_model()
         return [names.get(id(parameter), "") for parameter in self._parameters()]
 
+    def names_here_by_group(self) -> list[list[str]]:
+        """Names of the parameters of this rank, by group."""
+        names = self._names_of_model()
+        return [[names.get(id(p), "") for p in group["params"]] for group in self.param_groups]
+
     # ---- forms ----
 
     def _is_spread(self, run: Context) -> bool:

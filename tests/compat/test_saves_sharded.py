@@ -1,0 +1,173 @@
+"""Partial checkpoints of sharded data parallelism: the whole model from their shards, without ranks."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compat.saving import Net, Script
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.testing import run_ranks
+from smdistributed.modelparallel.torch.flat_shards import flat_part, parameters_in
+from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (
+    get_full_state_dict_from_sharded_data_parallel_checkpoint as whole_state,
+)
+
+SHARED = {"partitions": 1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+
+
+@given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=5), num_shards=st.integers(1, 5))
+def test_what_is_cut_into_shards_comes_back(shapes: list[list[int]], num_shards: int) -> None:
+    whole = {f"p{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
+    shards = [
+        [torch.cat([torch.zeros(0), *(flat_part(p, shard, num_shards) for p in whole.values())])]
+        for shard in range(num_shards)
+    ]
+    found = dict(parameters_in(shards, [{name: p.shape for name, p in whole.items()}], source="here"))
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+class Tied(Net):
+    """With one parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.second
+
+
+def job(root: str, settings: dict[str, Any], dtype: Any, with_optimizer: bool = True) -> Any:
+    """In the style of the public scripts, with names and shapes from helpers like theirs."""
+    script = Script(settings, dtype=dtype, model=Tied())
+    script.train(3)
+    model, optimizer = script.model, script.optimizer
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    script.smp.save_checkpoint(
+        root,
+        "own",
+        model=model,
+        optimizer=optimizer if with_optimizer else None,
+        user_content={
+            "buffer_names": [f"module.{name}" for name, _ in model.get_module().named_buffers()],
+            "param_shapes": [
+                OrderedDict((names[p], getattr(p, "ds_shape", p.shape)) for p in group)
+                for group in optimizer.fp16_groups
+            ],
+        },
+    )
+    script.smp.save_checkpoint(root, "ours", model=model, optimizer=optimizer if with_optimizer else None)
+    assert script.smp.resume_from_checkpoint(root, "ours") is None
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings", "dtype", "with_optimizer"),
+    [
+        (2, SHARED, torch.float64, True),
+        (2, SHARED, torch.float64, False),
+        (2, {**SHARED, "bf16": True}, torch.bfloat16, True),
+        (4, {**SHARED, "partitions": 2}, torch.float64, True),
+        (4, {**SHARED, "shard_optimizer_state": True, "bf16": True}, torch.bfloat16, True),
+        (3, {**SHARED, "sharded_data_parallel_degree": 3}, torch.float32, True),
+    ],
+)
+def test_the_whole_model_from_its_shards(
+    num_ranks: int, settings: dict[str, Any], dtype: Any, with_optimizer: bool, tmp_path: Path
+) -> None:
+    (state, *_) = run_ranks(job, num_ranks, str(tmp_path), settings, dtype, with_optimizer)
+    for tag in ("own", "ours", None):
+        found = whole_state(tmp_path, tag, dtype=None)
+        assert list(found) == list(state)
+        for name, value in found.items():
+            assert torch.equal(value.to(state[name].dtype), state[name]), name
+    plain = Tied()
+    plain.load_state_dict(whole_state(str(tmp_path)))
+    assert all(v.dtype is torch.float32 for v in whole_state(tmp_path).values() if v.is_floating_point())
+
+
+def public_helper(folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """What tools that merge shards do with the files, told again from the description of their format."""
+    model = torch.load(folder / "model_0.pt", map_location="cpu", weights_only=True)
+    files = sorted(folder.glob("optimizer_*.pt"))
+    shards = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    count = shards[0]["partition_count"]
+    assert count == len(files)
+    flats = [torch.cat(shard["fp32_flat_groups"], 0) for shard in shards]
+    state = {k: v.float() for k, v in model["module"].items() if k in content["buffer_names"]}
+    offset = 0
+    for name, shape in {k: v for group in content["param_shapes"] for k, v in group.items()}.items():
+        size = -(-shape.numel() // count)
+        parts = [flat.narrow(0, offset, size) for flat in flats]
+        state[name] = torch.cat(parts, 0).narrow(0, 0, shape.numel()).view(shape)
+        offset += size
+    assert offset * count == flats[0].numel() * count
+    return state
+
+
+def test_tools_that_merge_shards_find_what_they_need(tmp_path: Path) -> None:
+    (state, *_) = run_ranks(
+        job, 3, str(tmp_path), {**SHARED, "sharded_data_parallel_degree": 3}, torch.float32
+    )
+    for tag in ("own", "ours"):
+        folder = tmp_path / f"{tag}_partial"
+        content = torch.load(folder / "user_content.pt", weights_only=True)
+        found = public_helper(folder, content)
+        trained = {name for group in content["param_shapes"] for name in group}
+        assert len(trained) == len(list(Net().parameters())) - 1
+        assert found.keys() == trained | set(content["buffer_names"])
+        for name, value in found.items():
+            assert torch.equal(value, state[name.removeprefix("module.")].float()), name
+
+
+def test_files_as_the_original_library_has_them(tmp_path: Path) -> None:
+    """In dir/tag, without anything that we keep beside them."""
+    (state, *_) = run_ranks(job, 2, str(tmp_path), SHARED, torch.float32)
+    folder = tmp_path / "own_partial"
+    (folder / "manifest.json").unlink()
+    described = torch.load(folder / "model_0.pt")
+    torch.save({"module": described["module"]}, folder / "model_0.pt")
+    folder.rename(tmp_path / "moved")
+    found = whole_state(tmp_path, "moved")
+    shapes = torch.load(tmp_path / "moved" / "user_content.pt")["param_shapes"]
+    assert len(found) == sum(map(len, shapes)) + 3
+    assert all(torch.equal(value, state[name].float()) for name, value in found.items())
+
+
+def test_damage_and_what_is_no_such_checkpoint(tmp_path: Path) -> None:
+    run_ranks(job, 2, str(tmp_path), SHARED, torch.float32)
+    path = tmp_path / "own_partial" / "optimizer_1.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"own_partial/optimizer_1\.pt is damaged"):
+        whole_state(tmp_path, "own")
+    path.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer_1\.pt is missing"):
+        whole_state(tmp_path, "own")
+    with pytest.raises(CheckpointError, match="has no partial checkpoint 'other'"):
+        whole_state(tmp_path, "other")
+    with pytest.raises(CheckpointError, match="there is no file newest"):
+        whole_state(tmp_path / "own_partial")
+
+
+def test_only_the_weights(tmp_path: Path) -> None:
+    """``load_sharded_optimizer_state=False``: for training on, with an optimizer that begins anew."""
+
+    def saves() -> Any:
+        script = Script(SHARED)
+        script.train(2)
+        script.smp.save_checkpoint(str(tmp_path), "a", model=script.model, optimizer=script.optimizer)
+        return None
+
+    def resumes() -> Any:
+        script = Script(SHARED)
+        script.smp.resume_from_checkpoint(str(tmp_path), load_sharded_optimizer_state=False)
+        script.train(1)
+        return {int(entry["step"]) for entry in script.optimizer.state_dict()["state"].values()}
+
+    run_ranks(saves, 2)
+    assert run_ranks(resumes, 2) == [{1}, {1}]
