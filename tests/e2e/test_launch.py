@@ -378,11 +378,13 @@ def test_the_ranks_get_the_variables_of_sagemaker(folder):
             """
             import json
             assert os.path.isdir(os.environ["SM_OUTPUT_DATA_DIR"])
-            open(os.path.join(os.environ["SM_MODEL_DIR"], f"rank{rank}.json"), "w").write(json.dumps(dict(os.environ)))
+            path = os.path.join(os.environ["SM_MODEL_DIR"], f"rank{rank}.json")
+            open(path, "w").write(json.dumps(dict(os.environ)))
             """
         )
     )
-    found = folder.shardwright_run("-n", "2", "--mp-parameters", "partitions=2,ddp=True", script, "--lr", "0.1")
+    words = ("-n", "2", "--mp-parameters", "partitions=2,ddp=True", script, "--lr", "0.1")
+    found = folder.shardwright_run(*words)
     assert found.returncode == 0, found.stderr
     environ = json.loads((folder.path / "runs/one/model/rank1.json").read_text())
     assert json.loads(environ["SM_HP_MP_PARAMETERS"]) == {"partitions": 2, "ddp": True}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
+from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.torchrun import torchrun_command, torchrun_line
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan
@@ -66,6 +67,15 @@ OnDevice = Annotated[
         help="cpu: a script written for CUDA runs on the CPU (docs/launch.md, CPU mode).",
     ),
 ]
+MpParameters = Annotated[
+    str | None,
+    typer.Option(
+        "--mp-parameters",
+        "--mp_parameters",
+        metavar="K=V,... | JSON | FILE.json",
+        help="Parameters of SageMaker's model parallel library, for scripts that use its names.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless something fails.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what torchelastic does.")]
 
@@ -86,6 +96,7 @@ def run(
     name: Name = None,
     grace_s: Grace = 30.0,
     device: OnDevice = Device.AUTO,
+    mp_parameters: MpParameters = None,
     allow_older: AllowOlder = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
@@ -120,6 +131,7 @@ def run(
         grace_s=grace_s,
         quiet=quiet,
         device=device.value,
+        mp_parameters=None if mp_parameters is None else _read_mp_parameters(mp_parameters),
     )
     _check_settings(request)
     # Last, because it imports torch: mistakes are told before.
@@ -163,6 +175,13 @@ def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | N
             f"shardwright run {found} 2 {script}",
             file=sys.stderr,
         )
+
+
+def _read_mp_parameters(text: str) -> dict[str, Any]:
+    parameters = read_smp_parameters(text)
+    for remark in check_smp_parameters(parameters):
+        print(f"note: {remark}", file=sys.stderr)
+    return parameters
 
 
 def _num_devices() -> int:

@@ -15,9 +15,11 @@ from typing import Any
 from shardwright.errors import LaunchError
 from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.request import LaunchRequest
+from shardwright.launch.training_environment import job_variables, result_folders
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
 
 try:
+    import torch
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -68,7 +70,11 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:
         _silence_torchelastic()
-    with tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder, _own_signal_handlers_restored():
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder,
+        _own_signal_handlers_restored(),
+        _job_variables(request),
+    ):
         exits = ExitLog(Path(folder) / "exits.jsonl")
         try:
             elastic_launch(_launch_config(request), sys.executable)(*_worker_arguments(request, folder))
@@ -84,6 +90,28 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         if any(worker_exit.exit_code for worker_exit in ended):
             report(failure_report(ended))
         return exit_code(ended) if ended else WORKER_CRASHED
+
+
+@contextlib.contextmanager
+def _job_variables(request: LaunchRequest) -> Iterator[None]:
+    """Sets what scripts written for SageMaker read, and makes the folders that it names, while ranks run.
+
+    Folders that they have left empty are removed. Where other hosts share them they stay.
+    """
+    num_gpus = request.num_ranks if request.device == "cpu" else torch.cuda.device_count()
+    chosen = job_variables(request, os.environ, num_gpus=num_gpus)
+    folders = [path for name, path in result_folders(request.run_folder).items() if name in chosen]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            os.environ.pop(name, None)  # another run in this process has others
+        for folder in sorted(folders, reverse=True) if request.num_nodes == 1 else ():
+            with contextlib.suppress(OSError):  # it has something in it
+                folder.rmdir()
 
 
 def _silence_torchelastic() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.errors import UsageError
+from shardwright.launch.smp_parameters import encode_smp_parameters
 
 __all__ = ["LaunchRequest"]
 
@@ -36,6 +37,7 @@ class LaunchRequest:
         grace_s: seconds that ranks may take to end after a signal.
         quiet: the ranks show no progress.
         device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
+        mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
 
     Raises:
         UsageError: the values do not go together.
@@ -56,6 +58,7 @@ class LaunchRequest:
     grace_s: float = 30.0
     quiet: bool = False
     device: Literal["auto", "cpu"] = "auto"
+    mp_parameters: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.target).is_file():
@@ -100,6 +103,8 @@ class LaunchRequest:
             chosen["SHARDWRIGHT_SET"] = json.dumps(dict(self.settings))
         if self.device != "auto":
             chosen["SHARDWRIGHT_DEVICE"] = self.device
+        if self.mp_parameters is not None:
+            chosen["SM_HP_MP_PARAMETERS"] = encode_smp_parameters(self.mp_parameters)
         if self.quiet:
             chosen["SHARDWRIGHT_QUIET"] = "1"
         if "OMP_NUM_THREADS" not in environ:

@@ -83,11 +83,16 @@ def read_smp_parameters(given: Mapping[str, Any] | str | os.PathLike[str]) -> di
 def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
     """Parameters as ``SM_HP_MP_PARAMETERS`` has them.
 
+    ``partitions`` is among them wherever a degree is: by it other libraries know that a model is split.
+
     Raises:
         ConfigError: JSON cannot express one of them.
     """
+    named = dict(parameters)
+    if any(named.get(key) is not None for key in _DEGREES) and named.get("partitions") is None:
+        named["partitions"] = named.get("pipeline_parallel_degree") or 1
     try:
-        return json.dumps(dict(parameters), allow_nan=False)
+        return json.dumps(named, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"parameters of the model parallel library must be JSON, but {error}. Use numbers, text, true, "

@@ -31,6 +31,7 @@ from typing import BinaryIO
 from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog, WorkerExit
 from shardwright.launch.last_words import last_words
 from shardwright.launch.processes import die_with_parent, kill_group
+from shardwright.launch.rank_environment import rank_variables
 from shardwright.launch.tee import Tee
 from shardwright.launch.verdict import failure_report
 
@@ -64,6 +65,7 @@ class Supervisor:
         grace_s: float,
     ) -> None:
         self._command = command
+        self._environ = {**environ, **rank_variables(environ)}
         self._rank = int(environ["RANK"])
         self._local_rank = int(environ["LOCAL_RANK"])
         self._attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])
@@ -132,6 +134,7 @@ class Supervisor:
         own_pid = os.getpid()
         return subprocess.Popen(
             self._command,
+            env=self._environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # or a signal to our group would reach the script twice

@@ -1,0 +1,119 @@
+"""The variables of a single rank for scripts written for SageMaker, set by its supervisor.
+
+Supervisors must start fast, so that nothing but the standard library is imported here.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "CHANNEL_PREFIX",
+    "FRAMEWORK_MODULE",
+    "channels_of",
+    "host_names",
+    "json_or",
+    "missing",
+    "rank_variables",
+]
+
+CHANNEL_PREFIX = "SM_CHANNEL_"
+
+FRAMEWORK_MODULE = "sagemaker_pytorch_container.training:main"
+
+
+def host_names(number: int) -> list[str]:
+    """The names of hosts, as SageMaker gives them."""
+    return [f"algo-{host + 1}" for host in range(number)]
+
+
+def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one rank, those only that `environ` lacks; ``OMPI_*`` in any case.
+
+    Args:
+        environ: what is set already; ``RANK`` and its companions, as torchrun sets them, are among it.
+    """
+    numbers = {
+        "OMPI_COMM_WORLD_RANK": environ["RANK"],
+        "OMPI_COMM_WORLD_SIZE": environ["WORLD_SIZE"],
+        "OMPI_COMM_WORLD_LOCAL_RANK": environ["LOCAL_RANK"],
+        "OMPI_COMM_WORLD_LOCAL_SIZE": environ["LOCAL_WORLD_SIZE"],
+        "OMPI_COMM_WORLD_NODE_RANK": environ["LOCAL_RANK"],
+    }
+    num_hosts, host = int(environ.get("GROUP_WORLD_SIZE", "1")), int(environ.get("GROUP_RANK", "0"))
+    hosts = json_or(environ.get("SM_HOSTS"), host_names(num_hosts))
+    known = {
+        "SM_HOSTS": as_json(hosts),
+        "SM_CURRENT_HOST": environ.get("SM_CURRENT_HOST") or hosts[host % len(hosts)],
+        "SM_CURRENT_INSTANCE_TYPE": json_or(environ.get("SM_FRAMEWORK_PARAMS"), {}).get(
+            "sagemaker_instance_type", "local"
+        ),
+    }
+    if interface := environ.get("GLOO_SOCKET_IFNAME") or ("lo" if len(hosts) == 1 else ""):
+        known["SM_NETWORK_INTERFACE_NAME"] = interface
+    known["SM_RESOURCE_CONFIG"] = as_json(
+        {
+            "current_host": known["SM_CURRENT_HOST"],
+            "hosts": hosts,
+            "network_interface_name": known.get("SM_NETWORK_INTERFACE_NAME", ""),
+        }
+    )
+    known["SM_TRAINING_ENV"] = as_json(_training_env({**known, **environ}))
+    return {**missing(known, environ), **numbers}
+
+
+def _training_env(environ: Mapping[str, str]) -> dict[str, Any]:
+    """``SM_TRAINING_ENV``: all of it once more, in one object."""
+    hosts = json_or(environ.get("SM_HOSTS"), [])
+    return {
+        "additional_framework_parameters": json_or(environ.get("SM_FRAMEWORK_PARAMS"), {}),
+        "channel_input_dirs": channels_of(environ),
+        "current_host": environ["SM_CURRENT_HOST"],
+        "framework_module": environ.get("SM_FRAMEWORK_MODULE", FRAMEWORK_MODULE),
+        "hosts": hosts,
+        "hyperparameters": json_or(environ.get("SM_HPS"), {}),
+        "input_data_config": json_or(environ.get("SM_INPUT_DATA_CONFIG"), {}),
+        "is_master": bool(hosts) and environ["SM_CURRENT_HOST"] == sorted(hosts)[0],
+        "job_name": environ.get("TRAINING_JOB_NAME", ""),
+        "log_level": json_or(environ.get("SM_LOG_LEVEL"), 20),
+        "master_hostname": sorted(hosts)[0] if hosts else "",
+        "model_dir": environ.get("SM_MODEL_DIR", ""),
+        "module_dir": environ.get("SM_MODULE_DIR", ""),
+        "module_name": environ.get("SM_MODULE_NAME", ""),
+        "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME", ""),
+        "num_cpus": json_or(environ.get("SM_NUM_CPUS"), 0),
+        "num_gpus": json_or(environ.get("SM_NUM_GPUS"), 0),
+        "output_data_dir": environ.get("SM_OUTPUT_DATA_DIR", ""),
+        "output_dir": environ.get("SM_OUTPUT_DIR", ""),
+        "resource_config": json_or(environ.get("SM_RESOURCE_CONFIG"), {}),
+        "user_entry_point": environ.get("SM_USER_ENTRY_POINT", ""),
+    }
+
+
+def channels_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The folders of data by the names of their channels."""
+    return {
+        name.removeprefix(CHANNEL_PREFIX).lower(): path
+        for name, path in environ.items()
+        if name.startswith(CHANNEL_PREFIX) and path
+    }
+
+
+def json_or(text: str | None, otherwise: Any) -> Any:
+    """JSON of the kind of `otherwise`; that, where a variable is unset or has other things in it."""
+    try:
+        found = json.loads(text or "")
+    except ValueError:
+        return otherwise
+    is_alike = isinstance(found, type(otherwise)) and (bool(found) or not isinstance(found, list))
+    return found if is_alike else otherwise
+
+
+def as_json(value: Any) -> str:
+    """JSON as short as SageMaker's."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def missing(known: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that are not set."""
+    return {name: value for name, value in known.items() if not environ.get(name)}
