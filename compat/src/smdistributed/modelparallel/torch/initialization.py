@@ -15,6 +15,7 @@ from shardwright.torch.context import Context, context
 from shardwright.torch.glue import batch_is_running
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
 from smdistributed.modelparallel.torch.partition_file import settings_with_partition
+from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["init", "is_initialized", "is_tracing", "num_microbatches", "shutdown"]
@@ -41,6 +42,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             )
         return
     sw.init(settings_with_partition(configuration.settings, configuration.values))
+    let_trainer_load()
     current = context()
     try:
         remarks = [*configuration.remarks, *_remarks_on(current, configuration)]
