@@ -24,8 +24,8 @@ if "SHARDWRIGHT_CACHE" not in os.environ:
 
 import pytest
 
+from shardwright.launch.hosts_network import missing_for_networks
 from shardwright.testing import preload
-from shardwright.testing.hosts_network import missing_for_networks
 
 _TRANSFORMERS_MODULES = (
     "transformers",

@@ -113,4 +113,12 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class LaunchError(ShardwrightError, RuntimeError):
-    """Workers could not be started, or one of them failed."""
+    """Workers could not be started, or one of them failed.
+
+    Attributes:
+        exit_code: with which the run ended, where one was started; see `shardwright.exit_codes`.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None):
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.errors import LaunchError, UsageError
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.testing.hosts_network import HostsNetwork
+from shardwright.launch.hosts_network import HostsNetwork
 
 _MISSING = missing_for_networks()
 needs_networks = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
@@ -63,7 +63,7 @@ def test_what_still_runs_is_ended():
 def test_nothing_is_left_when_the_process_is_killed():
     code = (
         "import os, signal\n"
-        "from shardwright.testing.hosts_network import HostsNetwork\n"
+        "from shardwright.launch.hosts_network import HostsNetwork\n"
         "network = HostsNetwork(2).__enter__()\n"
         "print(*network.namespaces, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import LaunchError
-from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog
+from shardwright.launch.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.training_environment import job_variables, result_folders
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
@@ -74,8 +75,10 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder,
         _own_signal_handlers_restored(),
         _job_variables(request),
+        contextlib.ExitStack() as stack,
     ):
         exits = ExitLog(Path(folder) / "exits.jsonl")
+        stack.callback(_publish, exits, os.environ.pop(EXITS_VARIABLE, None))
         try:
             elastic_launch(_launch_config(request), sys.executable)(*_worker_arguments(request, folder))
         except ChildFailedError:
@@ -112,6 +115,16 @@ def _job_variables(request: LaunchRequest) -> Iterator[None]:
         for folder in sorted(folders, reverse=True) if request.num_nodes == 1 else ():
             with contextlib.suppress(OSError):  # it has something in it
                 folder.rmdir()
+
+
+def _publish(exits: ExitLog, path: str | None) -> None:
+    """Leaves how the ranks of this host ended where whoever started several hosts looks for it."""
+    if path is None:
+        return
+    published = ExitLog(path)
+    clock_s = time.time() - time.monotonic()  # hosts have different monotonic clocks
+    for worker_exit in exits.of_last_life():
+        published.append(dataclasses.replace(worker_exit, at_s=worker_exit.at_s + clock_s))
 
 
 def _silence_torchelastic() -> None:

@@ -6,10 +6,14 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["SAVED_AND_REQUEUE", "ExitLog", "WorkerExit"]
+__all__ = ["EXITS_VARIABLE", "SAVED_AND_REQUEUE", "ExitLog", "WorkerExit"]
 
 SAVED_AND_REQUEUE = 75
 """The exit code of a worker that saved its state on request and wants to be started again later."""
+
+
+EXITS_VARIABLE = "SHARDWRIGHT_EXITS"
+"""Names the file into which a launcher writes how its ranks ended, for one who started several launchers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

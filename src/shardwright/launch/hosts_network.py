@@ -48,7 +48,7 @@ _PAUSE_S = 0.02
 # network is closed, and also when the process that made it is killed.
 _CLEANER = """
 import sys
-from shardwright.testing.hosts_network import remove
+from shardwright.launch.hosts_network import remove
 sys.stdin.read(1)
 for name in sys.argv[1:]:
     remove(name)
