@@ -13,7 +13,7 @@ from shardwright.cli.ckpt_export import export
 from shardwright.cli.ckpt_folder import checkpoint_folder
 from shardwright.cli.ckpt_import import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
-from shardwright.observe.folder_lock import hold
+from shardwright.observe.folder_lock import held
 from shardwright.plan import align
 from shardwright.units import format_bytes
 
@@ -84,12 +84,12 @@ def gc(
     """
     found = checkpoint_folder(folder)
     try:
-        holder = hold(found.root / ".lock")
-        if holder is not None:
-            raise UsageError(
-                f"{found.root} is in use by {holder}, which may be saving. Try again when it ends."
-            )
-        removed = found.collect(keep=keep)
+        with held(found.root / ".lock") as holder:
+            if holder is not None:
+                raise UsageError(
+                    f"{found.root} is in use by {holder}, which may be saving. Try again when it ends."
+                )
+            removed = found.collect(keep=keep)
     except OSError as error:
         raise CheckpointError(
             f"{found.root} cannot be cleared: {error.strerror}. What shardwright ckpt ls lists is there."

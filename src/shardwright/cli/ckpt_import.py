@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.ckpt_folder import folder_of
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.observe.folder_lock import hold
+from shardwright.observe.folder_lock import held
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ def import_(
         found = find_model(source)
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}.") from error
-    root = _held(folder_of(to))
-    made = import_model(
-        _files(found, _reader(found, key)), root, step=step, strip=strip, prefix=prefix, config=found.config
-    )
+    read = _reader(found, key)
+    root = folder_of(to)
+    with _in_own_hands(root):
+        made = import_model(
+            _files(found, read), root, step=step, strip=strip, prefix=prefix, config=found.config
+        )
     name = made.commit.name
     if as_json:
         print_json(
@@ -104,15 +107,17 @@ def _files(found: "FoundModel", read: "Callable[[Path], ModelFile]") -> "Iterato
         yield file
 
 
-def _held(root: Path) -> Path:
-    """Keeps runs from saving there meanwhile."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        holder = hold(root / ".lock")
-    except OSError as error:
-        raise CheckpointError(
-            f"{root} cannot be a folder of checkpoints: {error.strerror}. Give one that can be written."
-        ) from error
-    if holder is not None:
-        raise UsageError(f"{root} is in use by {holder}, which saves there. Give a folder of its own.")
-    return root
+@contextmanager
+def _in_own_hands(root: Path) -> Iterator[None]:
+    """Keeps runs from saving in a folder meanwhile."""
+    with ExitStack() as stack:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            holder = stack.enter_context(held(root / ".lock"))
+        except OSError as error:
+            raise CheckpointError(
+                f"{root} cannot be a folder of checkpoints: {error.strerror}. Give one that can be written."
+            ) from error
+        if holder is not None:
+            raise UsageError(f"{root} is in use by {holder}, which saves there. Give a folder of its own.")
+        yield

@@ -10,10 +10,12 @@ import fcntl
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["hold"]
+__all__ = ["held", "hold"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,28 @@ def hold(path: Path) -> str | None:
     file.flush()
     _HELD[path] = file
     return None
+
+
+@contextmanager
+def held(path: Path) -> Iterator[str | None]:
+    """Holds a lock file for a while; one that this process has held before, it goes on holding.
+
+    Args:
+        path: the file; made if it is not there.
+
+    Yields:
+        Who holds it, where another process does; else None.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    goes_on = path in _HELD
+    holder = hold(path)
+    try:
+        yield holder
+    finally:
+        if holder is None and not goes_on:
+            _HELD.pop(path).close()
 
 
 @atexit.register
