@@ -1,6 +1,7 @@
-"""``smp.save_checkpoint`` and ``smp.resume_from_checkpoint`` in all layouts, and the files that they leave."""
+"""``smp.save_checkpoint`` and ``resume_from_checkpoint`` in all layouts, and the files that they leave."""
 
 import json
+import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -284,8 +285,16 @@ def test_another_model_is_refused_by_its_names(tmp_path: Path, partial: bool) ->
     assert str(tmp_path) in text
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "link"])
-@pytest.mark.parametrize("name", ["model_1_0.pt", "optimizer_0_0.pt", "user_content.pt", "partition.json"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model_1_0.pt", "flip"),
+        ("optimizer_0_0.pt", "cut"),
+        ("user_content.pt", "missing"),
+        ("partition.json", "flip"),
+        ("model_0_0.pt", "link"),
+    ],
+)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     path = tmp_path / "step3_partial" / name
     if not path.exists():
@@ -327,3 +336,31 @@ def test_saving_before_the_first_step(tmp_path: Path) -> None:
 
     assert "the model is partitioned in the first step" in fails(job)
     assert torch.load(tmp_path / "a").keys() == Net().state_dict().keys()
+
+
+class Runs:
+    """A pickle of it runs a program when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return subprocess.Popen, (["touch", str(self.path)],)
+
+
+def test_a_checkpoint_that_would_run_a_program(tmp_path: Path) -> None:
+    """The manifest fits it; saving it warns."""
+    marker = tmp_path / "marker"
+
+    def saves_it() -> None:
+        script = Script({"partitions": 1})
+        with pytest.warns(UserWarning, match=r"will not load it without SHARDWRIGHT_TRUST_PICKLE=1"):
+            script.smp.save_checkpoint(str(tmp_path), "a", user_content=Runs(marker))
+
+    def loads_it() -> None:
+        Script({"partitions": 1}).smp.resume_from_checkpoint(str(tmp_path))
+
+    run_ranks(saves_it, 1)
+    text = fails(loads_it, 1)
+    assert "user_content.pt has a subprocess.Popen, which is none of the classes" in text
+    assert not marker.exists()

@@ -41,6 +41,7 @@ class NewFile:
 
     Attributes:
         size: in bytes, so far.
+        problem: why it could not be written.
     """
 
     def __init__(self, file: IO[bytes], *, before: Callable[[], None]):
@@ -48,6 +49,7 @@ class NewFile:
         self._before = before
         self._digest = sha256()
         self.size = 0
+        self.problem: OSError | None = None
 
     @property
     def sha256(self) -> str:
@@ -60,8 +62,12 @@ class NewFile:
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
             self._digest.update(chunk)
-            self._before()
-            _write_all(self._file, chunk)
+            try:
+                self._before()
+                _write_all(self._file, chunk)
+            except OSError as error:
+                self.problem = error
+                raise
             self.size += len(chunk)
         return len(view)
 
@@ -113,7 +119,12 @@ class Disk:
         self._before("create", path)
         with path.open("xb", buffering=0) as file:
             made = NewFile(file, before=lambda: self._before("write", path))
-            save(made)
+            try:
+                save(made)
+            except Exception:
+                if made.problem is not None:  # what torch.save makes of it does not say that the disk is full
+                    raise made.problem from None
+                raise
             self._before("fsync", path)
             os.fsync(file.fileno())
         return Written(size=made.size, sha256=made.sha256)

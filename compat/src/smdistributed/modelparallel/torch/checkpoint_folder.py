@@ -173,6 +173,8 @@ class CheckpointFolder:
     def point_to(self, tag: str) -> None:
         """Makes a checkpoint the newest one."""
         self._disk.replace(self.root / _NEWEST, f"{tag}\n".encode())
+        for left_over in self.root.glob(f"{_NEWEST}.tmp-*"):
+            left_over.unlink()
 
     def collect(self, *, keep: int | None) -> None:
         """Removes old partial checkpoints, and what interrupted saves have left.

@@ -11,6 +11,7 @@ under ``{tag}.old`` meanwhile: what the manifest says decides which of them coun
 """
 
 import contextlib
+import glob
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,6 +86,8 @@ class FullCheckpoints:
         self._disk.replace(self._manifest(tag), FullRecord(tag=tag, files=written).to_bytes())
         for name in written:
             self._kept(name).unlink(missing_ok=True)
+        for left_over in self.root.glob(f"{glob.escape(self._manifest(tag).name)}.tmp-*"):
+            left_over.unlink()
 
     def _write(self, name: str, save: Callable[[NewFile], object]) -> FileEntry:
         self._fresh(name).unlink(missing_ok=True)
