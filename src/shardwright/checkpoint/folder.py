@@ -164,7 +164,8 @@ class CheckpointFolder:
             self._open(commits[-1], verify=True).check()
             write_commits(self.root, staying, disk=self._disk)
         names = {commit.name for commit in staying}
-        removed = [path for path in self._step_folders() if path.name not in names]
+        unlisted = [path for path in self._step_folders() if path.name not in names]
+        removed = [path for path in unlisted if not path.is_symlink()]  # no save makes links
         for path in removed:
             self._disk.remove_folder(path)
         for path in self.root.glob(f"{COMMITTED}.tmp-*") if self.root.is_dir() else ():

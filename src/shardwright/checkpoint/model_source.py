@@ -186,7 +186,8 @@ def _by_index(folder: Path, name: str) -> FoundModel:
         raise CheckpointError(f"{where} does not say of what it is the index: {name} is no usual name.")
     for file in set(places.values()):
         if FileKind.of(file) is not kind:
-            raise CorruptCheckpointError(f"{where} leads to {file[:200]!r}, no {kind.value[0]} file.")
+            endings = ", ".join(kind.value)
+            raise CorruptCheckpointError(f"{where} leads to {file[:200]!r}, which is none of {endings}.")
     files = {file: _place(folder, file) for file in in_order(set(places.values()))}
     return FoundModel(kind=kind, files=files, places=places, config=_config(folder))
 

@@ -98,6 +98,8 @@ def read_state_dict(path: Path, *, key: str | None = None) -> ModelFile:
 def _names(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
+        if any(each.filename.rpartition("/")[2] == "constants.pkl" for each in entries):
+            raise _refused(path, "it is a program in TorchScript")
         packed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
         if packed or sum(each.file_size for each in entries) > size:
             raise _refused(path, "it is compressed, or claims more than it has, and torch.save does neither")
