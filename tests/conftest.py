@@ -24,6 +24,7 @@ if "SHARDWRIGHT_CACHE" not in os.environ:
 
 import pytest
 
+from mounts import can_mount
 from shardwright.launch.hosts_network import missing_for_networks
 from shardwright.testing import preload
 
@@ -44,6 +45,7 @@ def _capabilities() -> dict[str, bool]:
         "fork": hasattr(os, "fork"),
         "/proc": Path("/proc/self/stat").exists(),
         "network namespaces": missing_for_networks() is None,
+        "mounts": can_mount(),
         "cgroups": is_root and os.access("/sys/fs/cgroup", os.W_OK),
         "GPU": Path("/dev/nvidia0").exists(),
         "transformers": importlib.util.find_spec("transformers") is not None,
