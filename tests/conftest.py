@@ -49,6 +49,7 @@ def _capabilities() -> dict[str, bool]:
         "cgroups": is_root and os.access("/sys/fs/cgroup", os.W_OK),
         "GPU": Path("/dev/nvidia0").exists(),
         "transformers": importlib.util.find_spec("transformers") is not None,
+        "mpirun": shutil.which("mpirun") is not None,
         "headless browser": _has_browser(),
         "tensorflow": importlib.util.find_spec("tensorflow") is not None,
     }
