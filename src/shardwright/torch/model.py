@@ -417,7 +417,12 @@ class DistributedModel(nn.Module):
     # ---- called by the engine and by optimizers ----
 
     def settle(self) -> None:
-        """Calls what has waited for this rank to have what it trains."""
+        """Calls what has waited for this rank to have what it trains; loads a state that has."""
+        if self._state_to_load is not None:
+            state, self._state_to_load = self._state_to_load, None
+            self.load_state_dict(state, strict=False)
+            if self.replicas.sharding is not None:  # the first step goes on with all rows
+                self.replicas.sharding.to_whole()
         while self._when_settled:
             self._when_settled.pop(0)()
 
