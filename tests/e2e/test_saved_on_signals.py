@@ -26,11 +26,18 @@ def train(model, x):
     model.backward(loss)
     return loss
 
+loader = None
+if len(sys.argv) > 2:  # with workers
+    loader = sw.data_loader(torch.utils.data.TensorDataset(torch.ones(4000, 8)), 4, num_workers=2)
+    batches = iter(loader)
 step = checkpoints.resume()
 print(f"begins at {step}", flush=True)
 while step < 400:
     optimizer.zero_grad()
-    loss = train(model, torch.ones(4, 8) * (step + 1)).reduce_mean()
+    batch = torch.ones(4, 8) * (step + 1)
+    if loader is not None:
+        (batch,) = next(batches)
+    loss = train(model, batch).reduce_mean()
     optimizer.step()
     step += 1
     checkpoints.step_done(step)
@@ -112,7 +119,7 @@ def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, output
-    assert "did not save within 1 s" in output
+    assert "did not save in time (--grace 1)" in output
     assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits() == ()
 
 
@@ -144,3 +151,22 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     run(2, 4)
     assert "resumed from" in (text := run(1, 6))
     assert "step 4 |" in text  # it was saved after step 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_every_process_is_told_at_once(number: signal.Signals, tmp_path: Path) -> None:
+    """As a scheduler does: the launcher, supervisors, ranks and workers of data loaders get the signal."""
+    process = _started(_command(tmp_path, "0.3", "workers", ranks=1), tmp_path)
+    _until_it_says(process, "step 3 loss")
+    told = [process.pid]
+    for pid in told:
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        told += [int(child) for child in children.read_text().split()] if children.exists() else []
+    assert len(told) >= 5
+    if number == signal.SIGINT:  # a second one ends a rank at once: a terminal tells its own group alone
+        told = told[:1]
+    for pid in told:
+        os.kill(pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()

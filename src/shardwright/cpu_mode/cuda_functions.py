@@ -53,7 +53,8 @@ def put_in_force(num_devices: int) -> None:
         for name, function in found.items():
             _put(module, name, function)
     for name in UNAVAILABLE:
-        _put(cuda, name, _unavailable(name))
+        if (original := getattr(cuda, name, None)) is not None:
+            _put(cuda, name, _unavailable(name, is_class=isinstance(original, type)))
     cuda.default_generators = (torch.default_generator,) * num_devices
     for name in [name for name in cuda.__all__ if name.endswith(("Tensor", "Storage"))]:
         if hasattr(torch, name):
@@ -72,13 +73,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """What work on the CPU does not need."""
 
 
-def _unavailable(name: str) -> Callable[..., Any]:
+def _unavailable(name: str, *, is_class: bool) -> Callable[..., Any]:
+    """What refuses to be called; a class for a class, which may stand in annotations."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UsageError(
             f"this script uses torch.cuda.{name}, which needs a GPU; CPU mode (--device cpu) has nothing to "
             "stand for it. Leave it out of a run on the CPU."
         )
 
+    if is_class:
+        return type(name, (), {"__new__": refuse, "__module__": __name__})
     return refuse
 
 

@@ -229,6 +229,7 @@ def compiles_torchscript():
 
 @case
 def refuses_what_needs_a_gpu():
+    assert torch.cuda.CUDAGraph | None  # as packages annotate
     said = outcome(torch.cuda.CUDAGraph)
     assert said.startswith("UsageError: this script uses torch.cuda.CUDAGraph, which needs a GPU")
 
