@@ -77,6 +77,7 @@ def training(
     dropout: float = 0.1,
     blocks: int = 4,
     every: int = 3,
+    stages: int | None = None,
     resumes: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[list[float], dict[str, Any], list[int]]:
@@ -89,6 +90,7 @@ def training(
     import shardwright.torch as sw
 
     sw.init({**QUIET, **settings})
+    assert stages in (None, sw.pp_size())
     torch.manual_seed(first + 1)  # a resumed run does not begin with the generators of the first
     model = sw.DistributedModel(Dropped(blocks, dropout).to(dtype))
     updates = sw.DistributedOptimizer(optimizer_of(optimizer, model))

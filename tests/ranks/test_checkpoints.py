@@ -20,16 +20,21 @@ PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
 SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one rank": ({}, 1, {}),
     "pipeline": (PIPELINE, 2, {}),
-    "replicas": ({"microbatches": 2}, 2, {}),
-    "shards": ({"sharded_data_parallel_degree": 2}, 2, {}),
+    "replicas": ({"pipeline_parallel_degree": 1, "microbatches": 2}, 2, {}),
+    "shards": ({"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}, 2, {}),
     "pipeline and shards": ({**PIPELINE, "sharded_data_parallel_degree": 2, "microbatches": 2}, 4, {}),
-    "shared updates": ({"shard_optimizer_state": True}, 2, {}),
+    "shared updates": ({"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, 2, {}),
     "interleaved": ({**PIPELINE, "pipeline": "interleaved_1f1b", "virtual_stages": 2}, 2, {}),
     "bf16": ({**PIPELINE, "bf16": True}, 2, {"dtype": torch.float32}),
     "fp16 shards": (
-        {"sharded_data_parallel_degree": 2, "fp16": True},
+        {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "fp16": True},
         2,
         {"dtype": torch.float32},
+    ),
+    "Adafactor on shards": (
+        {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2},
+        2,
+        {"optimizer": "Adafactor", "dtype": torch.float32},
     ),
     "SGD": (PIPELINE, 2, {"optimizer": "SGD"}),
     "in the foreground": (PIPELINE, 2, {"asynchronous": False}),
@@ -40,6 +45,7 @@ SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     """Dropout, a schedule, a buffer that changes, shuffled data over two epochs; saves are asynchronous."""
     settings, ranks, options = SAME_LAYOUT[case]
+    options = {**options, "stages": settings.get("pipeline_parallel_degree", 1)}
     whole = run_ranks(training, ranks, settings, tmp_path / "whole", until=9, **options)
     plan = tmp_path / "whole" / "step-00000003" / "plan.json"  # planning anew may choose another one
     first_settings = {**settings, "plan": str(plan)} if plan.exists() else settings

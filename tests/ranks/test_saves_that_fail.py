@@ -145,25 +145,152 @@ def test_a_failed_save_is_raised_at_the_next_step_on_all_ranks(failing: int, tmp
 
 
 def test_a_failed_save_may_only_warn(tmp_path: Path) -> None:
+    """And a signal that comes then does not say that it was saved."""
+
     def run() -> list[str]:
         import warnings
 
-        _, checkpoints, _ = _started(tmp_path, on_failed_save="warn", asynchronous=False)
+        _, checkpoints, step = _started(tmp_path, on_failed_save="warn", asynchronous=False)
 
         def broken(operation: str, path: Path) -> None:
-            raise OSError(5, "Input/output error")
+            if path.name.startswith("rank-"):
+                raise OSError(5, "Input/output error")
 
         _before_disk(checkpoints, broken)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            checkpoints.save(1)
+            step()
+            os.kill(os.getpid(), signal.SIGTERM)
             try:
-                checkpoints.save(1)
-            except CheckpointError as error:  # could not even begin
-                return [str(error)]
-        return [str(warning.message) for warning in caught]
+                checkpoints.step_done(2)
+            except CheckpointError as error:
+                return [*(str(warning.message) for warning in caught), str(error)]
+        return []
 
-    assert "Input/output error" in run_ranks(run, 1)[0][0]
+    for first, *_, last in run_ranks(run, 1):
+        assert "step 1 was not saved" in first
+        assert "Input/output error" in first
+        assert "SIGTERM came, and step 2 was not saved" in last
 
+
+def test_a_save_that_failed_does_not_keep_the_next_from_being_made(tmp_path: Path) -> None:
+    def run() -> str:
+        _, checkpoints, step = _started(tmp_path, every=2)
+
+        def full(operation: str, path: Path) -> None:
+            if "step-00000002" in str(path) and operation == "write":
+                raise OSError(28, "No space left on device")
+
+        _before_disk(checkpoints, full)
+        checkpoints.save(2)
+        step()
+        time.sleep(0.3)  # it has failed, and nobody has looked
+        try:
+            checkpoints.step_done(4)
+        except CheckpointError as error:
+            checkpoints.wait()
+            return str(error)
+        return ""
+
+    assert "step 2 was not saved" in run_ranks(run, 1)[0]
+    assert _steps(tmp_path) == [4]
+
+
+def test_a_snapshot_that_one_rank_cannot_take_is_none_on_all(tmp_path: Path) -> None:
+    """An extra state with an object that cannot be written; the next save is made."""
+
+    def run() -> str:
+        import shardwright.torch as sw
+
+        model, checkpoints, _ = _started(tmp_path)
+        model.module.counted.note = object()
+        try:
+            checkpoints.save(1)
+        except CheckpointError as error:
+            told = str(error)
+        model.module.counted.note = "sound"
+        checkpoints.save(2)
+        sw.shutdown()  # waits for it
+        return told
+
+    for told in run_ranks(run, 2):
+        assert "extra_state/counted.note is a builtins.object" in told
+    assert _steps(tmp_path) == [2]
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_what_an_optimizer_keeps_in_containers_comes_back(tmp_path: Path) -> None:
+    """Lists of tensors, as Shampoo has them, and numbers; state of what is no parameter is refused."""
+
+    def run(resumes: bool) -> Any:
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **PIPELINE})
+        model = sw.DistributedModel(Dropped(dropout=0.0).double())
+        updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        checkpoints = sw.Checkpoints(tmp_path)
+        checkpoints.resume()
+
+        @sw.step
+        def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).mean()
+            model.backward(loss)
+            return loss
+
+        train(model, torch.arange(8).reshape(4, 2))
+        if not resumes:
+            for number, parameter in enumerate(model.local_parameters()):
+                kept = [torch.full((2,), float(number + sw.rank())), {"deep": parameter.detach() * 2}]
+                updates.state[parameter] = {"kept": kept, "steps": 7 + number}
+            checkpoints.save(1, asynchronous=False)
+            updates.state["global"] = {"k": 7}
+            with pytest.raises(CheckpointError, match="has 'global', which is no parameter"):
+                checkpoints.save(2)
+        names = {id(p): name for name, p in model.local_named_parameters()}
+        return {
+            names[id(p)]: (values["kept"][0].tolist(), values["kept"][1]["deep"].tolist(), values["steps"])
+            for p, values in updates.state.items()
+            if isinstance(p, torch.Tensor)
+        }
+
+    saved, resumed = run_ranks(run, 2, False), run_ranks(run, 2, True)
+    for before, after in zip(saved, resumed, strict=True):
+        assert len(after) > 3
+        for name, values in after.items():
+            assert values in (each.get(name) for each in saved)
+        assert before.keys() == after.keys()
+
+
+def test_states_that_differ_by_rank_come_back_on_the_same_ranks(tmp_path: Path) -> None:
+    class OfRank:
+        def __init__(self, value: int):
+            self.value = torch.tensor([value])
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+            self.value = state["value"]
+
+    def run(offset: int, ranks: int) -> tuple[int, str]:
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": ranks, "microbatches": 2})
+        sw.DistributedModel(Dropped().double())
+        state = OfRank(sw.rank() + offset)
+        checkpoints = sw.Checkpoints(tmp_path, state={"own": state})
+        try:
+            step = checkpoints.resume()
+        except CheckpointError as error:
+            return 0, str(error)
+        if not step:
+            checkpoints.save(1, asynchronous=False)
+        return state.value.item(), ""
+
+    assert [value for value, _ in run_ranks(run, 2, 10, 2)] == [10, 11]
+    assert [value for value, _ in run_ranks(run, 2, 50, 2)] == [10, 11]
+    assert "states that differ by rank (own)" in run_ranks(run, 1, 50, 1)[0][1]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

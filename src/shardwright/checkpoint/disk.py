@@ -157,6 +157,11 @@ class Disk:
         finally:
             os.close(descriptor)
 
+    def remove_file(self, path: Path) -> None:
+        """Removes a file."""
+        self._before("remove", path)
+        path.unlink()
+
     def remove_folder(self, path: Path) -> None:
         """Removes a folder and what is in it."""
         self._before("remove", path)

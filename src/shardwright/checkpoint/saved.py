@@ -75,6 +75,10 @@ class SavedCheckpoint:
         """Opens all files, which can be read from then on also where somebody removes them."""
         assert self._files is not None
 
+    def forget_files(self) -> None:
+        """Closes all files; the space of removed ones becomes free when nothing refers to their tensors."""
+        self.__dict__.pop("_files", None)
+
     def check(self) -> None:
         """Compares the list of tensors with the files that have them.
 

@@ -103,7 +103,8 @@ def _job_variables(request: LaunchRequest) -> Iterator[None]:
     """
     num_gpus = request.num_ranks if request.device == "cpu" else torch.cuda.device_count()
     chosen = job_variables(request, os.environ, num_gpus=num_gpus)
-    folders = [path for name, path in result_folders(request.run_folder).items() if name in chosen]
+    results = result_folders(request.run_folder.absolute())
+    folders = [path for name, path in results.items() if {**chosen, **os.environ}[name] == str(path)]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     os.environ.update(chosen)
@@ -187,8 +188,8 @@ def _stopped(
         return SAVED_AND_REQUEUE
     killed = [worker_exit.rank for worker_exit in exits.of_last_life() if worker_exit.was_killed]
     ranks = ", ".join(map(str, sorted(killed)))
-    unsaved = f"; rank {ranks} did not save within {request.grace_s:g} s, and was killed" if killed else ""
-    report(f"stopped by {number.name}{unsaved}")
+    unsaved = f"; rank {ranks} did not save in time (--grace {request.grace_s:g}), and was killed"
+    report(f"stopped by {number.name}{unsaved if killed else ''}")
     return 128 + number
 
 

@@ -40,6 +40,7 @@ __all__ = ["Supervisor", "main"]
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _GRACE_AFTER_FAILURE_S = 5.0
 _GRACE_AFTER_SECOND_SIGNAL_S = 1.0
+_SAME_SIGNAL_S = 10.0
 _POLL_S = 0.5
 _DRAIN_S = 0.5
 
@@ -78,6 +79,7 @@ class Supervisor:
         self._agent_pid = os.getppid()
         self._agent_is_gone = False
         self._signal_number: int | None = None
+        self._signalled_at_s = 0.0
         self._kill_at_s: float | None = None
         self._was_killed = False
         self._wakeup_fd, self._wakeup_write_fd = os.pipe()
@@ -162,12 +164,20 @@ class Supervisor:
             kill_group(script.pid)
 
     def _forward(self, script: subprocess.Popen[bytes], number: int) -> None:
-        if number not in _FORWARDED:
+        if number not in _FORWARDED or self._is_repeated(number):
             return
+        # To the script alone: workers of its data loaders would die of it, while it saves. What is left of
+        # the group is killed at the end.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, number)
+            os.kill(script.pid, number)
         self._kill_at_s = time.monotonic() + self._patience_s()
-        self._signal_number = self._signal_number or number
+        if self._signal_number is None:
+            self._signal_number, self._signalled_at_s = number, time.monotonic()
+
+    def _is_repeated(self, number: int) -> bool:
+        """Whether one signal comes twice: a scheduler tells all processes, and the agent tells them again."""
+        is_the_same = number == self._signal_number and number != signal.SIGINT
+        return is_the_same and time.monotonic() - self._signalled_at_s < _SAME_SIGNAL_S
 
     def _patience_s(self) -> float:
         """How long the script may take from this signal on."""

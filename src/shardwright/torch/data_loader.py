@@ -8,10 +8,12 @@
     replica 1 of 2            9 4       8 1
 
 A run that is resumed with other replicas cuts the same global batches into other parts: every sample is seen
-once in an epoch, and steps are the same but for the order of sums.
+once in an epoch, and steps are the same but for the order of sums. (With ``drop_last=False``, some
+replicas may get a sample more of the last batch, and each replica counts the same.)
 """
 
 import random
+import signal
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +92,7 @@ class ReplicaLoader:
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         num, rest = divmod(len(self._dataset), self._batch_size)
-        return num + (rest > 0 and not self._drop_last)
+        return num + (rest >= self._replicas and not self._drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of this replica, for the rest of the epoch."""
@@ -100,6 +102,7 @@ class ReplicaLoader:
             batch_sampler=[batch for _, batch in remaining],
             # PyTorch's loader would draw from the generator of the run at the start of every loop.
             generator=torch.Generator().manual_seed(self._seed),
+            worker_init_fn=_outlive_sigterm,
             **self._options,
         )
         here = (self.epoch, self.position)
@@ -115,22 +118,23 @@ class ReplicaLoader:
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where it is."""
         return {
             "epoch": self.epoch,
             "position": self.position,
             "seed": self._seed,
+            "shuffle": self._shuffle,
             "num_samples": len(self._dataset),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another one was.
 
         Raises:
             CheckpointError: that was of other data, or shuffled otherwise.
         """
-        mine = {"seed": self._seed, "num_samples": len(self._dataset)}
+        mine = {"seed": self._seed, "shuffle": self._shuffle, "num_samples": len(self._dataset)}
         for name, value in mine.items():
             if state.get(name) != value:
                 raise CheckpointError(
@@ -230,6 +234,14 @@ class _SeededInWorkers(Dataset[Any]):
             torch.manual_seed(int(seed))
 
 
+def _outlive_sigterm(_: int) -> None:
+    """A launcher or scheduler sends it to all processes, and the rank that saves still needs its workers.
+
+    They end when the loader is done with them, or when the rank has ended.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise UsageError(
@@ -242,7 +254,7 @@ def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, A
             f"a global batch of {batch_size} samples cannot be divided by {replicas} replicas. Use a "
             f"multiple of {replicas}."
         )
-    for name in ("batch_size", "sampler", "batch_sampler", "generator", "worker_init_fn"):
+    for name in ("batch_size", "sampler", "batch_sampler", "generator", "worker_init_fn", "in_order"):
         if name in options:
             raise UsageError(
                 f"sw.data_loader decides about {name} itself, so that its position can be saved. Leave it "

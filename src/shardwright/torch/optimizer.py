@@ -148,11 +148,16 @@ class DistributedOptimizer(Optimizer):
         """Whether the loss scale changes."""
         return self._scaler is not None and self._scaler.dynamic
 
+    @property
+    def sees_rows(self) -> bool:
+        """Whether the wrapped optimizer is shown the rows of this rank, where ranks share parameters."""
+        return type(self.optimizer) in _ELEMENTWISE
+
     @contextmanager
     def _own_rows(self) -> Iterator[None]:
         """Shows the wrapped optimizer what this rank keeps of shared parameters, if that is all it needs."""
         model = context().model if is_initialized() else None
-        if model is None or type(self.optimizer) not in _ELEMENTWISE or model.replicas.sharding is None:
+        if model is None or not self.sees_rows or model.replicas.sharding is None:
             yield
             return
         with model.replicas.sharding.for_optimizer(self._parameters(), self.optimizer.state):
@@ -170,7 +175,7 @@ class DistributedOptimizer(Optimizer):
         if parts is None:
             yield
             return
-        if parts.num_parts > 1 and type(self.optimizer) not in _ELEMENTWISE:
+        if parts.num_parts > 1 and not self.sees_rows:
             names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
             raise UsageError(
                 "shard_optimizer_state cuts parameters, and "

@@ -76,7 +76,7 @@ def shutdown() -> None:
             current.whereabouts.close("has called sw.shutdown()")
         if current.reporter is not None:
             current.reporter.close()
+        current.cleanup.close()  # a save under way is waited for, with messages between ranks
         if current.local_peers is not None:
             current.local_peers.close()
-        current.cleanup.close()
     set_context(None)

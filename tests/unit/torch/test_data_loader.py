@@ -76,7 +76,7 @@ def test_workers_draw_the_same_for_a_sample_whoever_makes_it(workers: int) -> No
     assert torch.equal(torch.random.get_rng_state(), before)
     assert loader.epoch == 1
     again = sw.data_loader(Noisy(), 2, seed=1, num_workers=3 - workers)
-    again.load_state_dict({"epoch": 0, "position": 4, "seed": 1, "num_samples": 12})
+    again.load_state_dict({"epoch": 0, "position": 4, "seed": 1, "shuffle": True, "num_samples": 12})
     assert torch.equal(torch.cat(list(again)), first[4:])
     assert len({row.tolist()[1] for row in first}) == 12
     second = torch.cat(list(loader))
@@ -90,7 +90,13 @@ def test_the_position_is_what_the_script_has_got() -> None:
     for index, _ in enumerate(loader):
         assert loader.state_dict()["position"] == 3 * (index + 1)
     assert len(loader) == 4
-    assert loader.state_dict() == {"epoch": 1, "position": 0, "seed": 0, "num_samples": 12}
+    assert loader.state_dict() == {
+        "epoch": 1,
+        "position": 0,
+        "seed": 0,
+        "shuffle": True,
+        "num_samples": 12,
+    }
 
 
 def test_a_last_batch_may_be_smaller() -> None:
@@ -116,7 +122,7 @@ def test_mistakes(call: Any, message: str) -> None:
 def test_a_position_in_other_data_is_refused() -> None:
     loader = sw.data_loader(Noisy(), 4, seed=1)
     with pytest.raises(CheckpointError, match="had seed 2 when it was saved, and has 1 here"):
-        loader.load_state_dict({"epoch": 0, "position": 4, "seed": 2, "num_samples": 12})
+        loader.load_state_dict({"epoch": 0, "position": 4, "seed": 2, "shuffle": True, "num_samples": 12})
 
 
 def test_two_loops_at_a_time_are_refused() -> None:

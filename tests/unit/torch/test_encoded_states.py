@@ -125,3 +125,48 @@ def test_what_nobody_encodes_is_refused(document: object) -> None:
 
     with pytest.raises(CorruptCheckpointError):
         decode([document], name="extra", tensor=missing)
+
+
+@pytest.mark.parametrize("name", [name for name in dir(torch.optim.lr_scheduler) if name.endswith("LR")])
+def test_every_scheduler_of_pytorch(name: str) -> None:
+    """Also those whose state has a Counter."""
+    options: dict[str, dict[str, object]] = {
+        "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
+        "MultiplicativeLR": {"lr_lambda": lambda step: 0.9},
+        "StepLR": {"step_size": 2},
+        "MultiStepLR": {"milestones": [1, 3, 3]},
+        "ExponentialLR": {"gamma": 0.9},
+        "CosineAnnealingLR": {"T_max": 5},
+        "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0, "cycle_momentum": False},
+        "OneCycleLR": {"max_lr": 1.0, "total_steps": 9},
+        "SequentialLR": {},
+    }
+    kind = getattr(torch.optim.lr_scheduler, name)
+    if name.startswith("_") or kind is torch.optim.lr_scheduler.SequentialLR:
+        pytest.skip("made of others: see above")
+
+    def made() -> tuple[torch.optim.Optimizer, object]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return optimizer, kind(optimizer, **options.get(name, {}))
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: object) -> list[float]:
+        found = []
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()  # type: ignore[attr-defined]
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    optimizer, scheduler = made()
+    rates(optimizer, scheduler)
+    other_optimizer, other = made()
+    other.load_state_dict(_there_and_back(scheduler.state_dict()))  # type: ignore[attr-defined]
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    assert rates(other_optimizer, other) == rates(optimizer, scheduler)
+
+
+def test_tensors_of_paths_that_read_alike() -> None:
+    one, other = torch.zeros(1), torch.ones(1)
+    for value in ({"a.b": one, "a": {"b": other}}, {1: one, "1": other}, {"a[0]": one, "a": [other]}):
+        found = _there_and_back(value)
+        assert repr(found) == repr(value)

@@ -9,9 +9,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -38,6 +39,7 @@ __all__ = ["Checkpoints"]
 
 _UNDER_WAY, _DONE, _FAILED = 1, 2, 3
 _TICK_S = 0.5
+_T = TypeVar("_T")
 
 
 class Checkpoints:
@@ -108,6 +110,7 @@ class Checkpoints:
         self._resumed: Resumed | None = None
         self._last_step: int | None = None
         self._collected = False
+        self._failed = ""
         self._signals = SaveSignals(signals)
         current.cleanup.callback(self.close)
         atexit.register(self._tell_at_exit)
@@ -133,6 +136,7 @@ class Checkpoints:
             CheckpointError: it is of another model, or has other optimizers or states than this run.
         """
         refuse_inside_step("checkpoints.resume() is called", "Call it before the training loop.")
+        self.wait()
         current = self._context
         with first_cause_named(current):
             meet("checkpoints.resume()")
@@ -141,7 +145,7 @@ class Checkpoints:
             if saved is None:
                 return 0
             resumed = Resumed(current, self._model, saved, strict=strict)
-            self._refuse_together(lambda: resumed.check(self._states.objects))
+            self._together(lambda: resumed.check(self._states.objects))
             resumed.load(self._states.objects)
         self._resumed = resumed
         self._last_step = resumed.step
@@ -169,7 +173,8 @@ class Checkpoints:
         if signal_number:
             self._end(step, signal_number)
         if self._every is not None and step % self._every == 0:
-            self.save(step)
+            self.save(step)  # also where an earlier save has failed, which it raises then
+        self._raise_failure()
 
     def save(self, step: int, *, asynchronous: bool | None = None) -> None:
         """Saves the run as it is now; call it on all ranks, between two steps.
@@ -186,7 +191,10 @@ class Checkpoints:
             CheckpointError: it cannot be saved; the checkpoints from before stay.
         """
         refuse_inside_step("checkpoints.save() is called", "Call it in the training loop.")
-        self.wait()
+        if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+            raise UsageError(f"step is {step!r}, and must be how many steps were done: 0, 1, 2, ...")
+        step = int(step)
+        self._wait()
         if step == self._last_step or (self._resumed is not None and self._resumed.waits):
             return
         if self._model.waits_for_memory:
@@ -200,9 +208,10 @@ class Checkpoints:
             self._begin(step, copies=later)
         self._last_step = step
         if not later:
-            self.wait()
+            self._wait()
         else:
             self._note("save_began", step=step, seconds=time.perf_counter() - begin_s)
+        self._raise_failure()
 
     def wait(self) -> None:
         """Waits until what was saved is committed; call it on all ranks.
@@ -210,19 +219,33 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        while self._under_way is not None:
-            self._look(wait=True)
+        self._wait()
+        self._raise_failure()
 
     def close(self) -> None:
-        """Waits for what is being saved, and leaves signals alone again; `shutdown` calls it."""
+        """Waits for what is being saved, and leaves signals alone again; `shutdown` calls it.
+
+        Where an error is on its way, as in a ``finally``, this rank waits for no other.
+        """
         try:
-            self.wait()
+            if sys.exc_info()[1] is None:
+                self.wait()
         finally:
             self._signals.close()
             self._under_way = None
             atexit.unregister(self._tell_at_exit)
 
     # ---- inside ----
+
+    def _wait(self) -> None:
+        while self._under_way is not None:
+            self._look(wait=True)
+
+    def _raise_failure(self) -> None:
+        """Raises that a save has failed, once."""
+        failure, self._failed = self._failed, ""
+        if failure:
+            raise CheckpointError(failure)
 
     def _tell_at_exit(self) -> None:
         """Tells of a save that has failed after the last step, where nobody waited for it."""
@@ -231,8 +254,9 @@ class Checkpoints:
             sys.stderr.write(f"shardwright: {self._failure(under_way, under_way.problem)}\n")
 
     def _failure(self, under_way: SaveUnderWay, problem: str) -> str:
+        where = show_path(self.folder)
         return (
-            f"the checkpoint of step {under_way.step} was not saved in {show_path(self.folder)}: {problem}. "
+            f"the checkpoint of step {under_way.step} was not saved in {where}: {problem.rstrip('.')}. "
             "Those from before stay, and training can go on."
         )
 
@@ -255,20 +279,15 @@ class Checkpoints:
         """Takes the snapshot and starts to write it; collective."""
         current = self._context
         meet("checkpoints.save()")
-        states: dict[str, Any] = {}
-        digests, problem = {}, ""
-        try:
-            states = self._states.taken()
-            digests = {name: self._states.digest(name, value) for name, value in states.items()}
-        except CheckpointError as error:
-            problem = str(error)
-        told = self._tell((problem, digests))
-        self._raise_first([each for each, _ in told])
-        alike = {name: all(own[name] == digest for _, own in told) for name, digest in digests.items()}
+        states, digests = self._together(self._states_of_now)
+        told = self._tell(digests)
+        alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}
+        mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
+        snapshot = self._together(
+            lambda: take_snapshot(current, self._model, mine, alike=alike, copies=copies)
+        )
         draft = current.from_first_rank(lambda: self._new_draft(step))
         draft = dataclasses.replace(draft, alike=alike)
-        mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
-        snapshot = take_snapshot(current, self._model, mine, copies=copies)
         self._under_way = SaveUnderWay(
             draft,
             snapshot,
@@ -279,6 +298,11 @@ class Checkpoints:
             disk=self._disk,
             timeout_s=current.config.timeout_s,
         )
+
+    def _states_of_now(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """States of what the script has named, and digests of them."""
+        states = self._states.taken()
+        return states, {name: self._states.digest(name, value) for name, value in states.items()}
 
     def _new_draft(self, step: int) -> Draft:
         """On the first rank."""
@@ -302,7 +326,10 @@ class Checkpoints:
             documents[PLAN] = plan.to_json().encode()
         to_json = getattr(getattr(self._model.module, "config", None), "to_json_string", None)
         if callable(to_json):  # of a Hugging Face model
-            text = to_json(use_diff=False)
+            try:
+                text = to_json(use_diff=False)
+            except TypeError:  # not that of transformers
+                return documents
             documents[CONFIG] = json.dumps(json.loads(text), indent=1).encode()
         return documents
 
@@ -334,22 +361,33 @@ class Checkpoints:
     def _finish(self, under_way: SaveUnderWay) -> None:
         """Tells how a save has ended; collective."""
         self._under_way = None
-        problem = self._context.from_first_rank(lambda: under_way.problem)
+        problem, remark = self._context.from_first_rank(lambda: (under_way.problem, under_way.remark))
         if problem is None:
             self._note("saved", step=under_way.step, seconds=under_way.seconds)
+            if remark and self._context.rank == 0:
+                warnings.warn(f"{show_path(self.folder)}: {remark}", stacklevel=4)
             return
         self._last_step = None
         text = self._failure(under_way, problem)
         self._note("save_failed", step=under_way.step, problem=problem)
         if not self._warns:
-            raise CheckpointError(text)
-        if self._context.rank == 0:
+            self._failed = text
+        elif self._context.rank == 0:
             warnings.warn(text, stacklevel=4)
 
     def _end(self, step: int, number: int) -> None:
         """Saves, and ends the process."""
         name = signal.Signals(number).name
+        self._wait()
+        earlier, self._failed = self._failed, ""
+        if earlier and self._context.rank == 0:
+            warnings.warn(earlier, stacklevel=4)
         self.save(step, asynchronous=False)
+        if self._last_step != step:
+            raise CheckpointError(
+                f"{name} came, and step {step} was not saved in {show_path(self.folder)}: see the warning "
+                "before, or it was to be loaded in the first step, which was not made."
+            )
         self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
         self._signals.close()
         sys.exit(SAVED)
@@ -357,18 +395,20 @@ class Checkpoints:
     def _tell(self, fact: Any) -> list[Any]:
         return tell_all(fact) if self._context.mesh.world_size > 1 else [fact]
 
-    def _refuse_together(self, check: Any) -> None:
+    def _together(self, make: Callable[[], _T]) -> _T:
+        """What this rank makes; where one rank cannot, none of them goes on; collective over all ranks."""
+        made: list[_T] = []
         problem = ""
         try:
-            check()
+            made.append(make())
         except CheckpointError as error:
             problem = str(error)
-        self._raise_first(self._tell(problem))
-
-    def _raise_first(self, problems: list[str]) -> None:
-        first = next((each for each in problems if each), None)
+        except Exception as error:  # of the script's own objects, or no memory for the copies
+            problem = f"rank {self._context.rank}: {type(error).__name__}: {error}"
+        first = next((each for each in self._tell(problem) if each), None)
         if first is not None:
             raise CheckpointError(first)
+        return made[0]
 
     def _note(self, kind: str, **fields: Any) -> None:
         assert self._context.reporter is not None

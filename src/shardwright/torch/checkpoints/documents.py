@@ -56,10 +56,12 @@ class OptimizerDocument(_Record):
 
     Attributes:
         groups: options of its parameter groups.
+        members: names of the parameters of each.
         others: by parameter and key, what its state has that is no tensor.
     """
 
     groups: list[Any]
+    members: list[list[str]]
     others: dict[str, Any]
 
 
@@ -104,6 +106,10 @@ class StateDocument(_Record):
         optimizers = [
             OptimizerDocument(
                 groups=each["groups"],
+                members=[
+                    sorted({name for d in documents for name in d.optimizers[number]["members"][place]})
+                    for place in range(len(each["groups"]))
+                ],
                 others={k: v for d in documents for k, v in d.optimizers[number]["others"].items()},
             )
             for number, each in enumerate(first.optimizers)

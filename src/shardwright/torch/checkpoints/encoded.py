@@ -9,7 +9,7 @@ object with one name that begins with ``$``::
 """
 
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,8 +67,7 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor], around: frozense
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, Tensor):
-        tensors[name] = value
-        return {"$tensor": name}
+        return {"$tensor": _kept(value, name, tensors)}
     if isinstance(value, numpy.ndarray | numpy.generic):
         return _encoded_array(value, name, tensors)
     if isinstance(value, bytes | bytearray):
@@ -85,10 +84,20 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor], around: frozense
 
 def _encoded_array(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     try:
-        tensors[name] = torch.from_numpy(numpy.array(value, copy=True, order="C"))
-    except TypeError as error:
+        kept = _kept(torch.from_numpy(numpy.array(value, copy=True, order="C")), name, tensors)
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name} is an array of {value.dtype}, which cannot be saved.") from error
-    return {"$array" if isinstance(value, numpy.ndarray) else "$numpy": name}
+    return {"$array" if isinstance(value, numpy.ndarray) else "$numpy": kept}
+
+
+def _kept(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    """Keeps a tensor under a name that no other has: ``{"a.b": x, "a": {"b": y}}`` has two of one path."""
+    free, number = name, 0
+    while free in tensors:
+        number += 1
+        free = f"{name}#{number}"
+    tensors[free] = tensor
+    return free
 
 
 def _encoded_container(value: Any, name: str, tensors: dict[str, Tensor], around: frozenset[int]) -> Any:
@@ -98,8 +107,12 @@ def _encoded_container(value: Any, name: str, tensors: dict[str, Tensor], around
     kind = type(value)
     if kind is list:
         return items(value)
+    if kind in (set, frozenset):  # in an order of its own: that of texts is another in every process
+        return {_SEQUENCES[kind]: items(sorted(value, key=repr))}
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: items(value)}
+    if kind is Counter:
+        return {"$counter": items(list(value.items()))}
     if kind is deque:
         return {"$deque": [value.maxlen, items(value)]}
     if kind in (dict, OrderedDict, defaultdict):  # what makes the missing of a defaultdict is code
@@ -137,6 +150,8 @@ def _special(kind: str, content: Any, name: str, tensor: Callable[[str], Tensor]
             return deque(items(found), maxlen=most)
         if kind == "$dict":
             return dict(map(items, content))
+        if kind == "$counter":
+            return Counter(dict(items(content)))
         if kind in ("$tensor", "$array", "$numpy"):
             found = tensor(content)
             if kind == "$tensor":

@@ -9,7 +9,7 @@ from shardwright.errors import CheckpointError
 from shardwright.torch.context import context
 from shardwright.torch.model import DistributedModel
 
-__all__ = ["own_extra_states", "set_extra_states"]
+__all__ = ["check_extra_states", "own_extra_states", "set_extra_states"]
 
 
 def own_extra_states(model: DistributedModel) -> dict[str, Any]:
@@ -23,11 +23,11 @@ def own_extra_states(model: DistributedModel) -> dict[str, Any]:
     }
 
 
-def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
-    """Gives modules what they have saved.
+def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint in which other modules have saved something than do here.
 
     Raises:
-        CheckpointError: other modules have saved something than do here.
+        CheckpointError: the message has the names of such modules.
     """
     modules = dict(_with_extra_states(model))
     different = sorted(modules.keys() ^ states.keys())
@@ -37,8 +37,13 @@ def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None
             f"with get_extra_state(); they differ in {', '.join(map(repr, different[:5]))}. Build the model "
             "as it was when it was saved."
         )
-    for name, module in modules.items():
-        module.set_extra_state(states[name])
+
+
+def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
+    """Gives modules what they have saved; those that have saved nothing stay as they are."""
+    for name, module in _with_extra_states(model):
+        if name in states:
+            module.set_extra_state(states[name])
 
 
 def _with_extra_states(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:

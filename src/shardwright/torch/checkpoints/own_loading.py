@@ -135,6 +135,8 @@ def load_optimizer_state(
     for full in saved.index.tensors:
         if full.startswith(prefix):
             name, _, key = full.removeprefix(prefix).rpartition("/")
+            if key.startswith("other."):  # in a container, which `others` describes
+                continue
             keys.setdefault(name, []).append(key)
     state: dict[int, dict[str, Any]] = {}
     masters: list[tuple[nn.Parameter, Tensor]] = []
@@ -146,7 +148,8 @@ def load_optimizer_state(
             name = names[id(parameter)]
             values = dict(others.get(name, {}))
             for key in keys.get(name, ()):
-                values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}")
+                in_parts = optimizer.sees_rows
+                values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}", in_parts=in_parts)
             if MASTER in values:
                 masters.append((parameter, values.pop(MASTER)))
             if values:
@@ -159,10 +162,12 @@ def load_optimizer_state(
         updated.set_master(parameter, master.to(parameter.device, torch.float32))
 
 
-def _own_value(model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str) -> Tensor:
+def _own_value(
+    model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str, *, in_parts: bool
+) -> Tensor:
     """What this rank keeps of a tensor of the state: of its rows or range, where it has the whole's shape."""
     entry = saved.entry(name)
-    if not entry.shape or entry.shape != tuple(parameter.shape):
+    if not in_parts or not entry.shape or entry.shape != tuple(parameter.shape):
         return read_part(saved, name)
     boxes = boxes_of_update(model, parameter)
     if boxes is not None:

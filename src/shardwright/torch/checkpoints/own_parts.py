@@ -10,7 +10,7 @@ those that hold the same, in turns, so that all disks and links have about as mu
 What replicas share, each saves its rows of; what they share of the optimizer's state, its range.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -18,6 +18,7 @@ from math import prod
 from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box, boxes_of_range
+from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.context import context
 from shardwright.torch.model import DistributedModel
@@ -90,7 +91,7 @@ def optimizer_parts(
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     parts = []
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        name = names[id(parameter)]
+        name = _name_of(parameter, names)
         if not model.counts_here(name):
             continue
         sharded = sharded_of(model, parameter)
@@ -105,6 +106,21 @@ def optimizer_parts(
             if turns.is_mine(value.numel(), _Have.ALL if rows is None else _Have.SAME_ROWS):
                 parts.append(_part(f"{prefix}{name}/{key}", value, whole, rows))
     return parts
+
+
+def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
+    """Its name in the model.
+
+    Raises:
+        CheckpointError: it is not the model's.
+    """
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the wrapped "
+            "model's, and has no name to be saved by. Register it in the module that is wrapped, before "
+            "DistributedModel, or leave its optimizer unwrapped."
+        )
+    return names[id(parameter)]
 
 
 class _Have(Enum):

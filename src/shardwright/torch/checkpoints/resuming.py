@@ -14,9 +14,9 @@ from shardwright.comm.process_group import tell_all
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
-from shardwright.torch.checkpoints.documents import StateDocument
+from shardwright.torch.checkpoints.documents import OptimizerDocument, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
-from shardwright.torch.checkpoints.extra_states import set_extra_states
+from shardwright.torch.checkpoints.extra_states import check_extra_states, set_extra_states
 from shardwright.torch.checkpoints.own_loading import check_fits, load_model, load_optimizer_state
 from shardwright.torch.checkpoints.random_states import further_generators, set_generators
 from shardwright.torch.checkpoints.snapshot import optimizer_prefix
@@ -24,6 +24,7 @@ from shardwright.torch.checkpoints.stored import dtype_of, read_part
 from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.context import Context, following
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
 
 __all__ = ["Resumed", "open_verified"]
 
@@ -149,12 +150,16 @@ class Resumed:
                 f"{len(optimizers)}. Wrap in sw.DistributedOptimizer those that were wrapped when it was "
                 "saved, in the same order, before resume()."
             )
+        if self._strict:
+            check_extra_states(self._model, document.extra_states)
+            self._check_types()
         for saved, optimizer in zip(document.optimizers, optimizers, strict=True):
             if len(saved.groups) != len(optimizer.param_groups):
                 raise CheckpointError(
                     f"{self._saved.path} has an optimizer with {len(saved.groups)} parameter groups, and "
                     f"here it has {len(optimizer.param_groups)}. Make the groups as they were."
                 )
+            self._places_of_groups(saved, optimizer)
         theirs = document.states.keys() | document.states_of_ranks.keys()
         if theirs != states.keys():
             raise CheckpointError(
@@ -166,8 +171,8 @@ class Resumed:
             raise CheckpointError(
                 f"{self._saved.path} has states that differ by rank ({', '.join(document.states_of_ranks)}) "
                 f"of {document.layout.world_size} ranks, and this run has {self._context.mesh.world_size}, "
-                "or lays them out otherwise. Resume with the same ranks, or leave these states out: "
-                "sw.data_loader has a state that goes with any number of ranks."
+                "or lays them out otherwise. Resume with the same ranks, or leave these states out. The "
+                "state of sw.data_loader goes with any number of ranks, if all of them iterate it alike."
             )
 
     def load(self, states: Mapping[str, Any]) -> None:
@@ -179,8 +184,9 @@ class Resumed:
         self._adopt_plan()
         model, document = self._model, self._document
         for saved, optimizer in zip(document.optimizers, self._context.optimizers, strict=False):
-            for number, (options, group) in enumerate(zip(saved.groups, optimizer.param_groups, strict=True)):
-                group.update(self._decoded(options, f"optimizer.groups[{number}]"))
+            places = self._places_of_groups(saved, optimizer)
+            for place, group in zip(places, optimizer.param_groups, strict=True):
+                group.update(self._decoded(saved.groups[place], f"optimizer.groups[{place}]"))
         if not model.waits_for_memory:
             load_model(model, self._saved)
         self._saved.map_files()  # they may be collected before the first step
@@ -208,6 +214,27 @@ class Resumed:
                 prefix=optimizer_prefix(number),
             )
         self.waits = False
+        self._saved.forget_files()
+
+    def _places_of_groups(self, saved: OptimizerDocument, optimizer: DistributedOptimizer) -> list[int]:
+        """Which saved group each group is, by the parameters in it.
+
+        Raises:
+            CheckpointError: groups have other parameters than those that were saved.
+        """
+        names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
+        left, places = list(range(len(saved.groups))), []
+        for number, group in enumerate(optimizer.param_groups):
+            own = {names[id(parameter)] for parameter in group["params"] if id(parameter) in names}
+            fitting = [place for place in left if own <= set(saved.members[place])]
+            if not fitting:
+                raise CheckpointError(
+                    f"{self._saved.path} has no parameter group with the parameters of group {number} of the "
+                    f"optimizer here ({', '.join(sorted(own)[:3])}, ...). Make the groups as they were."
+                )
+            places.append(number if number in fitting else fitting[0])
+            left.remove(places[-1])
+        return places
 
     @property
     def _same_layout(self) -> bool:
@@ -263,6 +290,19 @@ class Resumed:
             return
         context.plan = plan
         context.config = following(plan, context.config, warns=False)
+
+    def _check_types(self) -> None:
+        """Refuses a model of other types: the state of its optimizer would not go with it."""
+        own = (*self._model.module.named_parameters(), *self._model.module.named_buffers())
+        for name, tensor in own:
+            entry = self._saved.index.tensors.get(f"model/{name}")
+            if entry is not None and dtype_of(entry.dtype) is not tensor.dtype:
+                raise CheckpointError(
+                    f"{self._saved.path} has {name} in {dtype_of(entry.dtype)}, and here it is in "
+                    f"{tensor.dtype}. Resume with the type and the precision settings (bf16, fp16) that were "
+                    "saved; or take the model alone over: shardwright ckpt export, then import. strict=False "
+                    "converts."
+                )
 
     def _has_types(self) -> bool:
         """Whether tensors of the model have the types that were saved: plans are for models with types."""

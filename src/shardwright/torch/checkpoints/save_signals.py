@@ -7,17 +7,24 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from shardwright.errors import UsageError
+
 __all__ = ["SaveSignals"]
+
+_ALLOWED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
 
 
 class SaveSignals:
     """Notes that a signal came; somebody looks between two steps.
 
-    A second Ctrl-C ends the process as ever. Children that the process forks (workers of a data loader) get
-    the signals as if this were not here.
+    A second Ctrl-C ends the process as ever. Children that the process forks (workers of a data loader) pass
+    over SIGINT and SIGUSR1, which a terminal or a launcher sends to all: the process still needs them.
 
     Args:
         names: of the signals.
+
+    Raises:
+        UsageError: there is no such signal, or none that can be caught.
 
     Attributes:
         came: number of the first that came; 0 as long as none has.
@@ -29,7 +36,12 @@ class SaveSignals:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows handlers in the main thread alone
-        for name in names:
+        for name in [names] if isinstance(names, str) else names:
+            if name not in _ALLOWED:
+                raise UsageError(
+                    f"signals has {name!r}, and may have {', '.join(_ALLOWED)}, as in "
+                    "signals=('SIGTERM', 'SIGUSR1')."
+                )
             number = getattr(signal, name)
             self._before[number] = signal.signal(number, self._note)
 
@@ -42,9 +54,12 @@ class SaveSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if number == signal.SIGTERM:  # somebody ends this child
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if number == signal.SIGINT and self.came:
             raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            os.write(2, b"saving at the end of this step; Ctrl-C again ends at once\n")
         self.came = self.came or number

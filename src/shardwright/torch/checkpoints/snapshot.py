@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.draft import TensorPart
+from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.extra_states import own_extra_states
 from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
@@ -34,7 +35,8 @@ class RankDocument:
     Attributes:
         random: its generators.
         extra_states: of the modules that it stands for, by name.
-        optimizers: for each: ``groups``, a list of their options; ``others``, by parameter and key, what its
+        optimizers: for each: ``groups``, a list of their options; ``members``, names of their parameters on
+            this rank; ``others``, by parameter and key, what its
             state has that is no tensor.
         loss_scale: of ``fp16``; None without.
         states: of schedulers, samplers and the like, by name.
@@ -66,15 +68,20 @@ def optimizer_prefix(number: int) -> str:
 
 
 def take_snapshot(
-    context: Context, model: DistributedModel, states: Mapping[str, Any], *, copies: bool
+    context: Context,
+    model: DistributedModel,
+    states: Mapping[str, Any],
+    *,
+    alike: Mapping[str, bool],
+    copies: bool,
 ) -> Snapshot:
     """Takes what this rank has of the run.
 
     Args:
         context: the run.
         model: between two steps.
-        states: of schedulers and the like, from their ``state_dict()``; an empty mapping where another rank
-            saves the same.
+        states: of schedulers and the like, from their ``state_dict()``; those that this rank saves.
+        alike: for each of their names, whether all ranks have the same.
         copies: tensors are copied, so that they may change before they are written.
 
     Raises:
@@ -85,6 +92,7 @@ def take_snapshot(
         own += optimizer_parts(model, optimizer, prefix=optimizer_prefix(number))
     extra: dict[str, Tensor] = {}
     rank = f"{context.rank:05}"
+    own_state = {name: f"state/{name}" if alike[name] else f"state/{name}@{rank}" for name in states}
     document = RankDocument(
         random=encode(generator_states(context.device), name=f"random/{rank}", tensors=extra),
         extra_states={
@@ -92,11 +100,11 @@ def take_snapshot(
             for name, state in own_extra_states(model).items()
         },
         optimizers=[
-            _optimizer_document(model, optimizer, optimizer_prefix(number), extra, rank=context.rank)
+            _optimizer_document(context, model, optimizer, optimizer_prefix(number), extra)
             for number, optimizer in enumerate(context.optimizers)
         ],
         loss_scale=None if model.scaling is None else asdict(model.scaling.scaler),
-        states={name: encode(state, name=f"state/{name}", tensors=extra) for name, state in states.items()},
+        states={name: encode(state, name=own_state[name], tensors=extra) for name, state in states.items()},
     )
     parts = [part for each in own for part in _parts_of(each, copies=copies)]
     for name, tensor in extra.items():
@@ -122,24 +130,32 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _optimizer_document(
+    context: Context,
     model: DistributedModel,
     optimizer: DistributedOptimizer,
     prefix: str,
     tensors: dict[str, Tensor],
-    *,
-    rank: int,
 ) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     shared: dict[str, Tensor] = {}  # options that are tensors: every rank has them, the first one saves them
     others: dict[str, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None or not isinstance(values, Mapping):
+            raise CheckpointError(
+                f"the state of {type(optimizer.optimizer).__name__} has {str(parameter)[:40]!r}, which is no "
+                "parameter of the model, and cannot be saved. Keep it in a parameter group."
+            )
         plain = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        name = names.get(id(parameter), "")
-        if plain and model.counts_here(name):
-            others[name] = encode(plain, name=f"{prefix}{name}", tensors={})
+        if plain and context.data_rank == 0 and model.counts_here(name):
+            others[name] = encode(plain, name=f"{prefix}{name}/other", tensors=tensors)
     encoded_groups = encode(groups, name=f"{prefix}groups", tensors=shared)
-    if rank == 0:
+    if context.rank == 0:
         tensors.update(shared)
-    return {"groups": encoded_groups, "others": others}
+    members = [
+        [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for group in optimizer.param_groups
+    ]
+    return {"groups": encoded_groups, "members": members, "others": others}
 

@@ -66,7 +66,11 @@ def stored(tensor: Tensor) -> StoredTensor:
         CheckpointError: its type cannot be saved.
     """
     dtype = dtype_name(tensor.dtype)
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, and only dense ones can be saved."
+        )
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return StoredTensor(dtype, tuple(tensor.shape), memoryview(content))
 

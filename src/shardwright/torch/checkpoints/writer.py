@@ -11,11 +11,13 @@ here. A rank that writes says so every second, so that one that has ended is not
 """
 
 import contextlib
+import errno
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.draft import add_file, add_tensors
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.mesh import Mesh
@@ -80,6 +83,7 @@ class SaveUnderWay:
     Attributes:
         step: how many steps were done.
         seconds: how long it took, when it is done.
+        remark: what else went wrong, once the checkpoint was there.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class SaveUnderWay:
         self._disk = disk
         self._timeout_s = timeout_s
         self._problem: str | None = None
+        self.remark = ""
         self._ended = threading.Event()
         self._beats = 0
         self.seconds = 0.0
@@ -135,7 +140,7 @@ class SaveUnderWay:
                 with contextlib.suppress(OSError):  # another rank may still write: then it is collected later
                     self._folder.discard(self._draft.path)
         finally:
-            self._snapshot = None  # frees the copies
+            self._snapshot = None
             self.seconds = time.monotonic() - begin_s
             self._ended.set()
 
@@ -150,21 +155,30 @@ class SaveUnderWay:
         try:
             with _Beating(self._beat):
                 entry, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+                if self._rank:
+                    self._report(entry, tensors, snapshot.document)
         except Exception as error:
             self._tell({"problem": f"rank {self._rank}: {_told(error)}"})
             raise
         if self._rank == 0:
-            self._commit({0: (entry, tensors, snapshot.document), **self._others()})
-            return
-        self._tell(
-            {
-                "file": entry.model_dump(),
-                "tensors": {key: value.model_dump() for key, value in tensors.items()},
-                "document": asdict(snapshot.document),
-            }
-        )
+            document, self._snapshot = snapshot.document, None  # frees the copies
+            del snapshot
+            self._commit({0: (entry, tensors, document), **self._others()})
 
     # ---- between ranks ----
+
+    def _report(
+        self, entry: FileEntry, tensors: Mapping[str, TensorEntry], document: RankDocument
+    ) -> None:
+        """Says what this rank has written: in a file, as a store takes no large values."""
+        said = {
+            "file": entry.model_dump(),
+            "tensors": {key: value.model_dump() for key, value in tensors.items()},
+            "document": asdict(document),
+        }
+        content = json.dumps(said).encode()
+        written = add_file(self._draft.path, _report_of(self._rank), [content], disk=self._disk)
+        self._tell({"sha256": written.sha256})
 
     def _beat(self) -> None:
         assert self._store is not None
@@ -187,7 +201,8 @@ class SaveUnderWay:
         while pulses:
             for rank in list(pulses):
                 if self._store.check([self._key(rank, "said")]):
-                    found[rank] = _heard(json.loads(self._take(self._key(rank, "said"))))
+                    found[rank] = self._heard(rank, json.loads(self._take(self._key(rank, "said"))))
+                    self._store.delete_key(self._key(rank, "beat"))
                     del pulses[rank]
                     continue
                 pulses[rank] = self._pulse(rank, *pulses[rank])
@@ -205,9 +220,29 @@ class SaveUnderWay:
         if time.monotonic() - since_s > limit_s:
             raise CheckpointError(
                 f"rank {rank} has given no sign for {limit_s:g} s while the checkpoint of step "
-                f"{self.step} was written: it has ended, or its disk hangs. Nothing was committed."
+                f"{self.step} was written: it has ended, or its disk hangs. Nothing was committed"
             )
         return beat, since_s
+
+    def _heard(
+        self, rank: int, said: Mapping[str, Any]
+    ) -> tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]:
+        if "problem" in said:
+            raise CheckpointError(said["problem"])
+        path = self._draft.path / _report_of(rank)
+        content = path.read_bytes() if path.is_file() else b""
+        if sha256(content).hexdigest() != said["sha256"]:
+            raise CheckpointError(
+                f"rank {rank} has written {path.name}, and rank 0 does not find it at {path}. Give a folder "
+                "that all hosts share."
+            )
+        report = json.loads(content)
+        self._disk.remove_file(path)
+        tensors = {
+            name: TensorEntry.model_validate_json(json.dumps(entry))
+            for name, entry in report["tensors"].items()
+        }
+        return FileEntry(**report["file"]), tensors, RankDocument(**report["document"])
 
     def _take(self, key: str) -> str:
         assert self._store is not None
@@ -229,9 +264,13 @@ class SaveUnderWay:
         files[STATE] = add_file(draft.path, STATE, [content], disk=disk)
         for name, text in draft.documents.items():
             files[name] = add_file(draft.path, name, [text], disk=disk)
+        parse(content, name=STATE)  # what cannot be read again is not committed
         self._folder.commit(draft.path, step=draft.step, files=files)
         if draft.keep is not None:
-            self._folder.collect(keep=draft.keep)
+            try:
+                self._folder.collect(keep=draft.keep)
+            except (CheckpointError, OSError) as error:
+                self.remark = f"old checkpoints were not removed: {_told(error)}"
 
     def _refuse_folders_apart(self, files: Mapping[str, FileEntry]) -> None:
         for name, entry in files.items():
@@ -266,13 +305,8 @@ class _Beating:
             self._beat()
 
 
-def _heard(said: Mapping[str, Any]) -> tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]:
-    if "problem" in said:
-        raise CheckpointError(said["problem"])
-    tensors = {
-        name: TensorEntry.model_validate_json(json.dumps(entry)) for name, entry in said["tensors"].items()
-    }
-    return FileEntry(**said["file"]), tensors, RankDocument(**said["document"])
+def _report_of(rank: int) -> str:
+    return f"rank-{rank:05}.json"
 
 
 def _told(error: Exception) -> str:
@@ -280,5 +314,7 @@ def _told(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
+        if error.errno == errno.ENOENT:
+            where += ": give a folder that all hosts share"
         return f"{error.strerror}{where}"
     return f"{type(error).__name__}: {error}"
