@@ -8,7 +8,8 @@ message is sent when its receiver takes it: both wait for each other::
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.torch.failure import first_cause_named
+from shardwright.torch.roll_call import call_together
 from smdistributed.modelparallel.torch.groups import CommGroup, RankType, kind_of, members
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
@@ -35,7 +37,9 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     Raises:
         UsageError: there is no such rank, or it is this one.
     """
-    _wait(_start(_packed(obj), [_other(dest_rank, rank_type, "send")]))
+    others = [_other(dest_rank, rank_type, "send")]
+    with _together("smp.send()", others):
+        _wait(_start(_packed(obj), others))
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -48,7 +52,9 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     Raises:
         UsageError: there is no such rank, or it is this one.
     """
-    return _receive(_other(src_rank, rank_type, "recv_from"))
+    source = _other(src_rank, rank_type, "recv_from")
+    with _together("smp.recv_from()", [source]):
+        return _receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
@@ -59,7 +65,9 @@ def broadcast(obj: Any, group: CommGroup) -> None:
         group: which group.
     """
     current = current_run()
-    _wait(_start(_packed(obj), [other for other in members(group) if other != current.rank]))
+    others = [other for other in members(group) if other != current.rank]
+    with _together("smp.broadcast()", others):
+        _wait(_start(_packed(obj), others))
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
@@ -71,9 +79,10 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """
     current = current_run()
     ranks = members(group)
-    under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
-    found = [obj if other == current.rank else _receive(other) for other in ranks]
-    _wait(under_way)
+    with call_together("smp.allgather()", ranks):
+        under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
+        found = [obj if other == current.rank else _receive(other) for other in ranks]
+        _wait(under_way)
     return found
 
 
@@ -110,6 +119,16 @@ def _other(rank: int, rank_type: RankType, call: str) -> int:
             f"example by if smp.{'' if kind == 'world' else f'{kind}_'}rank() != {rank}."
         )
     return ranks[rank]
+
+
+@contextmanager
+def _together(where: str, others: Sequence[int]) -> Iterator[None]:
+    """Counts a call among those that this rank makes together with each of these: see `roll_call`."""
+    rank = current_run().rank
+    with ExitStack() as calls:
+        for other in others:
+            calls.enter_context(call_together(where, sorted((rank, other))))
+        yield
 
 
 def _packed(obj: Any) -> Tensor:
