@@ -77,11 +77,8 @@ def import_model(
         for file in files:
             made.add(file, names=_names(file, strip=strip, prefix=prefix))
         made.add_documents(step, config)
-        return Imported(
-            commit=folder.commit(draft, step=step, files=made.files),
-            num_tensors=len(made.tensors),
-            num_bytes=made.num_bytes,
-        )
+        commit = folder.commit(draft, step=step, files=made.files)
+        return Imported(commit=commit, num_tensors=len(made.tensors), num_bytes=made.num_bytes)
     except OSError as error:
         raise CheckpointError(
             f"{root} cannot be written: {error.strerror or error}. Nothing was imported. Give a folder on a "
