@@ -65,7 +65,7 @@ $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV)
 # torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,dev]' -e compat
+	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,ray,dev]' -e compat
 	@touch $@
 
 $(TRAINER_STAMP): $(STAMP) tests/compat_trainer/constraints.txt

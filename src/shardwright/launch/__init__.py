@@ -9,6 +9,43 @@ The agent counts restarts and serves the store where ranks meet. The supervisors
 signals on, end what does not end by itself, and note how each rank ended; from their notes comes the
 report (`verdict`).
 
-Import the modules themselves: `shardwright.launch.agent` needs torch, and the supervisors start faster
-without.
+`Estimator` starts training jobs as SageMaker's SDK does. Its engines start ``shardwright run`` on each host::
+
+    Estimator.fit ──► JobSpec ──► engine (Local, LocalCluster, Slurm, Kubernetes, Ray) ──► shardwright run
+
+What is named here is imported when it is used. Otherwise import the modules themselves:
+`shardwright.launch.agent` needs torch, and the supervisors start faster without.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwright.launch.engines.kubernetes import Kubernetes
+    from shardwright.launch.engines.local import Local, LocalCluster
+    from shardwright.launch.engines.ray import Ray
+    from shardwright.launch.engines.slurm import Slurm
+    from shardwright.launch.estimator import Estimator
+    from shardwright.launch.estimator import Estimator as HuggingFace
+    from shardwright.launch.estimator import Estimator as PyTorch
+
+__all__ = ["Estimator", "HuggingFace", "Kubernetes", "Local", "LocalCluster", "PyTorch", "Ray", "Slurm"]
+
+_PLACES = {
+    "Estimator": ("estimator", "Estimator"),
+    # In listings only the import differs: from shardwright.launch import PyTorch
+    "HuggingFace": ("estimator", "Estimator"),
+    "PyTorch": ("estimator", "Estimator"),
+    "Kubernetes": ("engines.kubernetes", "Kubernetes"),
+    "Local": ("engines.local", "Local"),
+    "LocalCluster": ("engines.local", "LocalCluster"),
+    "Ray": ("engines.ray", "Ray"),
+    "Slurm": ("engines.slurm", "Slurm"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PLACES[name]
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -168,6 +168,21 @@ def test_open_mpi_on_several_hosts_needs_a_meeting_place():
         detect(without(OPEN_MPI, "MASTER_ADDR"))
 
 
+def test_open_mpi_in_containers_of_sagemaker_meets_at_their_first_host():
+    found = detect({**without(OPEN_MPI, "MASTER_ADDR"), "SM_HOSTS": '["algo-2", "algo-1"]'})
+    assert (found.rank, found.num_nodes, found.master_addr) == (3, 2, "algo-1")
+
+
+def test_jobs_of_open_mpi_on_one_host_meet_at_ports_of_their_own():
+    names = ("848625665", "848625666", "prterun-host-4711@1")
+    on_one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    ports = [detect({**on_one_host, "PMIX_NAMESPACE": name}).master_port for name in names]
+    assert len(set(ports)) == 3
+    assert all(20_000 <= port < 30_000 for port in ports)
+    # Over several hosts a firewall may be between them, which lets the usual port pass.
+    assert detect({**OPEN_MPI, "PMIX_NAMESPACE": names[0]}).master_port == 29500
+
+
 def test_mpich_on_one_host():
     found = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
     assert (found.rank, found.local_rank, found.world_size, found.master_addr) == (1, 1, 2, "127.0.0.1")

@@ -1,0 +1,51 @@
+"""Programs of a scheduler, called with care."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from shardwright.errors import LaunchError
+
+__all__ = ["ask", "run"]
+
+_TIMEOUT_S = 120.0
+
+
+def run(
+    words: Sequence[str], *, remedy: str, text: str | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    """What a program prints.
+
+    Args:
+        words: the command.
+        remedy: what to do where the program is not there.
+        text: for its standard input.
+        environ: its whole environment, if not that of this process.
+
+    Raises:
+        LaunchError: it is not there, does not end, or fails.
+    """
+    try:
+        done = subprocess.run(
+            words,
+            input=text,
+            env=None if environ is None else dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise LaunchError(f"there is no program {words[0]} on the PATH. {remedy}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(words)} did not answer within {_TIMEOUT_S:g} s.") from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or "it says nothing"
+        raise LaunchError(f"{' '.join(words)} failed with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+def ask(words: Sequence[str]) -> str | None:
+    """What a program prints; None where it fails, or is not there."""
+    try:
+        return run(words, remedy="")
+    except LaunchError:
+        return None

@@ -1,0 +1,36 @@
+"""What an engine is."""
+
+from typing import Protocol
+
+from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.running_job import RunningJob
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """Starts training jobs somewhere.
+
+    Attributes:
+        is_here: jobs run on this machine, so that its GPUs count.
+        sees_files: ranks see the files of this machine under the same paths.
+    """
+
+    is_here: bool
+    sees_files: bool
+
+    def manifest(self, spec: JobSpec) -> str:
+        """What `start` runs or submits, as text."""
+        ...
+
+    def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
+        """Starts a job.
+
+        Args:
+            spec: the job.
+            waits: the caller waits for its end; a job of this machine then ends with this process.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        ...

@@ -1,0 +1,270 @@
+"""Manifests of training jobs for Kubernetes: Kubeflow's TrainJob, and JobSet.
+
+Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.0 to 2.3) and
+``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwright.launch.job_spec import JobSpec
+
+__all__ = ["REPLICATED_JOB", "Pods", "code_map", "job_set", "shell_script", "to_yaml", "train_job"]
+
+REPLICATED_JOB = "node"
+"""The name of the jobs, and of their container, in Kubeflow's runtimes."""
+
+_PORT = 29500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """What pods are like, whichever kind of job makes them.
+
+    Attributes:
+        image: of the container; None leaves it to the runtime.
+        python: the interpreter in it.
+        code: the folder of the script in it.
+        runs_dir: the folder there that holds the run folders.
+        is_packed: the script comes with the job.
+        gpu_resource: what GPUs are called in the cluster.
+        resources: others, by name.
+        volumes: names of claims, by the folders at which they are mounted.
+        node_selector: labels of nodes.
+        service_account: of the pods.
+    """
+
+    image: str | None = None
+    python: str = "python"
+    code: str = "/opt/ml/code"
+    runs_dir: str = "/opt/ml/runs"
+    is_packed: bool = True
+    gpu_resource: str = "nvidia.com/gpu"
+    resources: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    service_account: str | None = None
+
+    def pod_spec(self) -> dict[str, Any]:
+        """What a pod has besides its container."""
+        claims = {
+            name: {"persistentVolumeClaim": {"claimName": claim}} for name, claim in self._claims().items()
+        }
+        found: dict[str, Any] = {
+            # Loaders of data and ranks of one host exchange more than the usual 64 MiB.
+            "volumes": [
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                *({"name": name, **claim} for name, claim in claims.items()),
+            ]
+        }
+        if self.node_selector:
+            found["nodeSelector"] = dict(self.node_selector)
+        if self.service_account is not None:
+            found["serviceAccountName"] = self.service_account
+        return found
+
+    def mounts(self) -> list[dict[str, str]]:
+        """Where the container finds its volumes."""
+        names = dict(zip(self.volumes, self._claims(), strict=True))
+        return [
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": names[path], "mountPath": path} for path in self.volumes),
+        ]
+
+    def _claims(self) -> dict[str, str]:
+        return {f"volume-{number}": claim for number, claim in enumerate(self.volumes.values())}
+
+    def resources_of(self, spec: JobSpec) -> dict[str, Any]:
+        """What each pod asks for."""
+        asked = dict(self.resources)
+        if spec.gpus_per_host:
+            asked[self.gpu_resource] = str(spec.gpus_per_host)
+        return {"requests": asked, "limits": dict(asked)} if asked else {}
+
+
+def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, endpoint: str) -> str:
+    """What a container runs: unpacks the script, and becomes its host's launcher.
+
+    Args:
+        num_parts: of the packed script; 0 where it is in the image.
+        node_rank: number of the host, as text for a shell.
+        endpoint: where hosts meet, as text for a shell.
+    """
+    words = spec.words_of_launcher(
+        python=pods.python, runs_dir=pods.runs_dir, node_rank="@NODE@", endpoint="@ENDPOINT@"
+    )
+    command = shlex.join(words).replace("@NODE@", node_rank).replace("@ENDPOINT@", endpoint)
+    lines = ["set -e"]
+    if num_parts:
+        parts = "".join(f"${{SHARDWRIGHT_CODE_{part}}}" for part in range(num_parts))
+        names = " ".join(f"SHARDWRIGHT_CODE_{part}" for part in range(num_parts))
+        lines += [
+            f"mkdir -p {shlex.quote(pods.code)}",
+            f"cd {shlex.quote(pods.code)}",
+            f'printf %s "{parts}" | base64 -d | tar -xz',
+            f"unset {names}",
+        ]
+    else:
+        lines.append(f"cd {shlex.quote(pods.code)}")
+    return "\n".join([*lines, f"exec {command}", ""])
+
+
+def code_map(name: str, namespace: str | None, parts: list[str]) -> dict[str, Any]:
+    """The ConfigMap that has the packed script in it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(f"{name}-code", namespace, {}),
+        "data": {f"part-{number}": part for number, part in enumerate(parts)},
+    }
+
+
+def train_job(
+    spec: JobSpec,
+    pods: Pods,
+    *,
+    name: str,
+    namespace: str | None,
+    runtime: str,
+    labels: Mapping[str, str],
+    num_parts: int,
+    patches_runtime: bool,
+) -> dict[str, Any]:
+    """A TrainJob of Kubeflow's Trainer.
+
+    Args:
+        runtime: the ClusterTrainingRuntime that it stands on.
+        num_parts: of the packed script.
+        patches_runtime: the Trainer is 2.2 or newer, which has ``runtimePatches``, ``activeDeadlineSeconds``;
+            older ones have ``podTemplateOverrides``.
+    """
+    script = shell_script(
+        spec,
+        pods,
+        num_parts=num_parts,
+        node_rank='"$PET_NODE_RANK"',
+        endpoint='"$PET_MASTER_ADDR:$PET_MASTER_PORT"',
+    )
+    trainer: dict[str, Any] = {
+        **({"image": pods.image} if pods.image else {}),
+        "command": ["bash", "-c", script],
+        "env": _env(spec, pods, name, num_parts),
+        "numNodes": spec.num_hosts,
+        "numProcPerNode": spec.processes_per_host,
+    }
+    if resources := pods.resources_of(spec):
+        trainer["resourcesPerNode"] = resources
+    pod = {**pods.pod_spec(), "containers": [{"name": REPLICATED_JOB, "volumeMounts": pods.mounts()}]}
+    content: dict[str, Any] = {"runtimeRef": {"name": runtime}, "trainer": trainer}
+    if patches_runtime:
+        job = {"name": REPLICATED_JOB, "template": {"spec": {"template": {"spec": pod}}}}
+        patch = {"template": {"spec": {"replicatedJobs": [job]}}}
+        content["runtimePatches"] = [{"manager": "shardwright", "trainingRuntimeSpec": patch}]
+        if spec.max_run_s is not None:
+            content["activeDeadlineSeconds"] = max(1, round(spec.max_run_s))
+    else:
+        content["podTemplateOverrides"] = [{"targetJobs": [{"name": REPLICATED_JOB}], "spec": pod}]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(name, namespace, labels),
+        "spec": content,
+    }
+
+
+def job_set(
+    spec: JobSpec,
+    pods: Pods,
+    *,
+    name: str,
+    namespace: str | None,
+    labels: Mapping[str, str],
+    num_parts: int,
+) -> dict[str, Any]:
+    """A JobSet: one indexed job, a pod a host, which find each other by name."""
+    first = f"{name}-{REPLICATED_JOB}-0-0.{name}"
+    script = shell_script(
+        spec,
+        pods,
+        num_parts=num_parts,
+        node_rank='"$JOB_COMPLETION_INDEX"',
+        endpoint=f"{first}:{_PORT}",
+    )
+    container: dict[str, Any] = {
+        "name": REPLICATED_JOB,
+        "image": pods.image,
+        "command": ["bash", "-c", script],
+        "env": _env(spec, pods, name, num_parts),
+        "ports": [{"containerPort": _PORT}],
+        "volumeMounts": pods.mounts(),
+    }
+    if resources := pods.resources_of(spec):
+        container["resources"] = resources
+    job: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": spec.num_hosts,
+        "parallelism": spec.num_hosts,
+        "backoffLimit": 0,
+    }
+    if spec.max_run_s is not None:
+        job["activeDeadlineSeconds"] = max(1, round(spec.max_run_s))
+    pod = {"restartPolicy": "Never", **pods.pod_spec(), "containers": [container]}
+    replicated = {
+        "name": REPLICATED_JOB,
+        "replicas": 1,
+        "template": {"spec": {**job, "template": {"spec": pod}}},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(name, namespace, labels),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [replicated],
+        },
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(documents: list[dict[str, Any]]) -> str:
+    """Manifests as one file."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
+
+
+def _metadata(name: str, namespace: str | None, labels: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "name": name,
+        **({"namespace": namespace} if namespace else {}),
+        **({"labels": dict(labels)} if labels else {}),
+    }
+
+
+def _env(spec: JobSpec, pods: Pods, name: str, num_parts: int) -> list[dict[str, Any]]:
+    variables = spec.variables(source_dir=pods.code, run_folder=Path(pods.runs_dir) / spec.name)
+    variables["PYTHONUNBUFFERED"] = "1"
+    return [
+        *({"name": variable, "value": value} for variable, value in variables.items()),
+        *(
+            {
+                "name": f"SHARDWRIGHT_CODE_{part}",
+                "valueFrom": {"configMapKeyRef": {"name": f"{name}-code", "key": f"part-{part}"}},
+            }
+            for part in range(num_parts)
+        ),
+    ]

@@ -1,0 +1,105 @@
+"""Training jobs on a Ray cluster, as workers of Ray Train's TorchTrainer.
+
+::
+
+    fit ──► driver ──► TorchTrainer ──► a worker for each rank ──► its supervisor ──► script
+         ray_driver.py                      ray_worker.py
+
+Ray is imported by the driver, a process of its own. The folders of the job and of the script must be under
+the same paths on all nodes.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.errors import LaunchError
+from shardwright.launch.engines.processes import HostCommand, ProcessesJob, launcher_log, prepare_run_folder
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.running_job import RunningJob
+
+__all__ = ["Ray"]
+
+
+class Ray:
+    """Runs jobs with ``ray[train]``: ``pip install 'shardwright[ray]'``.
+
+    Args:
+        address: of the cluster; None is the one that ``RAY_ADDRESS`` names, or else a cluster of this machine
+            that lasts as long as the job.
+        resources_per_worker: that each rank takes, such as ``{"CPU": 4}``; its GPU is added.
+        runtime_env: of Ray, for what its nodes lack.
+        placement_strategy: of Ray: ``PACK``, ``SPREAD``, ``STRICT_PACK``, ``STRICT_SPREAD``.
+    """
+
+    is_here = False
+    sees_files = True
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        resources_per_worker: Mapping[str, float] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        placement_strategy: str = "PACK",
+    ) -> None:
+        self.address = address
+        self._resources = dict(resources_per_worker or {"CPU": 1})
+        self._runtime_env = dict(runtime_env or {})
+        self._placement_strategy = placement_strategy
+
+    def manifest(self, spec: JobSpec) -> str:
+        """What the driver gives the TorchTrainer."""
+        return json.dumps(self._task(spec), indent=2)
+
+    def _task(self, spec: JobSpec) -> dict[str, Any]:
+        return {
+            "address": self.address,
+            "runtime_env": self._runtime_env,
+            "scaling_config": {
+                "num_workers": spec.num_ranks,
+                "use_gpu": spec.gpus_per_host > 0,
+                "resources_per_worker": self._resources | ({"GPU": 1} if spec.gpus_per_host else {}),
+                "placement_strategy": self._placement_strategy,
+            },
+            "max_failures": spec.max_restarts,
+            "train_loop_config": {
+                "entry_point": spec.entry_point,
+                "arguments": list(spec.words),
+                "source_dir": str(spec.source_dir),
+                "run_folder": str(spec.run_folder),
+                "device": spec.device,
+                "import_folders": list(spec.import_folders),
+                "environment": spec.variables(),
+            },
+        }
+
+    def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
+        """Starts the driver."""
+        if importlib.util.find_spec("ray") is None:
+            raise LaunchError(
+                "there is no Ray in this Python's environment. Install it: pip install 'shardwright[ray]'"
+            )
+        prepare_run_folder(spec)
+        task = spec.run_folder / "job.ray.json"
+        task.write_text(self.manifest(spec))
+        environ = own_environ(spec, os.environ)
+        # Nobody is told of a run, and what ranks print is not folded.
+        environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
+        # A busy machine takes longer to start workers, each of which imports PyTorch, than Ray waits.
+        environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
+        words = [sys.executable, "-P", "-u", "-m", "shardwright.launch.engines.ray_driver", str(task)]
+        return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits)
+
+    def __repr__(self) -> str:
+        return f"Ray(address={self.address!r})"
+
+
+class RayJob(ProcessesJob):
+    """The driver of a job."""
+
+    def _log_files(self) -> list[Any]:
+        return [launcher_log(self.spec, 0)]

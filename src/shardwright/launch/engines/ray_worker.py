@@ -1,0 +1,122 @@
+"""What a worker of Ray Train does: it runs the script as one rank, under a supervisor of `shardwright run`.
+
+The script is a process of its own, since Ray calls a worker's function in a thread: there scripts cannot
+catch signals, nor make a process group of their own beside Ray's.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+
+from shardwright.launch.exits import ExitLog
+from shardwright.launch.request import LaunchRequest
+from shardwright.launch.training_environment import job_variables, result_folders
+
+__all__ = ["Exits", "train_on_worker"]
+
+_GRACE_S = 30.0
+
+
+class Exits:
+    """Collects how ranks ended, as an actor of Ray: workers of other hosts share no file with the driver."""
+
+    def __init__(self) -> None:
+        self._exits: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        """Forgets what ranks of an earlier attempt said."""
+        self._exits.clear()
+
+    def add(self, fields: dict[str, Any]) -> None:
+        """Adds how a rank ended."""
+        self._exits.append(fields)
+
+    def all(self) -> list[dict[str, Any]]:
+        """How ranks of this attempt ended."""
+        return self._exits
+
+
+def train_on_worker(config: dict[str, Any]) -> None:
+    """Runs the script to its end.
+
+    Args:
+        config: the job, as `shardwright.launch.engines.ray.Ray` describes it, and the actor `Exits`.
+
+    Raises:
+        RuntimeError: the script failed.
+    """
+    context = ray.train.get_context()
+    if context.get_world_rank() == 0:
+        ray.get(config["exits"].begin.remote())
+    meeting = _meeting_place(context.get_world_rank())
+    os.chdir(config["source_dir"])
+    request = LaunchRequest(
+        target=config["entry_point"],
+        arguments=tuple(config["arguments"]),
+        num_ranks=context.get_local_world_size(),
+        run_folder=Path(config["run_folder"]),
+        grace_s=_GRACE_S,
+        device=config["device"],
+    )
+    for path in (request.logs, *result_folders(request.run_folder).values()):
+        path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="shardwright-rank-") as folder:
+        log = ExitLog(Path(folder) / "exits.jsonl")
+        words = [sys.executable, "-P", "-m", "shardwright.launch.worker", "--exits", f"{folder}/exits.jsonl"]
+        words += ["--logs", str(request.logs), "--grace-s", str(_GRACE_S)]
+        code = subprocess.run(
+            [*words, "--", sys.executable, "-u", *request.script], env=_environ(config, request, meeting)
+        ).returncode
+        for worker_exit in log.read():
+            clock_s = time.time() - time.monotonic()  # nodes have different monotonic clocks
+            told = asdict(replace(worker_exit, at_s=worker_exit.at_s + clock_s))
+            ray.get(config["exits"].add.remote(told))
+    if code:
+        raise RuntimeError(f"rank {context.get_world_rank()} ended with exit code {code}")
+
+
+def _meeting_place(rank: int) -> tuple[str, int, int]:
+    """Address and port where the ranks of the script are to meet, and the number of nodes."""
+    port = 0
+    if rank == 0:
+        with socket.create_server(("", 0)) as server:
+            port = int(server.getsockname()[1])
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (port, ray.train.get_context().get_node_rank()))
+    return os.environ["MASTER_ADDR"], told[0][0], 1 + max(node for _, node in told)
+
+
+def _environ(config: dict[str, Any], request: LaunchRequest, meeting: tuple[str, int, int]) -> dict[str, str]:
+    context = ray.train.get_context()
+    address, port, num_nodes = meeting
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SM_")}
+    environ |= config["environment"]
+    environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "GROUP_RANK": str(context.get_node_rank()),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    folders = [*config["import_folders"], *filter(None, [environ.get("PYTHONPATH")])]
+    if folders:
+        environ["PYTHONPATH"] = os.pathsep.join(folders)
+    environ |= request.worker_environ(environ)
+    num_gpus = request.num_ranks if request.device == "cpu" else torch.cuda.device_count()
+    return {**environ, **job_variables(request, environ, num_gpus=num_gpus)}

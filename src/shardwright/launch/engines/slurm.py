@@ -1,0 +1,230 @@
+"""Training jobs under Slurm: a batch script is written and submitted, and its log is shown as it grows.
+
+The folder of the job must be on a file system that the nodes share, and so must Python's environment.
+"""
+
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardwright.errors import ConfigError, LaunchError
+from shardwright.exit_codes import ENVIRONMENT
+from shardwright.launch.engines.commands import ask, run
+from shardwright.launch.engines.processes import prepare_run_folder
+from shardwright.launch.exits import EXITS_VARIABLE
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
+from shardwright.launch.verdict import WORKER_CRASHED
+
+__all__ = ["Slurm"]
+
+_REMEDY = "Run this on a machine from which jobs are submitted to Slurm, or take another engine."
+_ADDRESS = r"""scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'"""
+_STATE = re.compile(r"\bJobState=(\S+)")
+_EXIT_CODE = re.compile(r"\bExitCode=(\d+):(\d+)")
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_BY_SIGNAL = frozenset({"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"})
+_TERMINATED = 128 + 15
+
+
+class Slurm:
+    """Submits each job with ``sbatch``: one task a node, which starts the ranks of the node.
+
+    Args:
+        partition: of the cluster.
+        account: that is charged.
+        cpus_per_host: cores of each node; None leaves it to the cluster, which may give one core a task.
+        options: others of ``sbatch``, by name: ``{"constraint": "a100", "exclusive": None}``.
+        setup: lines of shell that run first on the first node, such as ``"module load cuda"``.
+        python: the interpreter on the nodes.
+        poll_s: how often the state is asked for, in seconds.
+
+    Raises:
+        ConfigError: an option is none.
+    """
+
+    is_here = False
+    sees_files = True
+
+    def __init__(
+        self,
+        *,
+        partition: str | None = None,
+        account: str | None = None,
+        cpus_per_host: int | None = None,
+        options: Mapping[str, str | int | None] | None = None,
+        setup: str | Sequence[str] = (),
+        python: str = sys.executable,
+        poll_s: float = 5.0,
+    ) -> None:
+        self._options = {"partition": partition, "account": account}
+        self._more_options = {name.replace("_", "-"): value for name, value in (options or {}).items()}
+        for name in self._more_options:
+            if not _OPTION.fullmatch(name):
+                raise ConfigError(
+                    f"options have {name!r}, which is no option of sbatch. Write long names without dashes "
+                    "before "
+                    'them: options={"constraint": "a100"}.'
+                )
+        self._cpus = cpus_per_host
+        self._setup = [setup] if isinstance(setup, str) else list(setup)
+        self._python = python
+        self._poll_s = poll_s
+
+    def manifest(self, spec: JobSpec) -> str:
+        """The batch script."""
+        # SM_HP_LEARNING-RATE is no name to a shell; the launcher of each node sets it.
+        variables = {name: value for name, value in spec.variables().items() if name.isidentifier()}
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        if spec.import_folders:
+            folders = shlex.quote(os.pathsep.join(spec.import_folders))
+            exports.append(f'export PYTHONPATH={folders}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+        cpus = f" --cpus-per-task={self._cpus}" if self._cpus else ""
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                *(f"#SBATCH {option}" for option in self._sbatch_options(spec)),
+                *self._setup,
+                *exports,
+                'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
+                'SM_HOSTS=$(printf \'"%s",\' "${hosts[@]}")',
+                'export SM_HOSTS="[${SM_HOSTS%,}]"',
+                'first="${hosts[0]}"',
+                "# Names of nodes need not be names of machines.",
+                f'getent hosts "$first" > /dev/null || first=$({_ADDRESS})',
+                'endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+                "# The first node that fails ends the others.",
+                f"srun{cpus} --kill-on-bad-exit=1 bash -c {shlex.quote(self._on_each_node(spec))} - "
+                '"$endpoint"',
+                "",
+            ]
+        )
+
+    def _sbatch_options(self, spec: JobSpec) -> list[str]:
+        options: dict[str, str | int | None] = {
+            "job-name": spec.name,
+            "nodes": spec.num_hosts,
+            "ntasks-per-node": 1,
+            "output": str(spec.logs / "slurm.log"),
+            "chdir": str(spec.source_dir),
+            **{name: value for name, value in self._options.items() if value is not None},
+        }
+        if self._cpus:
+            options["cpus-per-task"] = self._cpus
+        if spec.gpus_per_host:
+            options["gpus-per-node"] = spec.gpus_per_host
+        if spec.max_run_s is not None:
+            options["time"] = math.ceil(spec.max_run_s / 60)
+        options |= self._more_options
+        return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
+
+    def _on_each_node(self, spec: JobSpec) -> str:
+        words = spec.words_of_launcher(python=self._python, node_rank="@NODE@", endpoint="@ENDPOINT@")
+        command = shlex.join(words).replace("@NODE@", '"$SLURM_NODEID"').replace("@ENDPOINT@", '"$1"')
+        exits = shlex.quote(str(spec.logs / "exits-host"))
+        return (
+            f'export SM_CURRENT_HOST="$SLURMD_NODENAME" {EXITS_VARIABLE}={exits}"$SLURM_NODEID".jsonl; '
+            f"exec {command}"
+        )
+
+    def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
+        """Writes the batch script into the job's folder, and submits it."""
+        prepare_run_folder(spec)
+        script = spec.run_folder / "job.sbatch"
+        script.write_text(self.manifest(spec))
+        (spec.logs / "slurm.log").unlink(missing_ok=True)
+        said = run(
+            ["sbatch", "--parsable", str(script)], remedy=_REMEDY, environ=own_environ(spec, os.environ)
+        )
+        # "12" or "12;cluster", after whatever a site's plugins print
+        number = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
+        if not number.isdecimal():
+            raise LaunchError(f"sbatch accepted {script}, but its answer has no number of a job: {said!r}.")
+        return SlurmJob(spec, number, poll_s=self._poll_s)
+
+    def __repr__(self) -> str:
+        return f"Slurm({', '.join(f'{name}={value!r}' for name, value in self._options.items())})"
+
+
+class SlurmJob(RunningJob):
+    """A job that was submitted.
+
+    Args:
+        spec: what it is.
+        number: which number Slurm gave it.
+        poll_s: how often its state is asked for.
+    """
+
+    def __init__(self, spec: JobSpec, number: str, *, poll_s: float) -> None:
+        super().__init__(spec, is_limited=True)
+        self.number = number
+        self._asks_every_s = poll_s
+        self._asks_next_s = 0.0
+        self._last_state = ""
+
+    def _has_ended(self) -> bool:
+        if time.monotonic() < self._asks_next_s:
+            return False
+        self._asks_next_s = time.monotonic() + self._asks_every_s
+        found = ask(["squeue", "--noheader", "--jobs", self.number, "--format", "%T %r"])
+        state = (found or "").strip()
+        if state and state != self._last_state:
+            self._last_state = state
+            self._note(f"Slurm job {self.number}: {state}")
+        # A job that has just ended is in the queue for a while.
+        return not state or state.split()[0] in _BY_SIGNAL | {
+            *("COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
+        }
+
+    def _ask_to_stop(self) -> None:
+        ask(["scancel", self.number])
+        self._asks_next_s = 0.0
+
+    def _outcome(self) -> Outcome:
+        state, code = self._end()
+        log = spec_log(self.spec)
+        if state == "COMPLETED":
+            return outcome_of_exits(self.spec, otherwise=0)
+        if not state and list(self.spec.logs.glob("exits-host*.jsonl")):
+            return outcome_of_exits(self.spec, otherwise=0)
+        if not state:
+            return ENVIRONMENT, (
+                f"Slurm knows nothing of job {self.number} any more, and its launcher left nothing in "
+                f"{self.spec.logs}. Check that the nodes see this folder."
+            )
+        exit_code, text = outcome_of_exits(self.spec, otherwise=code or WORKER_CRASHED, log_files=[log])
+        return exit_code, f"Slurm job {self.number} ended as {state}. {text}"
+
+    def _end(self) -> tuple[str, int]:
+        """The state and the exit code, from the accounting, or from the controller where there is none."""
+        found = ask(
+            ["sacct", "--noheader", "--parsable2", "-X", "--jobs", self.number, "-o", "State,ExitCode"]
+        )
+        if found and "|" in found:
+            state, _, codes = found.strip().splitlines()[0].partition("|")
+            return _with_code(state, *codes.partition(":")[::2])
+        found = ask(["scontrol", "show", "job", "--oneliner", self.number]) or ""
+        state_match, code_match = _STATE.search(found), _EXIT_CODE.search(found)
+        if state_match is None or code_match is None:
+            return "", 0
+        return _with_code(state_match[1], code_match[1], code_match[2])
+
+    def _log_files(self) -> Sequence[Path]:
+        return [spec_log(self.spec)]
+
+
+def spec_log(spec: JobSpec) -> Path:
+    """Where the batch script writes."""
+    return spec.logs / "slurm.log"
+
+
+def _with_code(state: str, code: str, signal: str) -> tuple[str, int]:
+    state = state.split()[0]  # "CANCELLED by 0"
+    if state in _BY_SIGNAL:
+        return state, _TERMINATED
+    return state, int(code) if code != "0" or signal in ("", "0") else 128 + int(signal)

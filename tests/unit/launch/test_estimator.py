@@ -1,0 +1,321 @@
+"""The estimator: what it makes of its arguments, and what it refuses. No job is started here."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardwright.errors import ConfigError, UsageError
+from shardwright.launch import Estimator, Local, LocalCluster, PyTorch
+from shardwright.launch.channels import read_channels
+from shardwright.launch.distribution import read_distribution
+from shardwright.launch.instances import gpus_of
+
+
+def smp(processes_per_host=2, **parameters):
+    return {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2, **parameters}}},
+        "mpi": {"enabled": True, "processes_per_host": processes_per_host},
+    }
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "data").mkdir()
+    return "train.py"
+
+
+def refused(script, **arguments):
+    with pytest.raises(ConfigError) as caught:
+        Estimator(script, **arguments)
+    return str(caught.value)
+
+
+def spec_of(estimator, inputs=None):
+    return estimator._spec(inputs, "one")
+
+
+def test_a_published_listing(script, tmp_path):
+    estimator = PyTorch(
+        entry_point=script,
+        source_dir=str(tmp_path),
+        role="arn:aws:iam::1:role/x",
+        instance_type="ml.p3.16xlarge",
+        instance_count=1,
+        volume_size=200,
+        framework_version="1.8.1",
+        py_version="py36",
+        debugger_hook_config=False,
+        disable_profiler=True,
+        base_job_name="smp gpt2",
+        device="cpu",
+        hyperparameters={"epochs": 3, "lr": 0.1},
+        distribution=smp(microbatches=4, ddp=True),
+    )
+    spec = spec_of(estimator, {"train": "data"})
+    assert spec.words == (
+        *("--epochs", "3", "--lr", "0.1"),
+        *("--mp_parameters", "ddp=True,microbatches=4,partitions=2"),
+    )
+    variables = spec.variables()
+    assert json.loads(variables["SM_HP_MP_PARAMETERS"]) == {"partitions": 2, "microbatches": 4, "ddp": True}
+    assert variables["SM_CHANNEL_TRAIN"] == str(tmp_path / "data")
+    assert json.loads(variables["SM_FRAMEWORK_PARAMS"]) == {
+        "sagemaker_mpi_enabled": True,
+        "sagemaker_mpi_num_of_processes_per_host": 2,
+        "sagemaker_mpi_custom_mpi_options": "",
+        "sagemaker_distributed_dataparallel_enabled": False,
+        "sagemaker_instance_type": "ml.p3.16xlarge",
+    }
+    assert estimator.hyperparameters()["mp_parameters"]["microbatches"] == 4
+    assert estimator._spec(None, None).name.startswith("smp-gpt2-20")
+    assert "--device cpu train.py --epochs 3" in estimator.manifest()
+    with pytest.raises(UsageError, match="model_data is known once"):
+        _ = estimator.model_data
+
+
+@pytest.mark.parametrize(
+    ("distribution", "processes", "params"),
+    [
+        (None, 1, {}),
+        ({"torch_distributed": {"enabled": True}}, 8, {}),
+        ({"pytorchddp": {"enabled": True}}, 8, {"sagemaker_mpi_enabled": True}),
+        ({"mpi": {"enabled": True, "processes_per_host": 4}}, 4, {"sagemaker_mpi_enabled": True}),
+        ({"mpi": {"enabled": False}}, 1, {}),
+        (
+            {"smdistributed": {"dataparallel": {"enabled": True}}},
+            8,
+            {"sagemaker_distributed_dataparallel_enabled": True},
+        ),
+        ({"shardwright": {"parameters": {"pipeline_parallel_degree": 2}}}, 8, {}),
+        ({"processes_per_host": 2, "partitions": 2, "microbatches": 4}, 2, {}),
+    ],
+)
+def test_forms_of_distribution(script, distribution, processes, params):
+    class Elsewhere(Local):
+        is_here = False
+
+    spec = spec_of(
+        Estimator(script, instance_type="ml.p4d.24xlarge", distribution=distribution, engine=Elsewhere())
+    )
+    assert spec.processes_per_host == processes
+    for name, value in params.items():
+        assert spec.framework_params[name] is value
+
+
+def test_settings_of_shardwright_reach_the_ranks(script, tmp_path):
+    (tmp_path / "settings.yaml").write_text("microbatches: 4\n")
+    distribution = {"shardwright": {"processes_per_host": 1, "parameters": "settings.yaml"}}
+    assert json.loads(
+        spec_of(Estimator(script, distribution=distribution)).variables()["SHARDWRIGHT_SET"]
+    ) == {"microbatches": 4}
+    assert "microbatchs" in refused(script, distribution={"shardwright": {"parameters": {"microbatchs": 4}}})
+
+
+def test_exported_variables_of_mpi_options(script):
+    distribution = smp()
+    distribution["mpi"]["custom_mpi_options"] = "-verbose -x NCCL_DEBUG=WARN -x PATH --oversubscribe"
+    spec = spec_of(Estimator(script, distribution=distribution, environment={"A": 1}))
+    assert dict(spec.environment) == {"NCCL_DEBUG": "WARN", "A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "message"),
+    [
+        ({"smdistributed": {"modelparallel": {"enabled": True}}}, "partitions is missing"),
+        (
+            {"smdistributed": {"modelparallel": {"enabled": True}, "dataparallel": {"enabled": True}}},
+            'they cannot be combined.*set "ddp": True',
+        ),
+        ({"smdistributed": {"modelparallel": {"parameters": {}}}}, "does not say whether it is enabled"),
+        ({"smdistributed": {"pipeline": {}}}, "with modelparallel or dataparallel in it"),
+        ({"mpi": {"enabled": "yes"}}, "mpi has enabled: 'yes'"),
+        ({"mpi": True}, "mpi: True, but it must be a dictionary"),
+        (
+            {"mpi": {"enabled": True, "processes_per_host": 0}},
+            "processes_per_host is 0, but it must be a whole",
+        ),
+        ({"torch_distribted": {"enabled": True}}, "Did you mean torch_distributed"),
+        ({"horovod": {"enabled": True}}, "which is for TensorFlow, or for Horovod"),
+        (["mpi"], "distribution is a list"),
+        ({"mpi": {"enabled": True, "custom_mpi_options": "-x 'A"}}, "which no shell can read"),
+        (
+            {
+                "torch_distributed": {"enabled": True},
+                "smdistributed": {
+                    "modelparallel": {"enabled": True, "parameters": {"hybrid_shard_degree": 2}}
+                },
+            },
+            "parameters of the second model parallel library",
+        ),
+        (smp(pipeline="fast"), "pipeline is 'fast'"),
+        (
+            smp(processes_per_host=3),
+            r"partitions is 2, but instance_count\(1\) \* processes_per_host\(3\) = 3",
+        ),
+    ],
+)
+def test_a_distribution_that_cannot_be_used(script, distribution, message):
+    with pytest.raises(ConfigError, match=message):
+        Estimator(script, distribution=distribution)
+
+
+def test_parameters_of_the_model_parallel_library_in_a_file(script, tmp_path):
+    (tmp_path / "smp.json").write_text('{"partitions": 2}')
+    distribution = smp()
+    distribution["smdistributed"]["modelparallel"]["parameters"] = "smp.json"
+    assert read_distribution(distribution).mp_parameters == {"partitions": 2}
+
+
+def test_kinds_of_machines(script):
+    counts = {name: gpus_of(name) for name in ("ml.p4d.24xlarge", "ml.p3.8xlarge", "ml.g5.12xlarge", "local")}
+    assert counts == {"ml.p4d.24xlarge": 8, "ml.p3.8xlarge": 4, "ml.g5.12xlarge": 4, "local": 0}
+    assert "16, but ml.p3.16xlarge has 8 GPUs" in refused(
+        script, instance_type="ml.p3.16xlarge", distribution=smp(16), device="cpu"
+    )
+    text = refused(script, instance_type="ml.q9.huge", distribution={"torch_distributed": {"enabled": True}})
+    assert "nothing is known of instance_type 'ml.q9.huge'" in text
+    assert "Estimator(..., processes_per_host=8)" in text
+    Estimator(script, instance_type="ml.q9.huge", distribution=smp(4))
+
+
+def test_gpus_that_are_not_here(script, monkeypatch):
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 0)
+    with pytest.warns(
+        UserWarning, match=r"ml\.p3\.16xlarge has 8 GPUs, and this machine has none.*device=.cpu"
+    ):
+        Estimator(script, instance_type="ml.p3.16xlarge", distribution=smp())
+    assert "this machine has no GPU" in refused(script, instance_type="local_gpu")
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 2)
+    assert "= 4 processes, but this machine has 2 GPUs" in refused(
+        script, instance_type="ml.p3.16xlarge", instance_count=2, distribution=smp()
+    )
+    found = Estimator(
+        script, instance_type="ml.p3.16xlarge", distribution={"torch_distributed": {"enabled": True}}
+    )
+    assert (spec_of(found).processes_per_host, spec_of(found).gpus_per_host) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"entry_point": "trian.py"},
+            r"entry_point is trian\.py, but there is no such file in .* It has train\.py",
+        ),
+        ({"source_dir": "code"}, "source_dir is code, but there is no such folder"),
+        ({"source_dir": "s3://bucket/code.tar.gz"}, "source_dir is s3://.* must be a folder"),
+        ({"instance_count": 0}, "instance_count is 0, but it must be a whole number"),
+        ({"hyperparameters": {"a": {1}}}, "hyperparameter a is .* which JSON cannot express"),
+        ({"hyperparmeters": {}}, "no argument hyperparmeters. Did you mean hyperparameters"),
+        ({"device": "gpu"}, "device is 'gpu', but it must be cpu, auto or None"),
+        ({"engine": "slurm"}, "engine is 'slurm', but it must be an engine"),
+        ({"max_run": "1h"}, "max_run is '1h', but it must be a number of seconds"),
+        ({"output_path": "s3://bucket/out"}, "output_path is s3://bucket/out, and S3 is not read here"),
+        ({"dependencies": ["lib"]}, "dependencies have lib, but there is no such"),
+        ({"git_config": {"repo": "x"}}, "git_config cannot be used here: clone the repository"),
+        ({"processes_per_host": 3, "distribution": smp()}, "is 3, but in distribution it is 2"),
+        (
+            {"hyperparameters": {"mp_parameters": "partitions=2"}, "distribution": smp()},
+            "mp_parameters is among the hyperparameters, and in distribution",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used(script, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Estimator(**{"entry_point": script, **arguments})
+
+
+def test_arguments_that_change_nothing_are_told_once(script, tmp_path):
+    (tmp_path / "requirements.txt").touch()
+    with pytest.warns(UserWarning, match="Estimator: ") as caught:
+        Estimator(script, metric_definitions=[{"Name": "loss"}], use_spot_instances=True, rules=[], tags=[])
+    (warning,) = caught
+    text = str(warning.message)
+    assert "metric_definitions changes nothing here: metrics of a run are in its folder" in text
+    assert "use_spot_instances" in text
+    assert "pip install -r" in text
+    assert "rules" not in text
+
+
+def test_names_of_older_versions(script):
+    estimator = Estimator(script, train_instance_type="ml.p3.2xlarge", train_instance_count=2, device="cpu")
+    assert (estimator.instance_type, estimator.instance_count) == ("ml.p3.2xlarge", 2)
+
+
+def test_local_means_the_cpus_of_this_machine(script):
+    assert spec_of(Estimator(script)).device == "cpu"
+    assert spec_of(Estimator(script, device="auto")).device == "auto"
+    assert spec_of(Estimator(script, instance_type="ml.c5.xlarge")).device == "auto"
+    assert "CUDA_VISIBLE_DEVICES= " in Estimator(script).manifest()
+
+
+def test_inputs(script, tmp_path):
+    data = str(tmp_path / "data")
+    no_s3 = {"s3_to_local": {}}
+    assert read_channels("data", **no_s3) == {"training": data}
+    assert read_channels({"train": f"file://{data}", "val": tmp_path / "data"}, **no_s3) == {
+        "train": data,
+        "val": data,
+    }
+
+    class TrainingInput:
+        config = {"DataSource": {"S3DataSource": {"S3Uri": "s3://bucket/all/data"}}}  # noqa: RUF012
+
+    mapping = {"s3_to_local": {"s3://bucket": "/nowhere", "s3://bucket/all/": str(tmp_path)}}
+    assert read_channels({"train": TrainingInput()}, **mapping) == {"train": data}
+    for inputs, message in [
+        (
+            {"train": "s3://bucket/x"},
+            r"give the local folder, or .* s3_to_local=\{\"s3://bucket\": \"data\"\}",
+        ),
+        ({"train": "train.py"}, r"is the file train\.py, but a channel is a folder"),
+        ({"train": "missing"}, "input train is missing, but there is no such folder"),
+        ({"train": 3}, "input train is a int, but it must be the path"),
+        ({"a b": "data"}, "an input is called 'a b'"),
+        ("https://x/y", "input training is https://x/y, but only folders can be read"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            read_channels(inputs, **no_s3)
+
+
+def test_names_of_jobs(script):
+    with pytest.raises(ConfigError, match=r"job_name is 'a/b', but it must be of 1 to 63 letters"):
+        Estimator(script).manifest(job_name="a/b")
+
+
+def test_a_dry_run_prints_each_command_and_starts_nothing(script, tmp_path, capsys):
+    estimator = Estimator(script, instance_count=2, distribution=smp())
+    estimator.fit({"train": "data"}, dry_run=True, job_name="one")
+    first, second = capsys.readouterr().out.splitlines()
+    assert "SM_CURRENT_HOST=algo-1" in first
+    assert "--nproc-per-node 2 --nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:29500" in second
+    assert not (tmp_path / "runs").exists()
+    cluster = Estimator(script, instance_count=2, engine=LocalCluster(bandwidth="1 Gbit/s")).manifest()
+    assert cluster.startswith("# 2 network namespaces with a link of 1 Gbit/s each\nip netns exec host0 ")
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rate"), [(1e9, 1e9), ("800Mbit", 8e8), ("2.5 Gbit/s", 2.5e9), ("100 kbps", 1e5)]
+)
+def test_bandwidths(bandwidth, rate):
+    assert LocalCluster(bandwidth=bandwidth).rate_bit_per_s == rate
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, "fast", "1.2.3G"])
+def test_bandwidths_that_are_none(bandwidth):
+    with pytest.raises(ConfigError, match=r"bandwidth is .* must be a rate"):
+        LocalCluster(bandwidth=bandwidth)
+
+
+def test_neither_torch_nor_ray_is_imported():
+    code = (
+        "import sys, shardwright.launch as launch; assert not {'pydantic', 'yaml'} & sys.modules.keys()\n"
+        "[getattr(launch, name) for name in launch.__all__]\n"
+        "print({'torch', 'ray', 'numpy'} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
