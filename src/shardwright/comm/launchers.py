@@ -180,7 +180,10 @@ def _from_mpi(
     ranks = variables.required_number(world_size, because=rank)
     own_rank = variables.required_number(rank, because=world_size)
     on_this_host = variables.number(local_world_size) or ranks
-    if on_this_host < ranks and variables.text("MASTER_ADDR") is None:
+    master_addr = variables.text("MASTER_ADDR")
+    if on_this_host < ranks and master_addr is None and (hosts := variables.text("SM_HOSTS")):
+        master_addr = _sagemaker_hosts(hosts)[0]  # on which SageMaker's launcher starts mpirun, and rank 0 is
+    if on_this_host < ranks and master_addr is None:
         raise LaunchError(
             f"{world_size} is {ranks} and {local_world_size} is {on_this_host}: there are several hosts, but "
             "MASTER_ADDR does not say where they meet. Pass the first host: mpirun -x MASTER_ADDR=<host> ... "
@@ -194,7 +197,7 @@ def _from_mpi(
         local_world_size=on_this_host,
         node_rank=own_rank // on_this_host,
         num_nodes=math.ceil(ranks / on_this_host),
-        master_addr=variables.text("MASTER_ADDR") or "127.0.0.1",
+        master_addr=master_addr or "127.0.0.1",
         master_port=variables.number("MASTER_PORT")
         or (_mpi_port(variables) if on_this_host == ranks else _DEFAULT_PORT),
         source=source,
@@ -228,12 +231,7 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
     if not variables.together("SM_HOSTS", "SM_CURRENT_HOST"):
         return None
     text, host = variables.text("SM_HOSTS") or "", variables.text("SM_CURRENT_HOST")
-    try:
-        hosts = sorted(json.loads(text))
-    except (ValueError, TypeError):
-        raise LaunchError(
-            f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it."
-        ) from None
+    hosts = _sagemaker_hosts(text)
     if host not in hosts:
         raise LaunchError(
             f"SM_CURRENT_HOST is {host!r}, which is not in SM_HOSTS {text}. Correct or unset them."
@@ -256,6 +254,16 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
         master_port=variables.number("MASTER_PORT") or _DEFAULT_PORT,
         source="SageMaker",
     )
+
+
+def _sagemaker_hosts(text: str) -> list[str]:
+    """The hosts of a training job; the first one is the master."""
+    try:
+        return sorted(json.loads(text))
+    except (ValueError, TypeError):
+        raise LaunchError(
+            f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it."
+        ) from None
 
 
 def from_single_process(variables: Variables) -> LaunchEnvironment:

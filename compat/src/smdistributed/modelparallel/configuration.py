@@ -6,7 +6,7 @@ launcher sets. (What ``shardwright run`` was told by ``--set``, ``--config`` or 
 No framework is imported here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import ConfigError
 from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
+from smdistributed.modelparallel.launcher_notes import parameters_among
 
 __all__ = ["PARAMETERS_VARIABLE", "Configuration", "Settings", "read_configuration"]
 
@@ -121,12 +122,15 @@ class Configuration:
     remarks: tuple[str, ...]
 
 
-def read_configuration(config: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Configuration:
+def read_configuration(
+    config: Mapping[str, Any] | None, environ: Mapping[str, str], words: Sequence[str] = ()
+) -> Configuration:
     """Reads what the script and its launcher say.
 
     Args:
         config: what the script gives ``smp.init``.
-        environ: the environment variables.
+        environ: the environment variables; those that are set here win over `words`, and these over `config`.
+        words: arguments of the script, among which ``--mp_parameters`` may be.
 
     Raises:
         ConfigError: settings contradict each other, or ask for what is not there yet.
@@ -138,7 +142,7 @@ def read_configuration(config: Mapping[str, Any] | None, environ: Mapping[str, s
         )
     remarks: list[str] = []
     found: dict[str, Any] = {}
-    for layer in (config or {}, _from_launcher(environ)):
+    for layer in (config or {}, parameters_among(words), _from_launcher(environ)):
         found |= _canonical(layer, remarks)
     check_smp_parameters(found)
     _refuse_not_there_yet(found)

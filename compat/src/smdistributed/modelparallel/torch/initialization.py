@@ -1,6 +1,7 @@
 """The beginning of a run: ``smp.init``."""
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from shardwright.errors import ConfigError, UsageError
 from shardwright.torch.context import Context, context
 from shardwright.torch.glue import batch_is_running
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
+from smdistributed.modelparallel.launcher_notes import contradictions
 from smdistributed.modelparallel.torch.partition_file import settings_with_partition
 from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state
@@ -33,7 +35,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         ConfigError: settings contradict each other, or ask for what is not there yet.
         UsageError: it was called before with other settings.
     """
-    configuration = read_configuration(config, os.environ)
+    configuration = read_configuration(config, os.environ, sys.argv[1:])
     if state.initialized:
         if config is not None and configuration != state.configuration:
             raise UsageError(
@@ -57,7 +59,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 def _remarks_on(current: Context, configuration: Configuration) -> list[str]:
     """What a user should know of settings whose effect depends on ranks and devices."""
-    remarks: list[str] = []
+    remarks = contradictions(os.environ, local_size=current.local_size)
     values = configuration.values
     if values["offload_activations"]:
         if current.device.type != "cpu":

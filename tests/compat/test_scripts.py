@@ -1,0 +1,151 @@
+"""Scripts of each family, which hard-code CUDA: run as programs, by several launchers, without a GPU."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CPU_MODE = ("-m", "shardwright.cpu_mode")
+WITHOUT_DROPOUT = ("--resid_pdrop", "0", "--embd_pdrop", "0", "--attn_pdrop", "0")
+LOSS = re.compile(r"\b[Ll]oss:? (\d+\.\d+)")
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (openmpi-bin)")
+
+
+def launch(command, script, *arguments, cwd, **environ):
+    """Runs a script to its end; returns what it printed."""
+    inherited = {name: value for name, value in os.environ.items() if not re.match("SM_|OMPI_|PMI", name)}
+    settings = {"SHARDWRIGHT_SET": json.dumps({"profile": "estimated", "run_dir": "off"})}
+    words = [*command, SCRIPTS / script, *arguments]
+    return subprocess.run(
+        list(map(str, words)),
+        cwd=cwd,
+        env={**inherited, "OMP_NUM_THREADS": "1", **settings, **environ},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+
+
+def on_cpu(num_ranks):
+    return (sys.executable, "-m", "shardwright", "run", "-q", "--device", "cpu", "-n", num_ranks)
+
+
+def mpirun(num_ranks, *starter):
+    options = ("--allow-run-as-root", "--oversubscribe", "-np", num_ranks)
+    return ("mpirun", *options, sys.executable, *CPU_MODE, *starter)
+
+
+def torchrun(num_ranks):
+    options = ("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}")
+    return (sys.executable, "-m", "torch.distributed.run", *options, *CPU_MODE)
+
+
+def train(command, script, *arguments, cwd, **environ):
+    """Like `launch`; the script must succeed."""
+    result = launch(command, script, *arguments, cwd=cwd, **environ)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    return result.stdout
+
+
+def losses(output):
+    lines = [line for line in output.splitlines() if "alidation" not in line]
+    return [float(loss) for line in lines for loss in LOSS.findall(line)]
+
+
+def test_mnist_trains_saves_and_goes_on(tmp_path):
+    output = train(on_cpu(2), "mnist.py", "--save-full-model", "--model-dir", "model", cwd=tmp_path)
+    assert "accuracy 1.0000" in output
+    assert output.count("SMP training finished successfully") == 2
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        "pt_mnist.pt",
+        "pt_mnist_checkpoint.pt_0_0",
+        "pt_mnist_checkpoint.pt_1_0",
+    }
+    state = torch.load(tmp_path / "model/pt_mnist.pt")["model_state_dict"]
+    assert state["features.conv1.weight"].shape == (8, 1, 3, 3)
+    assert len(state) == 8
+
+    saved = ("--partial-checkpoint", "model/pt_mnist_checkpoint.pt", "--epochs", "1")
+    resumed = train(on_cpu(2), "mnist.py", *saved, "--model-dir", "later", cwd=tmp_path)
+    assert losses(resumed)[0] < losses(output)[0] / 4
+
+
+def test_without_cpu_mode_it_fails_as_it_would_anyway(tmp_path):
+    result = launch((sys.executable,), "mnist.py", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "ValueError: The script requires CUDA support, but CUDA not available" in result.stderr
+
+
+@needs_mpirun
+def test_mnist_in_mixed_precision_under_mpirun(tmp_path):
+    output = train(mpirun(2), "mnist.py", "--amp", "1", "--epochs", "1", "--model-dir", "model", cwd=tmp_path)
+    assert losses(output)[-1] < losses(output)[0] - 0.1
+
+
+def test_gpt2_trains_like_one_process_and_resumes(tmp_path):
+    every = ("--max_steps", "4", *WITHOUT_DROPOUT, "--checkpoint-dir", "kept", "--model-dir", "model")
+    plain = ("--pipeline_parallel_degree", "1", "--microbatches", "1", "--activation_checkpointing", "0")
+    alone = train((sys.executable, *CPU_MODE), "train_gpt_simple.py", *every, *plain, cwd=tmp_path)
+    options = ("--checkpoint_freq", "2", "--validation_freq", "2", "--save_final_full_model", "1")
+    output = train(on_cpu(2), "train_gpt_simple.py", *every, *options, cwd=tmp_path)
+    assert len(losses(output)) == 4
+    assert losses(output) == pytest.approx(losses(alone), abs=2e-5)
+    assert "SMP training finished successfully after 4 steps" in output
+    assert (tmp_path / "kept/newest").read_text().strip() == "total_steps4"
+    assert "transformer.h.3.mlp.c_proj.weight" in torch.load(tmp_path / "model/fullmodel.pt")
+
+    (tmp_path / "kept/newest").write_text("total_steps2")
+    resumed = train(on_cpu(2), "train_gpt_simple.py", *every, "--load_partial", "1", cwd=tmp_path)
+    assert "Resumed at step 2" in resumed
+    assert losses(resumed) == pytest.approx(losses(output)[2:], abs=2e-5)
+
+
+@needs_mpirun
+@pytest.mark.skipif(util.find_spec("mpi4py") is None, reason="needs mpi4py")
+def test_gptj_under_mpirun_and_mpi4py(tmp_path):
+    """As the toolkit of SageMaker starts it, with stages by hand and settings on the command line."""
+    options = ("--logits_output", "1", "--manual_partition", "1", "--mp_parameters", "microbatches=4")
+    output = train(
+        mpirun(2, "-m", "mpi4py"), "train_gpt_simple.py", "--model_type", "gptj", *options, cwd=tmp_path
+    )
+    assert losses(output)[-1] < losses(output)[0]
+
+
+def test_gpt_neox_with_sharded_parameters_under_torchrun(tmp_path):
+    degrees = ("--pipeline_parallel_degree", "1", "--sharded_data_parallel_degree", "2", "--bf16", "1")
+    options = ("--model_type", "gpt_neox", *degrees, "--microbatches", "1", "--max_steps", "6")
+    output = train(torchrun(2), "train_gpt_simple.py", *options, cwd=tmp_path)
+    assert losses(output)[-1] < losses(output)[0]
+
+
+def test_bloom_in_half_precision(tmp_path):
+    """The loss scale begins at 2 ** 32: steps are skipped, and the rate waits, until it fits."""
+    options = ("--model_type", "bloom", "--fp16", "1", "--max_steps", "45", "--shard_optimizer_state", "1")
+    output = train(on_cpu(2), "train_gpt_simple.py", *options, "--lr", "1e-2", cwd=tmp_path)
+    rates = [float(rate) for rate in re.findall(r"lr: (\d\.\d+)", output)]
+    assert rates[0] == rates[5] == 0
+    assert max(rates) > 1e-3
+    assert losses(output)[-1] < losses(output)[0] - 0.3
+
+
+def test_flan_t5_trains_evaluates_and_saves(tmp_path):
+    output = train(on_cpu(2), "train_flan_t5.py", "--max_steps", "8", "--model_dir", "model", cwd=tmp_path)
+    assert "(4, 8, 37)" in output
+    assert losses(output)[-1] < losses(output)[0]
+    assert "decoder.block.1.layer.2.DenseReluDense.wo.weight" in torch.load(tmp_path / "model/flan.pt")
+
+
+@needs_mpirun
+def test_ddp_with_smddp_under_mpirun(tmp_path):
+    output = train(mpirun(2), "ddp_with_smddp.py", "--model-dir", ".", cwd=tmp_path)
+    assert losses(output)[1] < losses(output)[0] - 0.2
+    assert "module.fc.weight" in torch.load(tmp_path / "model.pt")
