@@ -51,8 +51,15 @@ def _capabilities() -> dict[str, bool]:
         "transformers": importlib.util.find_spec("transformers") is not None,
         "mpirun": shutil.which("mpirun") is not None,
         "headless browser": _has_browser(),
+        "Slurm": is_root and all(map(_has_program, ("slurmctld", "slurmd", "sbatch", "srun"))),
+        "ray": importlib.util.find_spec("ray") is not None,
         "tensorflow": importlib.util.find_spec("tensorflow") is not None,
     }
+
+
+def _has_program(name: str) -> bool:
+    """Daemons are where few users have their path."""
+    return shutil.which(name, path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin") is not None
 
 
 def _has_browser() -> bool:

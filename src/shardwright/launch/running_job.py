@@ -132,7 +132,7 @@ class RunningJob(ABC):
         Raises:
             LaunchError: the job failed; the text names the rank that failed first, and why.
         """
-        tail = LogTail(self._log_files, _write if logs else lambda text: None)
+        tail = LogTail(self._log_files, self._show if logs else lambda text: None)
         self._is_shown = logs
         interrupt: KeyboardInterrupt | None = None
         while self.exit_code is None:
@@ -147,6 +147,11 @@ class RunningJob(ABC):
         if interrupt is not None:
             raise interrupt
         self._raise_if_failed()
+
+    def _show(self, text: str) -> None:
+        """Shows whole lines of the log."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
     def _note(self, text: str) -> None:
         """Tells one who waits what the job waits for."""
@@ -237,8 +242,3 @@ def _last_lines(path: Path) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(lines[-_LAST_LINES:])
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

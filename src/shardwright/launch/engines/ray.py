@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwright.errors import LaunchError
@@ -91,6 +92,9 @@ class Ray:
         environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
         # A busy machine takes longer to start workers, each of which imports PyTorch, than Ray waits.
         environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
+        if self.address is None and not environ.get("RAY_ADDRESS"):
+            # Each takes a process, and a cluster of this machine has no use for it.
+            environ |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
         words = [sys.executable, "-P", "-u", "-m", "shardwright.launch.engines.ray_driver", str(task)]
         return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits)
 
@@ -101,5 +105,10 @@ class Ray:
 class RayJob(ProcessesJob):
     """The driver of a job."""
 
-    def _log_files(self) -> list[Any]:
+    def _log_files(self) -> list[Path]:
         return [launcher_log(self.spec, 0)]
+
+    def _show(self, text: str) -> None:
+        # Every two seconds, where Ray has no dashboard: "Failed to query Ray Train Controller actor state."
+        lines = text.splitlines(keepends=True)
+        super()._show("".join(line for line in lines if "(PlacementGroupCleaner pid=" not in line))

@@ -1,0 +1,307 @@
+"""Training jobs on Kubernetes: their manifests, and a cluster that is a stand-in for kubectl.
+
+The stand-in runs the containers' commands on this machine, with the variables that controllers give pods.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwright.errors import ConfigError, LaunchError
+from shardwright.launch import Estimator, Kubernetes
+from shardwright.launch.engines.packed_code import pack
+
+STAND_IN = Path(__file__).parent / "stand_ins/kubectl.py"
+
+TRAIN = """
+    import json, os, sys
+    from pathlib import Path
+    from package.names import NAMES
+
+    rank = os.environ["RANK"]
+    if sys.argv[-2:] == ["--fail", rank]:
+        raise ValueError("boom on one")
+    found = [os.environ.get(name) for name in NAMES]
+    Path(os.environ["SM_MODEL_DIR"], f"rank{rank}.json").write_text(json.dumps(found))
+    print("rank", rank, "is done")
+"""
+
+NAMES = ("SM_CURRENT_HOST", "WORLD_SIZE", "SM_HP_EPOCHS", "SM_CHANNEL_TRAIN", "LOCAL_RANK", "FROM")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "src"
+    (source / "package").mkdir(parents=True)
+    (source / "train.py").write_text(textwrap.dedent(TRAIN))
+    (source / "package/names.py").write_text(f"NAMES = {NAMES!r}\n")
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(folder, monkeypatch):
+    state, programs = folder / "state", folder / "bin"
+    state.mkdir()
+    programs.mkdir()
+    (programs / "kubectl").write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    (programs / "kubectl").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(state))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("STAND_IN_PORT", str(server.getsockname()[1]))
+    return state
+
+
+def estimator(**arguments):
+    engine = {"kind": "TrainJob", "namespace": "team", "poll_s": 0.2, "python": sys.executable}
+    return Estimator(
+        **{
+            "entry_point": "train.py",
+            "source_dir": "src",
+            "instance_count": 2,
+            "device": "auto",
+            "hyperparameters": {"epochs": 3},
+            "environment": {"FROM": "it's $HOME"},
+            "distribution": {"mpi": {"enabled": True, "processes_per_host": 2}},
+            "engine": Kubernetes(**{**engine, **arguments.pop("engine", {})}),
+            **arguments,
+        }
+    )
+
+
+def fit(job, **arguments):
+    job.fit({"train": "/data/train"}, **arguments)
+
+
+def test_a_train_job_of_two_pods(folder, cluster, capfd):
+    job = estimator()
+    fit(job, job_name="Training-1")
+    for rank in range(4):
+        path = cluster / f"pod{rank // 2}/ml/runs/Training-1/model/rank{rank}.json"
+        host = f"algo-{rank // 2 + 1}"
+        assert json.loads(path.read_text()) == [host, "4", "3", "/data/train", str(rank % 2), "it's $HOME"]
+    shown = capfd.readouterr()
+    assert "rank 3 is done" in shown.out
+    assert "shardwright: trainjob/training-1: training-1-node-0-0-abcde Running" in shown.err
+    log = folder / "runs/Training-1/logs/pod-training-1-node-0-1-abcde.log"
+    assert "[rank 2] rank 2 is done" in log.read_text()
+    (patched,) = json.loads((cluster / "patch.json").read_text()).items()
+    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    owner |= {"name": "training-1", "uid": "1-2-3"}
+    assert patched == ("configmap/training-1-code", {"metadata": {"ownerReferences": [owner]}})
+    calls = [json.loads(line) for line in (cluster / "calls").read_text().splitlines()]
+    assert all(call[:2] == ["--namespace", "team"] for call in calls)
+
+
+def test_a_job_set_that_fails(folder, cluster):
+    job = estimator(
+        engine={"kind": "JobSet", "image": "registry/image:1"},
+        instance_count=1,
+        hyperparameters={"fail": 1},
+    )
+    with pytest.raises(LaunchError) as caught:
+        fit(job, logs=False, job_name="one")
+    text = str(caught.value)
+    assert "jobset/one failed: jobset failed due to one or more jobs" in text
+    assert "pod one-node-0-0-abcde ended with exit code 5.\nrank 1 failed first" in text
+    assert "ValueError: boom on one" in text
+    assert caught.value.exit_code == 5
+    assert job.latest_training_job.describe()["TrainingJobStatus"] == "Failed"
+
+
+def test_a_job_is_stopped_by_deleting_it(folder, cluster):
+    (folder / "src/train.py").write_text("import time\ntime.sleep(60)\n")
+    job = estimator(instance_count=1)
+    fit(job, wait=False, job_name="one")
+    job.latest_training_job.stop()
+    with pytest.warns(UserWarning, match="was stopped before its end"):
+        job.latest_training_job.wait(logs=False)
+    assert job.latest_training_job.status == "Stopped"
+
+
+# Fields of the published types, as far as manifests have them: dictionaries and lists of them, else values.
+VALUE = object()
+ENV = [{"name": VALUE, "value": VALUE, "valueFrom": {"configMapKeyRef": {"name": VALUE, "key": VALUE}}}]
+RESOURCES = {"requests": VALUE, "limits": VALUE}
+VOLUMES = [{"name": VALUE, "emptyDir": VALUE, "persistentVolumeClaim": {"claimName": VALUE}}]
+MOUNTS = [{"name": VALUE, "mountPath": VALUE}]
+METADATA = {"name": VALUE, "namespace": VALUE, "labels": VALUE}
+POD_PATCH = {
+    "volumes": VOLUMES,
+    "nodeSelector": VALUE,
+    "serviceAccountName": VALUE,
+    "containers": [{"name": VALUE, "volumeMounts": MOUNTS}],
+}
+PATCH = {
+    "spec": {"replicatedJobs": [{"name": VALUE, "template": {"spec": {"template": {"spec": POD_PATCH}}}}]}
+}
+TRAINER = {
+    "image": VALUE,
+    "command": [VALUE],
+    "env": ENV,
+    "numNodes": VALUE,
+    "numProcPerNode": VALUE,
+    "resourcesPerNode": RESOURCES,
+}
+TRAIN_JOB = {
+    "apiVersion": VALUE,
+    "kind": VALUE,
+    "metadata": METADATA,
+    "spec": {
+        "runtimeRef": {"name": VALUE},
+        "trainer": TRAINER,
+        "runtimePatches": [{"manager": VALUE, "trainingRuntimeSpec": {"template": PATCH}}],
+        "activeDeadlineSeconds": VALUE,
+    },
+}
+OLDER_TRAIN_JOB = {
+    **TRAIN_JOB,
+    "spec": {
+        "runtimeRef": {"name": VALUE},
+        "trainer": TRAINER,
+        "podTemplateOverrides": [{"targetJobs": [{"name": VALUE}], "spec": POD_PATCH}],
+    },
+}
+CONTAINER = {
+    "name": VALUE,
+    "image": VALUE,
+    "command": [VALUE],
+    "env": ENV,
+    "ports": [{"containerPort": VALUE}],
+    "resources": RESOURCES,
+    "volumeMounts": MOUNTS,
+}
+JOB = {
+    "completionMode": VALUE,
+    "completions": VALUE,
+    "parallelism": VALUE,
+    "backoffLimit": VALUE,
+    "activeDeadlineSeconds": VALUE,
+    "template": {"spec": {**POD_PATCH, "restartPolicy": VALUE, "containers": [CONTAINER]}},
+}
+JOB_SET = {
+    "apiVersion": VALUE,
+    "kind": VALUE,
+    "metadata": METADATA,
+    "spec": {
+        "network": {"enableDNSHostnames": VALUE, "publishNotReadyAddresses": VALUE},
+        "failurePolicy": {"maxRestarts": VALUE},
+        "replicatedJobs": [{"name": VALUE, "replicas": VALUE, "template": {"spec": JOB}}],
+    },
+}
+
+
+def unknown_fields(found, known, path=""):
+    if known is VALUE:
+        return []
+    if isinstance(known, list):
+        assert isinstance(found, list), path
+        return [field for entry in found for field in unknown_fields(entry, known[0], f"{path}[]")]
+    unknown = [f"{path}.{key}" for key in found if key not in known]
+    for key in found.keys() & known.keys():
+        unknown += unknown_fields(found[key], known[key], f"{path}.{key}")
+    return unknown
+
+
+WHOLE = {
+    "image": "registry/image:1",
+    "volumes": {"/data": "datasets", "/opt/ml": "results"},
+    "resources": {"cpu": "16", "memory": "64Gi"},
+    "node_selector": {"gpu": "a100"},
+    "service_account": "trainer",
+    "labels": {"kueue.x-k8s.io/queue-name": "team"},
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "known"),
+    [
+        ({"kind": "TrainJob"}, TRAIN_JOB),
+        ({"kind": "TrainJob", "trainer_version": "2.1.0"}, OLDER_TRAIN_JOB),
+        ({"kind": "JobSet"}, JOB_SET),
+    ],
+)
+def test_manifests_have_the_fields_of_the_published_types(folder, engine, known):
+    job = estimator(
+        engine={**WHOLE, **engine},
+        instance_type="ml.p4d.24xlarge",
+        max_run=3600,
+        distribution={"torch_distributed": {"enabled": True}},
+    )
+    code, manifest = yaml.safe_load_all(job.manifest({"train": "/data/train"}, "one"))
+    assert (code["kind"], code["metadata"]) == ("ConfigMap", {"name": "one-code", "namespace": "team"})
+    assert unknown_fields(manifest, known) == []
+    every = json.dumps(manifest)
+    for text in (
+        '"nvidia.com/gpu": "8"',
+        '"claimName": "datasets"',
+        '"gpu": "a100"',
+        '"mountPath": "/dev/shm"',
+    ):
+        assert text in every
+    assert ('"activeDeadlineSeconds": 3600' in every) is (known is not OLDER_TRAIN_JOB)
+    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+
+
+def test_pods_of_a_job_set_meet_at_the_first(folder):
+    job = estimator(engine={**WHOLE, "kind": "JobSet", "code": "/workspace"})
+    (manifest,) = yaml.safe_load_all(job.manifest(job_name="one"))
+    (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    script = container["command"][-1]
+    assert script.startswith("set -e\ncd /workspace\nexec ")
+    assert '--node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint one-node-0-0.one:29500' in script
+    assert {"name": "SM_MODULE_DIR", "value": "/workspace"} in container["env"]
+
+
+def test_the_script_is_packed_in_parts(folder):
+    source = folder / "src"
+    (source / ".secret").write_text("not for the cluster")
+    (source / "runs").mkdir()
+    (source / "big.bin").write_bytes(os.urandom(100_000))
+    parts = pack(source, without=source / "runs")
+    assert [len(part) for part in parts][:-1] == [96 * 1024] * (len(parts) - 1)
+    listed = subprocess.run(
+        ["bash", "-c", "base64 -d | tar -tz"],
+        input="".join(parts),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert sorted(listed.stdout.split()) == ["big.bin", "package/names.py", "train.py"]
+    (source / "big.bin").write_bytes(os.urandom(1_000_000))
+    with pytest.raises(ConfigError, match=r"too big to go with the job.*Kubernetes\(code=\"/workspace\"\)"):
+        pack(source, without=source / "runs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": {"kind": "JobSet"}}, "a JobSet needs the image of a container"),
+        ({"base_job_name": "1st"}, "its name must begin with a letter"),
+        ({"dependencies": ["src"]}, "dependencies stay on this machine"),
+    ],
+)
+def test_what_a_cluster_cannot_take(folder, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        estimator(**arguments).manifest()
+    with pytest.raises(
+        ConfigError, match="input train is data, but on Kubernetes it must be a folder as pods"
+    ):
+        estimator().manifest({"train": "data"})
+
+
+def test_a_cluster_that_refuses_a_manifest(folder, cluster):
+    (cluster.parent / "bin/kubectl").write_text(
+        "#!/bin/sh\necho 'no matches for kind TrainJob' >&2\nexit 1\n"
+    )
+    with pytest.raises(LaunchError, match=r"failed with exit code 1: no matches for kind TrainJob"):
+        fit(estimator())

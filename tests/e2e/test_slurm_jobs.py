@@ -1,0 +1,222 @@
+"""Training jobs under Slurm: a real one of two nodes where there is one, and stand-ins for its programs."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwright.errors import ConfigError, LaunchError
+from shardwright.launch import Estimator, Slurm
+
+STAND_INS = Path(__file__).parent / "stand_ins/slurm_programs.py"
+PROGRAMS = ("sbatch", "srun", "squeue", "sacct", "scancel", "scontrol")
+
+TRAIN = """
+    import json, os, sys
+    from pathlib import Path
+
+    rank = os.environ["RANK"]
+    if sys.argv[-2:] == ["--fail", rank]:
+        raise ValueError("boom on one")
+    names = ("SM_CURRENT_HOST", "SM_HOSTS", "WORLD_SIZE", "SM_HP_EPOCHS", "SM_CHANNEL_TRAIN", "LOCAL_RANK")
+    found = [os.environ.get(name) for name in (*names, "FROM")]
+    Path(os.environ["SM_MODEL_DIR"], f"rank{rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def stand_ins(folder, monkeypatch):
+    state, programs = folder / "state", folder / "bin"
+    state.mkdir()
+    programs.mkdir()
+    for name in PROGRAMS:
+        path = programs / name
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_INS} {name} "$@"\n')
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("STAND_IN", str(state))
+    return state
+
+
+CONFIGURATION = """
+    ClusterName=test
+    SlurmctldHost={host}(127.0.0.1)
+    SlurmUser=root
+    SlurmdUser=root
+    AuthType=auth/none
+    CredType=cred/none
+    SlurmctldPort={port}
+    StateSaveLocation={folder}/state
+    SlurmdSpoolDir={folder}/spool-%n
+    SlurmctldPidFile={folder}/slurmctld.pid
+    SlurmdPidFile={folder}/slurmd-%n.pid
+    ProctrackType=proctrack/linuxproc
+    TaskPlugin=task/none
+    SwitchType=switch/none
+    MpiDefault=none
+    SelectType=select/cons_tres
+    SelectTypeParameters=CR_Core
+    SchedulerType=sched/builtin
+    JobAcctGatherType=jobacct_gather/none
+    AccountingStorageType=accounting_storage/none
+    ReturnToService=2
+    KillWait=5
+    NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=1
+    NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=1
+    PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE
+"""
+
+
+@pytest.fixture
+def cluster(folder, monkeypatch, capabilities):
+    """A Slurm of two nodes on this machine, which ends with the test."""
+    if not capabilities["Slurm"]:
+        pytest.skip("Slurm is not here: apt install slurmctld slurmd slurm-client")
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
+    home = folder / "slurm"
+    (home / "state").mkdir(parents=True)
+    port = 21000 + os.getpid() % 8000
+    names = {"folder": home, "host": os.uname().nodename.partition(".")[0]}
+    ports = {"port": port, "first": port + 8000, "second": port + 16000}
+    (home / "slurm.conf").write_text(textwrap.dedent(CONFIGURATION).format(**names, **ports))
+    monkeypatch.setenv("SLURM_CONF", str(home / "slurm.conf"))
+    daemons = []
+    try:
+        for words in (
+            ["slurmctld", "-c", "-D"],
+            ["slurmd", "-D", "-N", "node1"],
+            ["slurmd", "-D", "-N", "node2"],
+        ):
+            with (home / f"{'-'.join(words)}.log").open("wb") as log:
+                daemons.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+        limit_s = time.monotonic() + 60
+        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout != b"2\n":
+            logs = "\n".join(path.read_text(errors="replace") for path in home.glob("*.log"))
+            assert time.monotonic() < limit_s, f"no two nodes became idle:\n{logs}"
+            time.sleep(0.1)
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            daemon.wait(30)
+
+
+def estimator(**arguments):
+    return Estimator(
+        **{
+            "entry_point": "train.py",
+            "instance_count": 2,
+            "device": "auto",
+            "hyperparameters": {"epochs": 3},
+            "environment": {"FROM": "it's here"},
+            "distribution": {"mpi": {"enabled": True, "processes_per_host": 2}},
+            "engine": Slurm(poll_s=0.1),
+            **arguments,
+        }
+    )
+
+
+def check_ranks(folder, name):
+    for rank in range(4):
+        found = json.loads((folder / f"runs/{name}/model/rank{rank}.json").read_text())
+        host = f"node{rank // 2 + 1}"
+        data = str(folder / "data")
+        assert found == [host, '["node1","node2"]', "4", "3", data, str(rank % 2), "it's here"]
+
+
+def test_a_job_of_two_nodes_under_a_real_slurm(folder, cluster, capfd):
+    job = estimator()
+    job.fit({"train": "data"}, job_name="one")
+    check_ranks(folder, "one")
+    assert job.latest_training_job.status == "Completed"
+    assert "shardwright run: 2 ranks on each of 2 hosts" in capfd.readouterr().out
+    with pytest.raises(LaunchError, match=r"rank 3 failed first(.|\n)*ValueError: boom on one") as caught:
+        estimator(hyperparameters={"epochs": 3, "fail": 3}).fit(job_name="two")
+    assert caught.value.exit_code == 5
+
+
+def test_the_batch_script_runs_on_each_node(folder, stand_ins, monkeypatch):
+    monkeypatch.setenv("SM_MODEL_DIR", "/of/another/job")
+    job = estimator(
+        engine=Slurm(partition="gpu", options={"constraint": "a100"}, cpus_per_host=2, poll_s=0.1)
+    )
+    job.fit({"train": "data"}, job_name="one", logs=False)
+    check_ranks(folder, "one")
+    options = ast.literal_eval((stand_ins / "100.options").read_text())
+    assert options == {
+        "job-name": "one",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "output": str(folder / "runs/one/logs/slurm.log"),
+        "chdir": str(folder),
+        "partition": "gpu",
+        "cpus-per-task": "2",
+        "constraint": "a100",
+    }
+    environ = ast.literal_eval((stand_ins / "100.environ").read_text())
+    assert environ["SM_MODEL_DIR"] == str(folder / "runs/one/model")  # the nodes inherit it
+    assert (folder / "runs/one/job.sbatch").read_text() == job.manifest({"train": "data"}, "one")
+
+
+def test_the_rank_that_failed_first_is_named(folder, stand_ins):
+    job = estimator(instance_count=1, hyperparameters={"fail": 1})
+    with pytest.raises(LaunchError) as caught:
+        job.fit(logs=False)
+    text = str(caught.value)
+    assert "Slurm job 100 ended as FAILED. rank 1 failed first" in text
+    assert "ValueError: boom on one" in text
+    assert caught.value.exit_code == job.latest_training_job.exit_code == 5
+
+
+def test_a_script_that_never_starts_is_told_with_its_log(folder, stand_ins):
+    job = estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="echo no such module; exit 7"))
+    with pytest.raises(LaunchError, match=r"ended as FAILED\. its launcher wrote:\nno such module") as caught:
+        job.fit(logs=False)
+    assert caught.value.exit_code == 7
+
+
+def test_a_job_can_be_stopped(folder, stand_ins):
+    job = estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="sleep 60"))
+    job.fit(wait=False)
+    running = job.latest_training_job
+    assert running.status == "InProgress"
+    running.stop()
+    with pytest.warns(UserWarning, match="was stopped before its end"):
+        running.wait(logs=False)
+    assert running.status == "Stopped"
+
+
+def test_the_time_limit_and_gpus_are_asked_for(folder):
+    job = estimator(
+        instance_type="ml.p4d.24xlarge", max_run=90, distribution={"pytorchddp": {"enabled": True}}
+    )
+    script = job.manifest()
+    assert "#SBATCH --gpus-per-node=8\n#SBATCH --time=2\n" in script
+    assert "--nproc-per-node 8 --nnodes 2" in script
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_programs_that_are_not_here(folder, monkeypatch):
+    if shutil.which("sbatch"):
+        monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(LaunchError, match="there is no program sbatch on the PATH"):
+        estimator().fit()
+    with pytest.raises(ConfigError, match="'--x', which is no option of sbatch"):
+        Slurm(options={"--x": "1"})
