@@ -74,7 +74,7 @@ def test_mnist_trains_saves_and_goes_on(tmp_path):
     assert state["features.conv1.weight"].shape == (8, 1, 3, 3)
     assert len(state) == 8
 
-    saved = ("--partial-checkpoint", "model/pt_mnist_checkpoint.pt", "--epochs", "1")
+    saved = ("--partial-checkpoint", "model/pt_mnist_checkpoint.pt", "--epochs", "1", "--amp", "1")
     resumed = train(on_cpu(2), "mnist.py", *saved, "--model-dir", "later", cwd=tmp_path)
     assert losses(resumed)[0] < losses(output)[0] / 4
 
@@ -85,20 +85,28 @@ def test_without_cpu_mode_it_fails_as_it_would_anyway(tmp_path):
     assert "ValueError: The script requires CUDA support, but CUDA not available" in result.stderr
 
 
+@pytest.mark.sweep
 @needs_mpirun
 def test_mnist_in_mixed_precision_under_mpirun(tmp_path):
     output = train(mpirun(2), "mnist.py", "--amp", "1", "--epochs", "1", "--model-dir", "model", cwd=tmp_path)
     assert losses(output)[-1] < losses(output)[0] - 0.1
 
 
-def test_gpt2_trains_like_one_process_and_resumes(tmp_path):
-    every = ("--max_steps", "4", *WITHOUT_DROPOUT, "--checkpoint-dir", "kept", "--model-dir", "model")
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", ["gpt2", "gptj", "gpt_neox", "bloom"])
+def test_an_architecture_trains_like_one_process(tmp_path, architecture):
+    every = ("--model_type", architecture, "--max_steps", "4", *WITHOUT_DROPOUT)
     plain = ("--pipeline_parallel_degree", "1", "--microbatches", "1", "--activation_checkpointing", "0")
     alone = train((sys.executable, *CPU_MODE), "train_gpt_simple.py", *every, *plain, cwd=tmp_path)
+    output = train(on_cpu(2), "train_gpt_simple.py", *every, cwd=tmp_path)
+    assert losses(output) == pytest.approx(losses(alone), abs=2e-5)
+
+
+def test_gpt2_saves_and_resumes(tmp_path):
+    every = ("--max_steps", "4", *WITHOUT_DROPOUT, "--checkpoint-dir", "kept", "--model-dir", "model")
     options = ("--checkpoint_freq", "2", "--validation_freq", "2", "--save_final_full_model", "1")
     output = train(on_cpu(2), "train_gpt_simple.py", *every, *options, cwd=tmp_path)
     assert len(losses(output)) == 4
-    assert losses(output) == pytest.approx(losses(alone), abs=2e-5)
     assert "SMP training finished successfully after 4 steps" in output
     assert (tmp_path / "kept/newest").read_text().strip() == "total_steps4"
     assert "transformer.h.3.mlp.c_proj.weight" in torch.load(tmp_path / "model/fullmodel.pt")
