@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.testing.cluster import Cluster, missing_for_networks
 from shardwright.launch.hosts_network import HostsNetwork
+from shardwright.testing.cluster import Cluster, missing_for_networks
 
 _MISSING = missing_for_networks()
 needs_networks = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
