@@ -12,6 +12,7 @@ once in an epoch, and steps are the same but for the order of sums. (With ``drop
 replicas may get a sample more of the last batch, and each replica counts the same.)
 """
 
+import os
 import random
 import signal
 from collections.abc import Iterator, Sequence, Sized
@@ -239,7 +240,15 @@ def _outlive_sigterm(_: int) -> None:
 
     They end when the loader is done with them, or when the rank has ended.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    came: list[int] = []
+
+    def once(*_: object) -> None:
+        if came or os.getppid() != parent:
+            os._exit(0)
+        came.append(1)
+
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, once)
 
 
 def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
