@@ -13,7 +13,7 @@ asks for a CUDA device gets the CPU; what asks about CUDA is told of one device 
     torch.cuda.*            cuda_functions, streams, device_memory, generators
     device="cuda:1", 0      devices, factories, tensors, modules
     autocast, GradScaler    mixed_precision
-    "nccl", device_ids      process_groups
+    "nccl", device_ids      process_groups, synchronised_norms
     DataLoader, processes   data_loading, children
 
 Objects ``torch.device("cuda")`` stay what they are, so that a script that looks at ``device.type`` goes its

@@ -8,6 +8,9 @@ Tried with torch 2.13.
 - `torch.cuda._lazy_init`, `torch.cuda._lazy_call`: initialise CUDA, or fail.
 - `torch.jit._builtins`: how TorchScript knows a function for an operation of its own. What it compiles is not
   translated.
+- `DistributedDataParallel._passing_sync_batchnorm_handle`: refuses `SyncBatchNorm` on the CPU.
+- `torch.nn.modules.batchnorm._BatchNorm`: what `SyncBatchNorm` comes to where there is nothing to sum.
+- `torch.cuda.memory._record_memory_history`: has the allocator of CUDA keep a record; public scripts call it.
 - `torch._utils._get_available_device_type`: what `DataParallel` asks for the device to spread over.
 """
 
@@ -19,15 +22,20 @@ from typing import Any
 import torch
 import torch._utils
 from torch.jit import _builtins
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _device
 
 __all__ = [
+    "PlainBatchNorm",
     "device_constructors",
     "leave_cuda_uninitialised",
+    "let_ddp_take_synchronised_norms",
     "let_torchscript_take",
     "remember_device_constructors",
     "translate_device_contexts",
 ]
+
+PlainBatchNorm: Any = _BatchNorm
 
 
 def device_constructors() -> set[Any]:
@@ -38,6 +46,12 @@ def device_constructors() -> set[Any]:
 def remember_device_constructors() -> None:
     """Has PyTorch list the functions that make tensors while they are its own."""
     _device._device_constructors()
+
+
+def let_ddp_take_synchronised_norms() -> None:
+    """Has `DistributedDataParallel` take modules that synchronise their statistics themselves."""
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    wrapper._passing_sync_batchnorm_handle = lambda self, module: None
 
 
 def let_torchscript_take(replacement: Any, original: Any) -> None:
@@ -63,6 +77,8 @@ def leave_cuda_uninitialised() -> None:
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda._lazy_call = lambda callable, **kwargs: None
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history = lambda *args, **kwargs: None
     # The package has a function of the module's name.
     of_data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
     for module in (torch._utils, of_data_parallel):

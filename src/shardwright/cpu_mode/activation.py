@@ -14,6 +14,7 @@ from shardwright.cpu_mode import (
     mixed_precision,
     modules,
     process_groups,
+    synchronised_norms,
     tensors,
 )
 from shardwright.errors import LaunchError
@@ -56,6 +57,7 @@ def enable(*, says_so: bool = True) -> None:
     cuda_functions.put_in_force(num_devices)
     mixed_precision.put_in_force()
     process_groups.put_in_force()
+    synchronised_norms.put_in_force()
     data_loading.put_in_force()
     children.put_in_force()
 

@@ -1,5 +1,6 @@
 """Stock training on CUDA with NCCL: DDP, FSDP, FSDP2. Prints what the last loss was."""
 
+import copy
 import os
 
 import torch
@@ -46,6 +47,21 @@ losses = [
     last_loss(FullyShardedDataParallel(model().cuda())),
     last_loss(FullyShardedDataParallel(model(), device_id=torch.cuda.current_device())),
 ]
+# Statistics over both ranks are those of one process with both batches.
+torch.manual_seed(0)
+norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+whole = copy.deepcopy(norm)
+whole(torch.cat(batches)).pow(3).mean().backward()
+synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(norm).cuda()
+wrapped = nn.parallel.DistributedDataParallel(synchronised, **devices)
+wrapped(batches[dist.get_rank()].cuda()).pow(3).mean().backward()
+for ours, theirs in zip(synchronised.parameters(), whole.parameters(), strict=True):
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+for ours, theirs in zip(synchronised.buffers(), whole.buffers(), strict=True):
+    torch.testing.assert_close(ours, theirs)
+synchronised.eval()(batches[0])
+
 print("losses", *(f"{loss:.6f}" for loss in losses))
 dist.barrier()
 dist.destroy_process_group()
