@@ -22,6 +22,7 @@ from smdistributed.modelparallel.launcher_notes import contradictions, parameter
         (["--mp_parameters", "--epochs", "2"], {}),
         (["--mp_parameters"], {}),
         (["--epochs", "2"], {}),
+        ([], {}),
     ],
 )  # fmt: skip
 def test_parameters_on_the_command_line(words, found):

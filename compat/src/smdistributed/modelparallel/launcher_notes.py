@@ -26,7 +26,7 @@ def parameters_among(words: Sequence[str]) -> dict[str, Any]:
     {'partitions': 2, 'ddp': True}
     """
     text = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         option, equals, value = word.partition("=")
         if option in _OPTIONS:
             text = value if equals else following
