@@ -1,11 +1,14 @@
 """A training job that was started: wait for it, stop it, ask what became of it."""
 
+import contextlib
 import json
+import signal
 import sys
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +53,20 @@ class LogTail:
             if whole:
                 self._read[path] = self._read.get(path, 0) + whole
                 self._show(data[:whole].decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _ctrl_c_collected() -> Iterator[list[int]]:
+    """Collects each Ctrl-C, instead of an error in the midst of whatever goes on."""
+    interrupts: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupts  # Python interrupts no other
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class RunningJob(ABC):
@@ -134,18 +151,18 @@ class RunningJob(ABC):
         """
         tail = LogTail(self._log_files, self._show if logs else lambda text: None)
         self._is_shown = logs
-        interrupt: KeyboardInterrupt | None = None
-        while self.exit_code is None:
-            try:
+        num_passed_on = 0
+        with _ctrl_c_collected() as interrupts:
+            while self.exit_code is None:
+                if num_passed_on < len(interrupts):
+                    num_passed_on += 1
+                    self.stop()
                 tail.copy()
                 self._look()
                 time.sleep(self.poll_s if self.exit_code is None else 0.0)
-            except KeyboardInterrupt as error:
-                interrupt = error
-                self.stop()
         tail.copy(to_the_end=True)
-        if interrupt is not None:
-            raise interrupt
+        if interrupts:
+            raise KeyboardInterrupt
         self._raise_if_failed()
 
     def _show(self, text: str) -> None:
