@@ -9,7 +9,7 @@ from shardwright.errors import LaunchError
 from shardwright.launch import Estimator, Ray
 
 TRAIN = """
-    import os
+    import os, sys
     from pathlib import Path
     import torch, torch.distributed as dist
     from shardwright.comm.environment import detect
@@ -19,15 +19,23 @@ TRAIN = """
     init_process_group(environment, backend="gloo", timeout_s=60)
     value = torch.tensor([environment.rank + 1.0])
     dist.all_reduce(value)
-    first = Path(os.environ["SM_MODEL_DIR"], f"first{environment.rank}")
-    if not first.exists():
-        first.write_text(os.environ["SM_HP_EPOCHS"])
-        dist.barrier()
-        if environment.rank == 1:
+    if environment.rank == 1 and "--failures" in sys.argv:
+        failed = Path(os.environ["SM_MODEL_DIR"], "failed")
+        times = len(failed.read_text()) if failed.exists() else 0
+        if times < int(sys.argv[-1]):
+            failed.write_text("x" * (times + 1))
             raise ValueError("boom on one")
-    Path(os.environ["SM_MODEL_DIR"], f"sum{environment.rank}").write_text(str(value.item()))
+    result = f"{value.item()} {os.environ['SM_HP_EPOCHS']}"
+    Path(os.environ["SM_MODEL_DIR"], f"sum{environment.rank}").write_text(result)
+    print("rank", environment.rank, "is done")
     dist.destroy_process_group()
 """
+
+
+@pytest.fixture
+def needs_ray(capabilities):
+    if not capabilities["ray"]:
+        pytest.skip("Ray is not here: pip install 'shardwright[ray]'")
 
 
 @pytest.fixture
@@ -47,22 +55,20 @@ def estimator(tmp_path, monkeypatch):
     return made
 
 
-def test_a_job_on_two_workers_of_a_real_ray(estimator, tmp_path, capabilities, capfd):
-    if not capabilities["ray"]:
-        pytest.skip("Ray is not here: pip install 'shardwright[ray]'")
-    estimator(max_restarts=1).fit(job_name="one")  # for rank 1 fails once
+def test_a_job_on_two_workers_of_a_real_ray(estimator, tmp_path, needs_ray):
+    estimator().fit(job_name="one")
     model = tmp_path / "runs/one/model"
-    assert [(model / f"first{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
-    assert [(model / f"sum{rank}").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
-    assert "boom on one" in (tmp_path / "runs/one/logs/rank1.log").read_text()
+    assert [(model / f"sum{rank}").read_text() for rank in (0, 1)] == ["3.0 3", "3.0 3"]
+    assert "rank 1 is done" in (tmp_path / "runs/one/logs/rank1.log").read_text()
 
 
 @pytest.mark.sweep  # it starts another cluster
-def test_the_rank_that_failed_first_on_ray_is_named(estimator, capabilities):
-    if not capabilities["ray"]:
-        pytest.skip("Ray is not here: pip install 'shardwright[ray]'")
+def test_ranks_on_ray_are_restarted_and_the_one_that_fails_is_named(estimator, tmp_path, needs_ray):
+    job = estimator(hyperparameters={"epochs": 3, "failures": 1}, max_restarts=1)
+    job.fit(job_name="one")
+    assert (tmp_path / "runs/one/model/sum1").read_text() == "3.0 3"
     with pytest.raises(LaunchError, match=r"rank 1 failed first(.|\n)*ValueError: boom on one") as caught:
-        estimator().fit(job_name="one")
+        estimator(hyperparameters={"epochs": 3, "failures": 9}).fit(job_name="two")
     assert caught.value.exit_code == 5
 
 

@@ -146,8 +146,12 @@ def test_a_job_of_two_nodes_under_a_real_slurm(folder, cluster, capfd):
     check_ranks(folder, "one")
     assert job.latest_training_job.status == "Completed"
     assert "shardwright run: 2 ranks on each of 2 hosts" in capfd.readouterr().out
+
+
+@pytest.mark.sweep  # it starts another cluster
+def test_a_rank_that_fails_under_a_real_slurm_is_named(folder, cluster):
     with pytest.raises(LaunchError, match=r"rank 3 failed first(.|\n)*ValueError: boom on one") as caught:
-        estimator(hyperparameters={"epochs": 3, "fail": 3}).fit(job_name="two")
+        estimator(hyperparameters={"epochs": 3, "fail": 3}).fit(logs=False)
     assert caught.value.exit_code == 5
 
 

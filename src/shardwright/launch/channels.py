@@ -38,8 +38,7 @@ def read_channels(
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"an input is called {name!r}, but the name of a channel is of letters, digits, '-', '_' "
-                "and '.', "
-                'such as "train".'
+                "and '.', such as train."
             )
         path = local_path(_address(value, name), what=f"input {name}", s3_to_local=s3_to_local)
         channels[name] = _checked(path, name) if must_exist else str(path)
@@ -73,8 +72,8 @@ def _instead_of_s3(address: str, what: str, s3_to_local: Mapping[str, str | os.P
     bucket = "/".join(address.split("/")[:3])
     raise ConfigError(
         f"{what} is {address}, and S3 is not read here. Copy it (aws s3 sync {address} data) and give the "
-        "local "
-        f'folder, or say where the copy of the bucket is: Estimator(..., s3_to_local={{"{bucket}": "data"}}).'
+        "local folder, or say where the copy of the bucket is: "
+        f'Estimator(..., s3_to_local={{"{bucket}": "data"}}).'
     )
 
 

@@ -158,8 +158,7 @@ def _libraries(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapp
     if not isinstance(libraries, Mapping) or not libraries or any(key not in names for key in libraries):
         raise ConfigError(
             f"distribution has smdistributed: {libraries!r}, but it must be a dictionary with modelparallel "
-            "or "
-            "dataparallel in it: "
+            "or dataparallel in it: "
             '{"smdistributed": {"modelparallel": {"enabled": True, "parameters": {...}}}}.'
         )
     smp, smddp = (_part(libraries, name, "smdistributed.") for name in names)
@@ -178,15 +177,13 @@ def _mp_parameters(part: Mapping[str, Any], *, by_torchrun: bool) -> dict[str, A
     if second:
         raise ConfigError(
             f"{', '.join(second)}: these are parameters of the second model parallel library "
-            "(torch.sagemaker), "
-            "which is not there; scripts for the first one (smdistributed.modelparallel) run. Use FSDP's own "
-            "arguments, or sharded_data_parallel_degree."
+            "(torch.sagemaker), which is not there; scripts for the first one "
+            "(smdistributed.modelparallel) run. Use FSDP's own arguments, or sharded_data_parallel_degree."
         )
     if by_torchrun and not parameters:
         raise ConfigError(
             "smdistributed.modelparallel with torch_distributed and without parameters starts the second "
-            "model "
-            'parallel library (torch.sagemaker), which is not there. For the first add "parameters": '
+            'model parallel library (torch.sagemaker), which is not there. For the first add "parameters": '
             '{"partitions": 2}.'
         )
     return parameters
@@ -217,8 +214,7 @@ def _settings(given: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"settings are {given!r}, but they must be a dictionary such as {{'microbatches': 4}}, or the "
-            "path "
-            "of a YAML or JSON file."
+            "path of a YAML or JSON file."
         )
     Config.parse(given)
     return dict(given)

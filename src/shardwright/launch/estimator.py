@@ -131,17 +131,20 @@ class Estimator:
             is_here=self.engine.is_here,
         )
         self._check_parameters()
+        self._warn(arguments)
+        self.jobs: list[RunningJob] = []
+
+    def _warn(self, arguments: Mapping[str, Any]) -> None:
+        """Warns once of all that may not do what a user waits for."""
         known = [name for name in inspect.signature(Estimator).parameters if name != "arguments"]
         remarks = [*self._distribution.remarks, *self._placement.remarks, *sort_out(arguments, known=known)]
         if (self.source_dir / "requirements.txt").is_file():
             remarks.append(
                 f"{self.source_dir / 'requirements.txt'} is not installed by itself: pip install -r it "
-                "where the "
-                "ranks run"
+                "where the ranks run"
             )
         if remarks:
-            warnings.warn(f"Estimator: {'; '.join(remarks)}", stacklevel=2)
-        self.jobs: list[RunningJob] = []
+            warnings.warn(f"Estimator: {'; '.join(remarks)}", stacklevel=3)
 
     @property
     def latest_training_job(self) -> RunningJob | None:
@@ -212,8 +215,7 @@ class Estimator:
         if smp is not None and _MP_PARAMETERS in self._hyperparameters:
             raise ConfigError(
                 f"{_MP_PARAMETERS} is among the hyperparameters, and in distribution, too. Give the "
-                "parameters "
-                "of the model parallel library in distribution only."
+                "parameters of the model parallel library in distribution only."
             )
         own = {"partitions": Config.parse(self._distribution.settings).pipeline_parallel_degree}
         check_world(
@@ -267,8 +269,7 @@ class Estimator:
         if not _JOB_NAME.fullmatch(given):
             raise ConfigError(
                 f"job_name is {given!r}, but it must be of 1 to 63 letters, digits and '-', with a letter "
-                "or digit "
-                "at both ends."
+                "or digit at both ends."
             )
         return given
 
@@ -297,8 +298,7 @@ def _engine(given: Any) -> Engine:
     if not callable(getattr(given, "start", None)) or isinstance(given, type):
         raise ConfigError(
             f"engine is {given!r}, but it must be an engine of shardwright.launch: Local(), "
-            "LocalCluster(...), "
-            "Slurm(...), Kubernetes(...) or Ray(...)."
+            "LocalCluster(...), Slurm(...), Kubernetes(...) or Ray(...)."
         )
     found: Engine = given
     return found

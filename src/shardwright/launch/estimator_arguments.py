@@ -24,13 +24,12 @@ ALIASES = {
 _SILENT = frozenset(
     (
         "role sagemaker_session tags framework_version py_version pytorch_version transformers_version "
-        "tensorflow_version volume_size train_volume_size volume_kms_key train_volume_kms_key output_kms_key "
-        "code_location subnets security_group_ids encrypt_inter_container_traffic enable_network_isolation "
-        "enable_sagemaker_metrics container_log_level keep_alive_period_in_seconds disable_profiler "
-        "input_mode "
-        "enable_infra_check enable_remote_debug enable_session_tag_chaining image_uri_region "
-        "disable_output_compression script_mode model_channel_name training_repository_access_mode "
-        "training_repository_credentials_provider_arn"
+        "tensorflow_version volume_size train_volume_size volume_kms_key train_volume_kms_key "
+        "output_kms_key code_location subnets security_group_ids encrypt_inter_container_traffic "
+        "enable_network_isolation enable_sagemaker_metrics container_log_level "
+        "keep_alive_period_in_seconds disable_profiler input_mode enable_infra_check enable_remote_debug "
+        "enable_session_tag_chaining image_uri_region disable_output_compression script_mode "
+        "model_channel_name training_repository_access_mode training_repository_credentials_provider_arn"
     ).split()
 )
 

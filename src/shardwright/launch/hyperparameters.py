@@ -29,16 +29,14 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or not name:
             raise ConfigError(
                 f"a hyperparameter is called {name!r}, but it becomes an option of the script, so it must "
-                "be text: "
-                'hyperparameters={"epochs": 3}'
+                'be text: hyperparameters={"epochs": 3}'
             )
         try:
             plain[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"hyperparameter {name} is {value!r}, which JSON cannot express ({error}). Give a number, "
-                "text, a "
-                "list, a dictionary, True, False or None."
+                "text, a list, a dictionary, True, False or None."
             ) from error
     return plain
 

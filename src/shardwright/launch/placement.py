@@ -60,26 +60,12 @@ def place_processes(
         number = _default(distribution, instance_type, of_kind, here // num_hosts, is_here=is_here)
     else:
         number = asked
-    if of_kind and number > of_kind:
-        raise ConfigError(
-            f"processes_per_host is {number}, but {instance_type} has {of_kind} GPUs, and each process uses "
-            "one. Set "
-            f"processes_per_host to at most {of_kind}, and instance_count to "
-            f"{-(-number * num_hosts // of_kind)} "
-            "for as many ranks."
-        )
-    if here and number * num_hosts > here:
-        raise ConfigError(
-            f"instance_count({num_hosts}) * processes_per_host({number}) = {number * num_hosts} processes, "
-            "but this "
-            f'machine has {here} GPUs, and each process uses one. Start fewer, or give device="cpu".'
-        )
+    _check_gpus(number, num_hosts, instance_type, of_kind=of_kind, here=here)
     remarks = []
     if is_here and of_kind and not here and device != "cpu":
         remarks.append(
             f"{instance_type} has {of_kind} GPUs, and this machine has none, so that ranks compute on its "
-            "CPUs; a "
-            'script that is written for CUDA needs device="cpu"'
+            'CPUs; a script that is written for CUDA needs device="cpu"'
         )
     needs_gpus = device != "cpu" and (bool(here) if is_here else bool(of_kind))
     return Placement(
@@ -87,6 +73,21 @@ def place_processes(
         gpus_per_host=number if needs_gpus else 0,
         remarks=tuple(remarks),
     )
+
+
+def _check_gpus(number: int, num_hosts: int, instance_type: str, *, of_kind: int | None, here: int) -> None:
+    if of_kind and number > of_kind:
+        raise ConfigError(
+            f"processes_per_host is {number}, but {instance_type} has {of_kind} GPUs, and each process "
+            f"uses one. Set processes_per_host to at most {of_kind}, and instance_count to "
+            f"{-(-number * num_hosts // of_kind)} for as many ranks."
+        )
+    if here and number * num_hosts > here:
+        raise ConfigError(
+            f"instance_count({num_hosts}) * processes_per_host({number}) = {number * num_hosts} processes, "
+            f"but this machine has {here} GPUs, and each process uses one. Start fewer, or give "
+            'device="cpu".'
+        )
 
 
 def _agreed(given: int | None, distributed: int | None) -> int | None:
@@ -107,8 +108,7 @@ def _default(
     if of_kind is None:
         raise ConfigError(
             f"nothing is known of instance_type {instance_type!r}, so say how many processes each host "
-            "should have, "
-            'as many as it has GPUs: "mpi": {"enabled": True, "processes_per_host": 8}, or '
+            'should have, as many as it has GPUs: "mpi": {"enabled": True, "processes_per_host": 8}, or '
             "Estimator(..., processes_per_host=8)."
         )
     return max(1, here if is_here else of_kind)

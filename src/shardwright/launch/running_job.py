@@ -192,8 +192,7 @@ class RunningJob(ABC):
         if self._over_time:
             self.failure = (
                 f"max_run is {self.spec.max_run_s:g} s, and they are over, so that the job was stopped. "
-                "Give it more, "
-                f"or None for no limit.\n{self.failure}"
+                f"Give it more, or None for no limit.\n{self.failure}"
             )
         elif self._is_stopped:
             warnings.warn(f"training job {self.name} was stopped before its end", stacklevel=3)

@@ -29,15 +29,14 @@ _COUNTS = (
 ).split()
 _FLAGS = (
     "auto_partition contiguous load_partition horovod ddp deterministic_server offload_activations "
-    "fp16_params fp16 "
-    "bf16 shard_optimizer_state prescaled_batch"
+    "fp16_params fp16 bf16 shard_optimizer_state prescaled_batch"
 ).split()
 # Any value is accepted: scripts pass them, and nobody has written down what they mean.
 _ANY = (
-    "xla fork skip_tracing activation_loading_horizon sdp_reduce_bucket_size sdp_param_persistence_threshold "
-    "sdp_max_live_parameters sdp_hierarchical_allgather sdp_gradient_clipping "
-    "delayed_parameter_initialization "
-    "static_mode fast_mode checkpoint_attentions _match_weights _fp32_grad_accumulation overlapping_allreduce"
+    "xla fork skip_tracing activation_loading_horizon sdp_reduce_bucket_size "
+    "sdp_param_persistence_threshold sdp_max_live_parameters sdp_hierarchical_allgather "
+    "sdp_gradient_clipping delayed_parameter_initialization static_mode fast_mode checkpoint_attentions "
+    "_match_weights _fp32_grad_accumulation overlapping_allreduce"
 ).split()
 _OTHERS = (
     "pipeline optimize placement_strategy default_partition partition_file memory_weight ddp_port "
@@ -69,8 +68,7 @@ def read_smp_parameters(given: Mapping[str, Any] | str | os.PathLike[str]) -> di
     if not isinstance(given, str | os.PathLike):
         raise ConfigError(
             f"parameters of the model parallel library are a {type(given).__name__}, but they must be a "
-            "dictionary "
-            'such as {"partitions": 2, "microbatches": 4}, or the path of a JSON file.'
+            'dictionary such as {"partitions": 2, "microbatches": 4}, or the path of a JSON file.'
         )
     text = os.fspath(given).strip()
     if text.startswith("{"):
@@ -96,8 +94,7 @@ def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"parameters of the model parallel library must be JSON, but {error}. Use numbers, text, true, "
-            "false "
-            "and null."
+            "false and null."
         ) from error
 
 
@@ -151,8 +148,7 @@ def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_
     equation = f"pipeline({stages}) * tensor({tensor}) = {model}" if tensor > 1 else f"partitions is {model}"
     raise ConfigError(
         f"{equation}, but instance_count({num_hosts}) * processes_per_host({processes_per_host}) = {world} "
-        "ranks, "
-        f"which is no multiple of it. Set processes_per_host in "
+        "ranks, which is no multiple of it. Set processes_per_host in "
         f'"mpi": {{"enabled": True, "processes_per_host": {model}}}, or change partitions.'
     )
 
@@ -193,9 +189,8 @@ def _from_pairs(text: str) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not key.replace("-", "_").isidentifier():
             raise ConfigError(
-                f"{pair!r} in {text!r} is no parameter of the model parallel library. Write key=value pairs "
-                "with "
-                "commas between them: partitions=2,microbatches=4"
+                f"{pair!r} in {text!r} is no parameter of the model parallel library. Write key=value "
+                "pairs with commas between them: partitions=2,microbatches=4"
             )
         found[_plain(key)] = _value(value)
     return found
@@ -242,16 +237,14 @@ def _wrong_choices(given: Mapping[str, Any]) -> list[str]:
     if "placement_strategy" in given and not _is_placement(given["placement_strategy"]):
         problems.append(
             f"placement_strategy is {given['placement_strategy']!r}, but it must be cluster (the same as "
-            "DPT), "
-            "spread (TPD), or another order of the letters D, P and T; the rightmost changes fastest."
+            "DPT), spread (TPD), or another order of the letters D, P and T; the rightmost changes fastest."
         )
     if "optimize" in given and given["optimize"] not in ("speed", "memory"):
         problems.append(f"optimize is {given['optimize']!r}, but it must be speed or memory.")
     if "ddp_dist_backend" in given and given["ddp_dist_backend"] not in _BACKENDS:
         problems.append(
-            f"ddp_dist_backend is {given['ddp_dist_backend']!r}, but it must be {', '.join(_BACKENDS[:-1])} "
-            "or "
-            f"{_BACKENDS[-1]}."
+            f"ddp_dist_backend is {given['ddp_dist_backend']!r}, but it must be "
+            f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}."
         )
     return problems
 
@@ -271,8 +264,7 @@ def _wrong_numbers(given: Mapping[str, Any]) -> list[str]:
     if "default_partition" in given and not _is_count(given["default_partition"], least=0):
         problems.append(
             f"default_partition is {given['default_partition']!r}, but it must be a whole number of at "
-            "least 0: "
-            "the stage of modules outside any smp.partition."
+            "least 0: the stage of modules outside any smp.partition."
         )
     weight = given.get("memory_weight", 0.5)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
@@ -292,15 +284,13 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     if None not in (partitions, degree) and partitions != degree:
         problems.append(
             f"partitions is {partitions!r} and pipeline_parallel_degree is {degree!r}, but they are two "
-            "names of "
-            "one setting. Give one of them."
+            "names of one setting. Give one of them."
         )
     default = given.get("default_partition")
     if given.get("auto_partition") is False and default is None:
         problems.append(
             "auto_partition is False, but default_partition does not say where modules outside any "
-            "smp.partition "
-            'go. Add "default_partition": 0, or leave auto_partition at True.'
+            'smp.partition go. Add "default_partition": 0, or leave auto_partition at True.'
         )
     if _is_count(default, least=0) and _is_count(stages) and default >= stages:
         problems.append(

@@ -82,9 +82,7 @@ def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpu
         "SM_HPS": to_text(hyperparameters),
         "SM_USER_ARGS": to_text(list(request.arguments)),
         "SM_USER_ENTRY_POINT": request.target if request.is_module else Path(request.target).name,
-        "SM_MODULE_DIR": str(
-            Path.cwd() if request.is_module else Path(request.target).absolute().parent
-        ),
+        "SM_MODULE_DIR": str(Path.cwd() if request.is_module else Path(request.target).absolute().parent),
         "SM_NUM_GPUS": str(num_gpus),
         "SM_NUM_CPUS": str(_num_cores()),
         "SM_LOG_LEVEL": "20",

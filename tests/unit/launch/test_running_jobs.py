@@ -127,8 +127,10 @@ def test_a_rank_that_saved_is_no_failure_of_the_script(start):
 def test_ctrl_c_is_passed_on_and_the_end_awaited(start, tmp_path):
     job = start("trap 'touch saved; exit 75' TERM; touch ready; while true; do sleep 0.05; done")
 
+    before = signal.getsignal(signal.SIGINT)
+
     def interrupt():
-        while not (tmp_path / "ready").exists():
+        while not (tmp_path / "ready").exists() or signal.getsignal(signal.SIGINT) is before:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 

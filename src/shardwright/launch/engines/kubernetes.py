@@ -123,9 +123,8 @@ class Kubernetes:
         for channel, path in spec.channels.items():
             if not PurePosixPath(path).is_absolute():
                 raise ConfigError(
-                    f"input {channel} is {path}, but on Kubernetes it must be a folder as pods see it, such "
-                    "as "
-                    f'/data/{channel}, on a volume: Kubernetes(volumes={{"/data": "name-of-a-claim"}}).'
+                    f"input {channel} is {path}, but on Kubernetes it must be a folder as pods see it, "
+                    f'such as /data/{channel}, on a volume: Kubernetes(volumes={{"/data": "name-of-a-claim"}}).'
                 )
         if spec.import_folders:
             raise ConfigError(
@@ -333,8 +332,7 @@ def _name(spec: JobSpec) -> str:
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         raise ConfigError(
             f"the job is called {spec.name}, but on Kubernetes its name must begin with a letter, and have "
-            "at most "
-            f"{_LONGEST_NAME} letters, digits and '-'. Give another job_name or base_job_name."
+            f"at most {_LONGEST_NAME} letters, digits and '-'. Give another job_name or base_job_name."
         )
     return name
 

@@ -144,7 +144,6 @@ def _rate(bandwidth: float | str | None) -> float | None:
     if rate <= 0:
         raise ConfigError(
             f"bandwidth is {bandwidth!r}, but it must be a rate of more than 0, as a number of bit/s or "
-            "such as "
-            '"1 Gbit/s".'
+            'such as "1 Gbit/s".'
         )
     return rate

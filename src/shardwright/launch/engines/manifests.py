@@ -143,13 +143,8 @@ def train_job(
         patches_runtime: the Trainer is 2.2 or newer, which has ``runtimePatches``, ``activeDeadlineSeconds``;
             older ones have ``podTemplateOverrides``.
     """
-    script = shell_script(
-        spec,
-        pods,
-        num_parts=num_parts,
-        node_rank='"$PET_NODE_RANK"',
-        endpoint='"$PET_MASTER_ADDR:$PET_MASTER_PORT"',
-    )
+    rank, endpoint = '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'
+    script = shell_script(spec, pods, num_parts=num_parts, node_rank=rank, endpoint=endpoint)
     trainer: dict[str, Any] = {
         **({"image": pods.image} if pods.image else {}),
         "command": ["bash", "-c", script],
@@ -188,13 +183,8 @@ def job_set(
 ) -> dict[str, Any]:
     """A JobSet: one indexed job, a pod a host, which find each other by name."""
     first = f"{name}-{REPLICATED_JOB}-0-0.{name}"
-    script = shell_script(
-        spec,
-        pods,
-        num_parts=num_parts,
-        node_rank='"$JOB_COMPLETION_INDEX"',
-        endpoint=f"{first}:{_PORT}",
-    )
+    rank, endpoint = '"$JOB_COMPLETION_INDEX"', f"{first}:{_PORT}"
+    script = shell_script(spec, pods, num_parts=num_parts, node_rank=rank, endpoint=endpoint)
     container: dict[str, Any] = {
         "name": REPLICATED_JOB,
         "image": pods.image,

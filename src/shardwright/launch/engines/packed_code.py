@@ -41,8 +41,7 @@ def pack(folder: Path, *, without: Path) -> list[str]:
         raise ConfigError(
             f"source_dir {folder} is too big to go with the job: packed it takes more than "
             f"{format_bytes(_MOST * 3 // 4)}. Keep data out of it; or put it into the image, or on a "
-            "volume, and say "
-            'where it is there: Kubernetes(code="/workspace").'
+            'volume, and say where it is there: Kubernetes(code="/workspace").'
         )
     return [text[start : start + _PART] for start in range(0, len(text), _PART)]
 

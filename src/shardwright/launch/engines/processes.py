@@ -55,8 +55,7 @@ def prepare_run_folder(spec: JobSpec) -> None:
     except OSError as error:
         raise LaunchError(
             f"the folder {spec.run_folder} of the job cannot be made: {error.strerror}. Set output_path to "
-            "a folder "
-            "that can be written."
+            "a folder that can be written."
         ) from error
 
 

@@ -68,8 +68,7 @@ class Slurm:
             if not _OPTION.fullmatch(name):
                 raise ConfigError(
                     f"options have {name!r}, which is no option of sbatch. Write long names without dashes "
-                    "before "
-                    'them: options={"constraint": "a100"}.'
+                    'before them: options={"constraint": "a100"}.'
                 )
         self._cpus = cpus_per_host
         self._setup = [setup] if isinstance(setup, str) else list(setup)
