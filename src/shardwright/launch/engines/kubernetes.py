@@ -124,7 +124,8 @@ class Kubernetes:
             if not PurePosixPath(path).is_absolute():
                 raise ConfigError(
                     f"input {channel} is {path}, but on Kubernetes it must be a folder as pods see it, "
-                    f'such as /data/{channel}, on a volume: Kubernetes(volumes={{"/data": "name-of-a-claim"}}).'
+                    f"such as /data/{channel}, on a volume: "
+                    'Kubernetes(volumes={"/data": "name-of-a-claim"}).'
                 )
         if spec.import_folders:
             raise ConfigError(
