@@ -75,7 +75,7 @@ def test_mnist_trains_saves_and_goes_on(tmp_path):
     assert len(state) == 8
 
     saved = ("--partial-checkpoint", "model/pt_mnist_checkpoint.pt", "--epochs", "1", "--amp", "1")
-    resumed = train(on_cpu(2), "mnist.py", *saved, "--model-dir", "later", cwd=tmp_path)
+    resumed = train(torchrun(2), "mnist.py", *saved, "--model-dir", "later", cwd=tmp_path)
     assert losses(resumed)[0] < losses(output)[0] / 4
 
 
@@ -112,7 +112,7 @@ def test_gpt2_saves_and_resumes(tmp_path):
     assert "transformer.h.3.mlp.c_proj.weight" in torch.load(tmp_path / "model/fullmodel.pt")
 
     (tmp_path / "kept/newest").write_text("total_steps2")
-    resumed = train(on_cpu(2), "train_gpt_simple.py", *every, "--load_partial", "1", cwd=tmp_path)
+    resumed = train(torchrun(2), "train_gpt_simple.py", *every, "--load_partial", "1", cwd=tmp_path)
     assert "Resumed at step 2" in resumed
     assert losses(resumed) == pytest.approx(losses(output)[2:], abs=2e-5)
 
@@ -138,7 +138,7 @@ def test_gpt_neox_with_sharded_parameters_under_torchrun(tmp_path):
 def test_bloom_in_half_precision(tmp_path):
     """The loss scale begins at 2 ** 32: steps are skipped, and the rate waits, until it fits."""
     options = ("--model_type", "bloom", "--fp16", "1", "--max_steps", "45", "--shard_optimizer_state", "1")
-    output = train(on_cpu(2), "train_gpt_simple.py", *options, "--lr", "1e-2", cwd=tmp_path)
+    output = train(torchrun(2), "train_gpt_simple.py", *options, "--lr", "1e-2", cwd=tmp_path)
     rates = [float(rate) for rate in re.findall(r"lr: (\d\.\d+)", output)]
     assert rates[0] == rates[5] == 0
     assert max(rates) > 1e-3
@@ -146,7 +146,10 @@ def test_bloom_in_half_precision(tmp_path):
 
 
 def test_flan_t5_trains_evaluates_and_saves(tmp_path):
-    output = train(on_cpu(2), "train_flan_t5.py", "--max_steps", "8", "--model_dir", "model", cwd=tmp_path)
+    arguments = ("--max_steps", "8", "--model_dir", "model")
+    output = train(
+        torchrun(2), "train_flan_t5.py", *arguments, cwd=tmp_path, SM_MODEL_DIR="model", SM_NUM_GPUS="2"
+    )
     assert "(4, 8, 37)" in output
     assert losses(output)[-1] < losses(output)[0]
     assert "decoder.block.1.layer.2.DenseReluDense.wo.weight" in torch.load(tmp_path / "model/flan.pt")
