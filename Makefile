@@ -71,9 +71,9 @@ $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
 $(TRAINER_STAMP): $(STAMP) tests/compat_trainer/constraints.txt
 	$(PYTHON) -m venv --clear $(TRAINER_VENV)
 # Its own packages come first; a folder that is named like this is not searched for further .pth files.
-	$(TRAINER_VENV)/bin/python -c 'import pathlib, sysconfig; \
-	  folder = pathlib.Path(sysconfig.get_path("purelib")); shared = folder.relative_to(pathlib.Path("$(TRAINER_VENV)").resolve()); \
-	  paths = ["src", "compat/src", pathlib.Path("$(VENV)") / shared]; \
+	$(TRAINER_VENV)/bin/python -c 'import pathlib, sys, sysconfig; \
+	  folder = pathlib.Path(sysconfig.get_path("purelib")); \
+	  paths = ["src", "compat/src", pathlib.Path("$(VENV)") / folder.relative_to(sys.prefix)]; \
 	  (folder / "shardwright.pth").write_text("".join(f"{pathlib.Path(path).resolve()}\n" for path in paths))'
 	$(TRAINER_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
 	  -c tests/compat_trainer/constraints.txt transformers
