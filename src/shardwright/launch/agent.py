@@ -186,7 +186,11 @@ def _stopped(
     if SAVED_AND_REQUEUE in codes:
         report(f"stopped by {number.name}; the ranks saved their state (exit code 75)")
         return SAVED_AND_REQUEUE
-    killed = [worker_exit.rank for worker_exit in exits.of_last_life() if worker_exit.was_killed]
+    killed = [  # not those that a second signal ended
+        worker_exit.rank
+        for worker_exit in exits.of_last_life()
+        if worker_exit.was_killed and worker_exit.patience_s >= request.grace_s
+    ]
     ranks = ", ".join(map(str, sorted(killed)))
     unsaved = f"; rank {ranks} did not save in time (--grace {request.grace_s:g}), and was killed"
     report(f"stopped by {number.name}{unsaved if killed else ''}")

@@ -29,7 +29,8 @@ class WorkerExit:
         at_s: when (`time.monotonic`, one clock for this host).
         seconds: how long it ran.
         signal_number: what the supervisor had passed on to it before, if anything.
-        was_killed: it did not end within the grace, so the supervisor killed it.
+        was_killed: it did not end in time, so the supervisor killed it.
+        patience_s: how much time it was given, from the last signal on.
         error: the last traceback that it wrote, or its last words.
         log: its log file.
     """
@@ -42,6 +43,7 @@ class WorkerExit:
     seconds: float
     signal_number: int | None = None
     was_killed: bool = False
+    patience_s: float = 0.0
     error: str = ""
     log: str
 

@@ -80,6 +80,7 @@ class Supervisor:
         self._agent_is_gone = False
         self._signal_number: int | None = None
         self._signalled_at_s = 0.0
+        self._patience_s = 0.0
         self._kill_at_s: float | None = None
         self._was_killed = False
         self._wakeup_fd, self._wakeup_write_fd = os.pipe()
@@ -109,6 +110,7 @@ class Supervisor:
             seconds=ended_at_s - started_at_s,
             signal_number=self._signal_number,
             was_killed=self._was_killed,
+            patience_s=self._patience_s,
             error=last_words(err.tail) if script.returncode else "",
             log=str(self._log),
         )
@@ -170,7 +172,8 @@ class Supervisor:
         # the group is killed at the end.
         with contextlib.suppress(ProcessLookupError):
             os.kill(script.pid, number)
-        self._kill_at_s = time.monotonic() + self._patience_s()
+        self._patience_s = self._patience_from_now_s()
+        self._kill_at_s = time.monotonic() + self._patience_s
         if self._signal_number is None:
             self._signal_number, self._signalled_at_s = number, time.monotonic()
 
@@ -179,7 +182,7 @@ class Supervisor:
         is_the_same = number == self._signal_number and number != signal.SIGINT
         return is_the_same and time.monotonic() - self._signalled_at_s < _SAME_SIGNAL_S
 
-    def _patience_s(self) -> float:
+    def _patience_from_now_s(self) -> float:
         """How long the script may take from this signal on."""
         if self._signal_number is not None:
             return _GRACE_AFTER_SECOND_SIGNAL_S

@@ -15,6 +15,7 @@ replicas may get a sample more of the last batch, and each replica counts the sa
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -236,19 +237,20 @@ class _SeededInWorkers(Dataset[Any]):
 
 
 def _outlive_sigterm(_: int) -> None:
-    """A launcher or scheduler sends it to all processes, and the rank that saves still needs its workers.
+    """Has a worker end on SIGTERM only where the rank sends it, when it is done with its loader.
 
-    They end when the loader is done with them, or when the rank has ended.
+    A launcher or a scheduler sends it to all processes, and the rank that saves then still needs its workers.
+    They end when the rank has ended, too.
     """
-    came: list[int] = []
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    def once(*_: object) -> None:
-        if came or os.getppid() != parent:
-            os._exit(0)
-        came.append(1)
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (rank, os.getpid()):
+            pass
+        os._exit(0)
 
-    parent = os.getppid()
-    signal.signal(signal.SIGTERM, once)
+    threading.Thread(target=listen, name="shardwright-sigterm", daemon=True).start()
 
 
 def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
