@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import GLOBAL_BATCH, SAMPLES, training
+from checkpointed import GLOBAL_BATCH, SAMPLES, Dropped, training
+from sharded import QUIET
 
 from choices import some_combinations
 from shardwright.testing import run_ranks
@@ -59,6 +60,54 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> No
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(final[name], value), name
+
+
+def two_optimizers(folder: Path, first: int, until: int) -> tuple[list[float], dict[str, Any]]:
+    """Each has half of the parameters; gradients are scaled by PyTorch's own scaler."""
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, **PIPELINE})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(Dropped(dropout=0.0))
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[0:20:2], "lr": 0.01}, {"params": parameters[20::2], "lr": 0.02}]
+    updates = [
+        sw.DistributedOptimizer(torch.optim.AdamW(groups if not first else groups[::-1])),
+        sw.DistributedOptimizer(torch.optim.SGD(parameters[1::2], lr=1e-4, momentum=0.9)),
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+    checkpoints = sw.Checkpoints(folder, every=1, keep=1, state={"scaler": scaler})
+    assert checkpoints.resume() == first
+
+    @sw.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(scaler.scale(loss))
+        return loss
+
+    losses = []
+    for step in range(first, until):
+        x = torch.randint(0, 37, (8, 5), generator=torch.Generator().manual_seed(step))
+        for optimizer in updates:
+            optimizer.zero_grad()
+        losses.append(train(model, x).reduce_mean().item())
+        for optimizer in updates:
+            scaler.step(optimizer)
+        scaler.update()
+        checkpoints.step_done(step + 1)
+    checkpoints.wait()
+    return losses, {**model.state_dict(), "scale": torch.tensor(scaler.get_scale())}
+
+
+def test_two_optimizers_a_scaler_and_one_checkpoint_that_stays(tmp_path: Path) -> None:
+    """Groups may come in another order; older checkpoints go."""
+    (whole, state), *_ = run_ranks(two_optimizers, 2, tmp_path / "whole", 0, 5)
+    (path,) = (tmp_path / "whole").glob("step-*")
+    assert path.name == "step-00000005"
+    run_ranks(two_optimizers, 2, tmp_path / "cut", 0, 3)
+    for losses, final in run_ranks(two_optimizers, 2, tmp_path / "cut", 3, 5):
+        assert losses == pytest.approx(whole[3:], rel=1e-5)
+        torch.testing.assert_close(final, state, rtol=1e-4, atol=1e-6)
 
 
 # pipeline, shard, replicas

@@ -14,9 +14,10 @@ from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = ["Overlap", "SavedCheckpoint"]
+__all__ = ["LARGEST_TEXT", "Overlap", "SavedCheckpoint"]
 
-_LARGEST_TEXT = 256 * 2**20  # bytes of a file of JSON
+LARGEST_TEXT = 2**30
+"""Most bytes of a file of JSON that are read: the index of about three million pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class SavedCheckpoint:
         Raises:
             CorruptCheckpointError: the list of them is missing or damaged.
         """
-        content = read_regular(self._listed(INDEX), most_bytes=_LARGEST_TEXT)
+        content = read_regular(self._listed(INDEX), most_bytes=LARGEST_TEXT)
         return TensorIndex.from_bytes(content, name=str(self.path / INDEX))
 
     @cached_property
@@ -93,7 +94,7 @@ class SavedCheckpoint:
         Raises:
             CorruptCheckpointError: it is missing or damaged.
         """
-        return parse(read_regular(self._listed(name), most_bytes=_LARGEST_TEXT), name=str(self.path / name))
+        return parse(read_regular(self._listed(name), most_bytes=LARGEST_TEXT), name=str(self.path / name))
 
     def entry(self, name: str) -> TensorEntry:
         """Type and shape of a tensor, by its full name.

@@ -330,7 +330,10 @@ class Checkpoints:
                 text = to_json(use_diff=False)
             except TypeError:  # not that of transformers
                 return documents
-            documents[CONFIG] = json.dumps(json.loads(text), indent=1).encode()
+            settings = json.loads(text)
+            if not settings.get("architectures"):  # save_pretrained adds it, and pipelines look for it
+                settings["architectures"] = [type(self._model.module).__name__]
+            documents[CONFIG] = json.dumps(settings, indent=1).encode()
         return documents
 
     def _look(self, *, wait: bool) -> int:

@@ -28,6 +28,7 @@ from shardwright.checkpoint.draft import add_file, add_tensors
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
 from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.saved import LARGEST_TEXT
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.mesh import Mesh
@@ -260,11 +261,14 @@ class SaveUnderWay:
         documents = [document for _, (_, _, document) in sorted(ranks.items(), key=lambda item: item[0])]
         state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike)
         content = json.dumps(state.model_dump(mode="json"), allow_nan=False).encode()
-        files[INDEX] = add_file(draft.path, INDEX, [index.to_bytes()], disk=disk)
-        files[STATE] = add_file(draft.path, STATE, [content], disk=disk)
-        for name, text in draft.documents.items():
-            files[name] = add_file(draft.path, name, [text], disk=disk)
         parse(content, name=STATE)  # what cannot be read again is not committed
+        for name, text in {INDEX: index.to_bytes(), STATE: content, **draft.documents}.items():
+            if len(text) > LARGEST_TEXT:
+                raise CheckpointError(
+                    f"{name} has {len(text)} bytes, and at most {LARGEST_TEXT} could be read again. Keep "
+                    "large states in tensors."
+                )
+            files[name] = add_file(draft.path, name, [text], disk=disk)
         self._folder.commit(draft.path, step=draft.step, files=files)
         if draft.keep is not None:
             try:
