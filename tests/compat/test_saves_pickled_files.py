@@ -3,6 +3,7 @@
 import argparse
 import collections
 import datetime
+import fractions
 import os
 import pathlib
 import pickle
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+from smdistributed.modelparallel.torch import random_states
 from smdistributed.modelparallel.torch.pickled_files import load_file
 
 
@@ -51,6 +53,25 @@ def test_what_scripts_save_comes_back(tmp_path: pathlib.Path) -> None:
     before = content()
     after = load_file(saved(tmp_path / "user_content.pt", before))
     assert after == before
+
+
+def test_numbers_of_numpy_where_the_script_has_allowed_the_classes_of_numpy(tmp_path: pathlib.Path) -> None:
+    """`smp.init` does, for the Trainer; the number of parameters is one of NumPy's in GPT scripts."""
+    random_states.let_trainer_load()
+    allowed = set(torch.serialization.get_safe_globals())
+    before = {"num_params": numpy.sum([numpy.prod(torch.ones(2, 3).size())]), "losses": numpy.ones(3)}
+    after = load_file(saved(tmp_path / "user_content.pt", before))
+    assert after["num_params"] == 6
+    assert numpy.array_equal(after["losses"], before["losses"])
+    assert set(torch.serialization.get_safe_globals()) == allowed
+
+
+def test_a_class_that_the_script_has_allowed(tmp_path: pathlib.Path) -> None:
+    path = saved(tmp_path / "f", {"step": fractions.Fraction(1, 3)})
+    with pytest.raises(CheckpointError, match=r"fractions\.Fraction"):
+        load_file(path)
+    with torch.serialization.safe_globals([fractions.Fraction]):
+        assert load_file(path) == {"step": fractions.Fraction(1, 3)}
 
 
 @pytest.mark.parametrize("zipped", [True, False])

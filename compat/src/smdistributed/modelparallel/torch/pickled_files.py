@@ -6,11 +6,12 @@ is loaded as a pickle: PyTorch's reader of weights reads it, which calls only wh
 """
 
 import _compat_pickle
+import contextlib
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _as_weights(path: Path, options: dict[str, Any]) -> Any:
     allowed: list[tuple[Callable[..., Any], str]] = []
     while True:
         try:
-            with torch.serialization.safe_globals(list(allowed)):
+            with _allowing(allowed):
                 return torch.load(path, weights_only=True, **options)
         except pickle.UnpicklingError as error:
             name = _next_name(path, str(error), [known for _, known in allowed])
@@ -100,6 +101,29 @@ def _as_weights(path: Path, options: dict[str, Any]) -> Any:
             allowed.append((found, name))
         except (EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise _unreadable(path, error) from error
+
+
+@contextlib.contextmanager
+def _allowing(allowed: list[tuple[Callable[..., Any], str]]) -> Iterator[None]:
+    """What the reader may call meanwhile: ours, and what the script has allowed under other names.
+
+    PyTorch keeps one set of these. Where a class is in it under a name of ours, as NumPy's are for the
+    Trainer, it is chance which of both the reader gets, and theirs needs still more.
+    """
+    before = torch.serialization.get_safe_globals()
+    others = [entry for entry in before if harmless(_name_of(entry)) is None]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*others, *allowed])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _name_of(entry: Any) -> str:
+    """Under which name a class or function may stand in files, if it is one of the reader's."""
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _next_name(path: Path, message: str, known: list[str]) -> str | None:
