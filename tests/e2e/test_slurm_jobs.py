@@ -140,6 +140,7 @@ def check_ranks(folder, name):
         assert found == [host, '["node1","node2"]', "4", "3", data, str(rank % 2), "it's here"]
 
 
+@pytest.mark.sweep  # on a busy machine slurmd may not get its helper started in time, and gives up
 def test_a_job_of_two_nodes_under_a_real_slurm(folder, cluster, capfd):
     job = estimator()
     job.fit({"train": "data"}, job_name="one")
@@ -153,6 +154,15 @@ def test_a_rank_that_fails_under_a_real_slurm_is_named(folder, cluster):
     with pytest.raises(LaunchError, match=r"rank 3 failed first(.|\n)*ValueError: boom on one") as caught:
         estimator(hyperparameters={"epochs": 3, "fail": 3}).fit(logs=False)
     assert caught.value.exit_code == 5
+
+
+def test_a_job_that_slurm_holds_is_not_waited_for(folder, stand_ins):
+    """The nodes could not start it: Slurm puts it back, and waits for an administrator."""
+    (stand_ins / "held").touch()
+    with pytest.raises(LaunchError, match="Slurm could not start job 100 on its nodes") as caught:
+        estimator().fit(logs=False)
+    assert caught.value.exit_code == 4
+    assert (stand_ins / "100.cancelled").exists()
 
 
 def test_the_batch_script_runs_on_each_node(folder, stand_ins, monkeypatch):

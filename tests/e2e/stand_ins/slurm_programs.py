@@ -70,7 +70,7 @@ def squeue(words):
     number = words[words.index("--jobs") + 1]
     if (STATE / f"{number}.code").exists():
         sys.exit("slurm_load_jobs error: Invalid job id specified")
-    print("RUNNING None")
+    print("PENDING launch failed requeued held" if (STATE / "held").exists() else "RUNNING None")
 
 
 def sacct(words):

@@ -165,6 +165,7 @@ class SlurmJob(RunningJob):
         self._asks_every_s = poll_s
         self._asks_next_s = 0.0
         self._last_state = ""
+        self._is_held = False
 
     def _has_ended(self) -> bool:
         if time.monotonic() < self._asks_next_s:
@@ -175,6 +176,10 @@ class SlurmJob(RunningJob):
         if state and state != self._last_state:
             self._last_state = state
             self._note(f"Slurm job {self.number}: {state}")
+        if state.startswith("PENDING") and "requeued" in state and "held" in state:
+            self._is_held = True  # it would wait for ever
+            ask(["scancel", self.number])
+            return True
         # A job that has just ended is in the queue for a while.
         return not state or state.split()[0] in _BY_SIGNAL | {
             *("COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
@@ -185,6 +190,11 @@ class SlurmJob(RunningJob):
         self._asks_next_s = 0.0
 
     def _outcome(self) -> Outcome:
+        if self._is_held:
+            return ENVIRONMENT, (
+                f"Slurm could not start job {self.number} on its nodes, and would hold it until somebody "
+                f"releases it ({self._last_state}): it was cancelled. The log of slurmd there says why."
+            )
         state, code = self._end()
         log = spec_log(self.spec)
         if state == "COMPLETED":
