@@ -1,5 +1,6 @@
 """The grid of ranks, its groups, and objects from rank to rank."""
 
+import multiprocessing
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from compat.small_models import QUIET
+from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
@@ -168,6 +170,42 @@ def test_wrong_ranks_and_groups_are_refused():
         assert "names pp rank 2, but they run from 0 to 1" in beyond
         assert "is this rank itself" in itself
         assert "'DP_GROUP' is not a group. Use one of smp.WORLD" in no_group
+
+
+def test_a_forked_process_does_not_speak_for_its_rank():
+    """A pool that makes a data loader, as GPT scripts have one, would mix up the messages of the rank."""
+
+    def forks():
+        import smdistributed.modelparallel.torch as smp
+
+        def child(answers):
+            calls = {
+                "broadcast": lambda: smp.broadcast(1, smp.WORLD),
+                "recv_from": lambda: smp.recv_from(1 - smp.rank(), smp.RankType.PP_RANK),
+                "allgather": lambda: smp.allgather(1, smp.PP_GROUP),
+                "barrier": smp.barrier,
+            }
+            for name, call in calls.items():
+                try:
+                    call()
+                except UsageError as error:
+                    answers.put((name, str(error)))
+            smp.broadcast(1, smp.DP_GROUP)  # there is nobody else in it
+
+        smp.init({**QUIET, "partitions": 2})
+        context = multiprocessing.get_context("fork")
+        answers = context.Queue()
+        process = context.Process(target=child, args=(answers,))
+        process.start()
+        found = dict(answers.get(timeout=30) for _ in range(4))
+        process.join()
+        smp.barrier()
+        return found, process.exitcode
+
+    for rank, (found, exit_code) in enumerate(run_ranks(forks, 2)):
+        assert exit_code == 0
+        assert list(found) == ["broadcast", "recv_from", "allgather", "barrier"]
+        assert all(f"which rank {rank} has started" in text for text in found.values())
 
 
 def test_a_message_that_nobody_sends_names_the_rank_that_is_waited_for():

@@ -248,7 +248,10 @@ def test_a_model_output_of_hugging_face_comes_back_as_one():
         model = smp.DistributedModel(plain, trace_device="gpu")
         layers = model.get_module().transformer.seq_layers
         assert layers is plain.transformer.h
-        smp.set_activation_checkpointing(layers, strategy="each")
+        assert layers[0].attention is layers[0].attn
+        smp.set_activation_checkpointing(layers[0].attention)
+        smp.set_activation_checkpointing(layers[0].output)
+        smp.set_activation_checkpointing(layers[1:], strategy="each")
 
         @smp.step
         def train_step(model, input_ids, attention_mask):
@@ -263,6 +266,7 @@ def test_a_model_output_of_hugging_face_comes_back_as_one():
         (translate,) = smp.state.module_manager.translate_functions
         state = model.state_dict()
         assert "seq_layers" not in "".join(state)
+        assert "attention" not in "".join(state)
         assert translate[0](state) is state
         return output["loss"].reduce_mean().item(), output.past_key_values
 

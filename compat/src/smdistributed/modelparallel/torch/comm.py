@@ -8,6 +8,7 @@ message is sent when its receiver takes it: both wait for each other::
 """
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,6 +80,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """
     current = current_run()
     ranks = members(group)
+    _refuse_in_a_child("smp.allgather()", ranks)
     with call_together("smp.allgather()", ranks):
         under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
         found = [obj if other == current.rank else _receive(other) for other in ranks]
@@ -89,7 +91,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits for all ranks of a group, which call it too."""
     if kind_of(group) == "world":
-        current_run()
+        _refuse_in_a_child("smp.barrier()", members(group))
         sw.barrier()
     else:
         allgather(None, group)
@@ -125,10 +127,21 @@ def _other(rank: int, rank_type: RankType, call: str) -> int:
 def _together(where: str, others: Sequence[int]) -> Iterator[None]:
     """Counts a call among those that this rank makes together with each of these: see `roll_call`."""
     rank = current_run().rank
+    _refuse_in_a_child(where, [rank, *others])
     with ExitStack() as calls:
         for other in others:
             calls.enter_context(call_together(where, sorted((rank, other))))
         yield
+
+
+def _refuse_in_a_child(where: str, ranks: Sequence[int]) -> None:
+    """A fork has the connections of its rank: what both send and receive over them would be mixed up."""
+    if len(ranks) > 1 and state.is_in_a_child:
+        raise UsageError(
+            f"{where} was called in process {os.getpid()}, which rank {current_run().rank} has started (a "
+            "worker of a DataLoader, or of a pool), and only a rank itself can talk to others. Call it in "
+            "the script's own process, and give what came of it to the worker."
+        )
 
 
 def _packed(obj: Any) -> Tensor:

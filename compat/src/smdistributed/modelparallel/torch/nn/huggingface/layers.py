@@ -2,7 +2,8 @@
 
 Scripts that ask for distributed modules (``smp.model_creation(tensor_parallelism=True)``) look there for the
 layers to place and to recompute. With tensor_parallel_degree 1 the model stays Hugging Face's own, and the
-name means its own layers. It is no submodule: names of parameters and states stay as they are.
+name means its own layers; in each of them, ``attention`` and ``output`` are its two halves. They are no
+submodules: names of parameters and states stay as they are.
 """
 
 from torch import nn
@@ -22,12 +23,16 @@ _LAYERS = {
 
 _NAME = "seq_layers"
 
+# The same of the halves of a layer, which scripts recompute one by one.
+_ATTENTION = {"GPT2Block": "attn", "GPTJBlock": "attn", "GPTNeoBlock": "attn", "BloomBlock": "self_attention"}
+_OUTPUT = dict.fromkeys((*_ATTENTION, "GPTNeoXLayer"), "mlp")
+
 
 def name_layers(model: nn.Module) -> None:
-    """Has the transformers in a model know their layers by the name ``seq_layers``, too."""
+    """Has the transformers in a model know their layers by ``seq_layers``, and halves of these, too."""
     for module in model.modules():
-        names = [name for kind in type(module).__mro__ if (name := _LAYERS.get(kind.__name__))]
-        if names and not hasattr(module, _NAME):
-            layers = getattr(module, names[0], None)
-            if isinstance(layers, nn.Module):
-                vars(module)[_NAME] = layers
+        for name, known in ((_NAME, _LAYERS), ("attention", _ATTENTION), ("output", _OUTPUT)):
+            own = [own for kind in type(module).__mro__ if (own := known.get(kind.__name__))]
+            part = getattr(module, own[0], None) if own and not hasattr(module, name) else None
+            if isinstance(part, nn.Module):
+                vars(module)[name] = part
