@@ -147,13 +147,13 @@ def test_a_rank_that_raises_is_named_with_its_traceback_once(folder):
 
 
 def test_the_line_of_a_dry_run_really_runs(folder):
-    script = folder.script(TRAIN)
-    dry = folder.shardwright_run("-n", "2", "--set", "microbatches=4", "--dry-run", script, "two words")
+    words = (folder.script(TRAIN, "train$$.py"), "two words", "0", "pa$$word", "${local_rank}", "$HOME")
+    dry = folder.shardwright_run("-n", "2", "--set", "microbatches=4", "--dry-run", *words)
     assert dry.returncode == 0
     assert dry.stderr == ""
     found = folder.run("bash", "-c", dry.stdout)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("sum 3.0 torchrun two words") == 2
+    assert found.stdout.count("sum 3.0 torchrun two words 0 pa$$word ${local_rank} $HOME\n") == 2
     assert len(list((folder.path / "runs/one/logs").rglob("stdout.log"))) == 2
 
 
@@ -181,6 +181,15 @@ def test_a_module_runs(folder):
     folder.script("import sys\nprint('module', sys.argv[1:])", "package/train.py")
     found = folder.shardwright_run("-n", "1", "-m", "package.train", "-x")
     assert (found.returncode, found.stdout) == (0, "module ['-x']\n")
+
+
+def test_arguments_and_paths_with_dollars_stay_as_they_are(folder):
+    """torchelastic fills in what looks like a template: `pa$$word` became `pa$word`, `${local_rank}` 0."""
+    words = ["pa$$word", "${local_rank}", "$local_rank", "${rank}", "$HOME", "$", "5 $$$"]
+    script = folder.script("import sys\nprint(sys.argv[1:])", "pay$$me.py")
+    found = folder.shardwright_run("-n", "1", "--run-dir", "runs$$1", script, *words)
+    assert (found.returncode, found.stdout) == (0, f"{words}\n"), found.stderr
+    assert (folder.path / "runs$$1/one/logs/rank0.log").read_text() == f"{words}\n"
 
 
 def test_two_runs_of_one_name_do_not_mix(folder):

@@ -16,6 +16,7 @@ from typing import Any
 from shardwright.errors import LaunchError
 from shardwright.launch.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.request import LaunchRequest
+from shardwright.launch.torchrun import as_it_is
 from shardwright.launch.training_environment import job_variables, result_folders
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
 
@@ -138,7 +139,7 @@ def _silence_torchelastic() -> None:
 def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     supervisor = ["-P", "-m", "shardwright.launch.worker", "--exits", f"{folder}/exits.jsonl"]
     limits = ["--logs", str(request.logs.absolute()), "--grace-s", str(request.grace_s)]
-    return [*supervisor, *limits, "--", sys.executable, "-u", *request.script]
+    return as_it_is([*supervisor, *limits, "--", sys.executable, "-u", *request.script])
 
 
 def _launch_config(request: LaunchRequest) -> LaunchConfig:

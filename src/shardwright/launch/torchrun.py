@@ -1,11 +1,20 @@
 """The torchrun command line that does what `shardwright run` does."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardwright.launch.request import LaunchRequest
 
-__all__ = ["torchrun_command", "torchrun_line"]
+__all__ = ["as_it_is", "torchrun_command", "torchrun_line"]
+
+
+def as_it_is(words: Iterable[str]) -> list[str]:
+    """Words that reach scripts unchanged: torchelastic takes each for a template, for `${local_rank}`.
+
+    >>> as_it_is(["pa$$word", "--epochs"])
+    ['pa$$$$word', '--epochs']
+    """
+    return [word.replace("$", "$$") for word in words]
 
 
 def torchrun_command(request: LaunchRequest) -> list[str]:
@@ -25,7 +34,7 @@ def torchrun_command(request: LaunchRequest) -> list[str]:
         words += [f"--master-addr={host}", f"--master-port={port}"]
     words += [f"--nproc-per-node={request.num_ranks}", f"--max-restarts={request.max_restarts}"]
     words += [f"--log-dir={request.logs}", "--redirects=3", "--tee=3"]
-    return [*words, *request.script]
+    return [*words, *as_it_is(request.script)]
 
 
 def torchrun_line(request: LaunchRequest, environ: Mapping[str, str]) -> str:
