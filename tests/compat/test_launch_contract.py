@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.errors import ConfigError
 from smdistributed.modelparallel.configuration import read_configuration
-from smdistributed.modelparallel.launcher_notes import contradictions, parameters_among
+from smdistributed.modelparallel.launcher_parameters import contradictions, parameters_among
 
 
 @pytest.mark.parametrize(

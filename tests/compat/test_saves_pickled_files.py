@@ -17,7 +17,7 @@ import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch import random_states
-from smdistributed.modelparallel.torch.pickled_files import load_file
+from smdistributed.modelparallel.torch.pickles.files import load_file
 
 
 def content() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from compat.saving import Net, Script
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.testing import run_ranks
-from smdistributed.modelparallel.torch.flat_shards import flat_part, parameters_in
+from smdistributed.modelparallel.torch.checkpoints.flat_shards import flat_part, parameters_in
 from smdistributed.modelparallel.torch.sharded_data_parallel_checkpoint import (
     get_full_state_dict_from_sharded_data_parallel_checkpoint as whole_state,
 )

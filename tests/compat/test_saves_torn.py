@@ -15,10 +15,10 @@ from compat.saving import Script, plain
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError
 from shardwright.testing import run_ranks_outcomes
-from smdistributed.modelparallel.torch.checkpoint_folder import USER_CONTENT, CheckpointFolder
-from smdistributed.modelparallel.torch.checkpoint_records import PartialRecord
-from smdistributed.modelparallel.torch.full_checkpoints import FullCheckpoints, content_name
-from smdistributed.modelparallel.torch.pickled_files import load_file, saves
+from smdistributed.modelparallel.torch.checkpoints.folder import USER_CONTENT, CheckpointFolder
+from smdistributed.modelparallel.torch.checkpoints.full import FullCheckpoints, content_name
+from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord
+from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 
 
 class Counted:
@@ -157,7 +157,7 @@ def test_an_error_at_any_operation_keeps_the_old_one(kind: str, tmp_path: Path) 
 
 def ends_in_the_middle(root: str, how: str) -> Any:
     """Rank 1 is killed, or its disk is full, while it writes its second checkpoint."""
-    from smdistributed.modelparallel.torch import checkpoint_saving
+    from smdistributed.modelparallel.torch.checkpoints import saving
 
     script = Script({"partitions": 2, "microbatches": 2})
     script.train(1)
@@ -172,7 +172,7 @@ def ends_in_the_middle(root: str, how: str) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model_1_0.pt")
 
     if smp.rank() == 1:
-        checkpoint_saving.Disk = lambda: Disk(Counted(4, action))  # type: ignore[misc,assignment]
+        saving.Disk = lambda: Disk(Counted(4, action))  # type: ignore[misc,assignment]
     try:
         smp.save_checkpoint(root, "a", model=script.model, optimizer=script.optimizer)
     except CheckpointError as error:

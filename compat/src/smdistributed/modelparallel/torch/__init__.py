@@ -14,8 +14,8 @@ from smdistributed.modelparallel.torch import (
     state_mod,
     utils,
 )
-from smdistributed.modelparallel.torch.checkpoint_resuming import resume_from_checkpoint
-from smdistributed.modelparallel.torch.checkpoint_saving import save_checkpoint
+from smdistributed.modelparallel.torch.checkpoints.resuming import resume_from_checkpoint
+from smdistributed.modelparallel.torch.checkpoints.saving import save_checkpoint
 from smdistributed.modelparallel.torch.comm import (
     allgather,
     barrier,

@@ -15,7 +15,7 @@ from shardwright.errors import ConfigError, UsageError
 from shardwright.torch.context import Context, context
 from shardwright.torch.glue import batch_is_running
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
-from smdistributed.modelparallel.launcher_notes import contradictions
+from smdistributed.modelparallel.launcher_parameters import contradictions
 from smdistributed.modelparallel.torch.partition_file import settings_with_partition
 from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state

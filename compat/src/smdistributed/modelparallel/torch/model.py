@@ -14,17 +14,17 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
+from smdistributed.modelparallel.torch.backward_without_step import backward_outside
 from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.torch.ds_parameters import describe_parts
 from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.joining import Joining
 from smdistributed.modelparallel.torch.local_modules import local_named_modules
-from smdistributed.modelparallel.torch.model_states import ModelStates
 from smdistributed.modelparallel.torch.module_proxy import ModuleProxy, unproxied
 from smdistributed.modelparallel.torch.nn.huggingface.layers import name_layers
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators_of
 from smdistributed.modelparallel.torch.original_forward import keep_original_forwards
-from smdistributed.modelparallel.torch.outside_of_steps import backward_outside
-from smdistributed.modelparallel.torch.parameter_parts import describe_parts
+from smdistributed.modelparallel.torch.state_dicts.model import ModelStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 from smdistributed.modelparallel.torch.whole_model import gather_on_host, transient_buffers
 

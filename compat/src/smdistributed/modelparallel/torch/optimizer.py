@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.torch.loss_scaler import LossScaler
-from smdistributed.modelparallel.torch.optimizer_states import OptimizerStates
-from smdistributed.modelparallel.torch.parameter_parts import part_of
+from smdistributed.modelparallel.torch.ds_parameters import part_of
+from smdistributed.modelparallel.torch.state_dicts.optimizer import OptimizerStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["DistributedOptimizer"]
@@ -42,7 +42,7 @@ class DistributedOptimizer(OptimizerStates):
         if isinstance(getattr(optimizer, "optimizer", None), Optimizer) and not isinstance(
             optimizer, Optimizer
         ):
-            from smdistributed.modelparallel.torch.optimizer_helper import HelpedOptimizer
+            from smdistributed.modelparallel.torch.helped_optimizer import HelpedOptimizer
 
             cls = HelpedOptimizer
         return super().__new__(cls)

@@ -21,7 +21,7 @@ from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
-from smdistributed.modelparallel.torch.pickled_files import load_file, saves
+from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["load", "save"]

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
-from smdistributed.modelparallel.torch.checkpoint_folder import (
+from smdistributed.modelparallel.torch.checkpoints.flat_shards import parameters_in
+from smdistributed.modelparallel.torch.checkpoints.folder import (
     MANIFEST,
     USER_CONTENT,
     CheckpointFolder,
     tag_of,
 )
-from smdistributed.modelparallel.torch.flat_shards import parameters_in
-from smdistributed.modelparallel.torch.pickled_files import load_file
-from smdistributed.modelparallel.torch.sharded_files import (
+from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
     BUFFER_NAMES,
     PARAM_SHAPES,
     shard_files,
     weights_in,
 )
+from smdistributed.modelparallel.torch.pickles.files import load_file
 
 __all__ = ["get_full_state_dict_from_sharded_data_parallel_checkpoint"]
 

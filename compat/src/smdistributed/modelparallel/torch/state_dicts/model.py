@@ -19,11 +19,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 import shardwright.torch as sw
 from shardwright.torch.roll_call import meet
 from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.torch.deferred_calls import model_is_there
 from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.names_of_states import PARTIAL, check_names, shapes_in, without_prefix
 from smdistributed.modelparallel.torch.partition_file import store_partition
+from smdistributed.modelparallel.torch.state_dicts.names import (
+    PARTIAL,
+    check_names,
+    shapes_in,
+    without_prefix,
+)
 from smdistributed.modelparallel.torch.state_mod import current_run, state
-from smdistributed.modelparallel.torch.waiting import model_is_there
 
 __all__ = ["ModelStates"]
 

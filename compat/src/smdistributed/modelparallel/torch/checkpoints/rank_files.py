@@ -7,7 +7,7 @@
     fp16_states_{pp}_{tp}.pt     the loss scale, and copies in float32, where the model is in 16 bits
                                  with the replica as a third number where replicas share the optimizer's state
 
-Where replicas share parameters, the files are others: see `sharded_files`.
+Where replicas share parameters, the files are others: see `sharded_rank_files`.
 """
 
 from dataclasses import asdict
@@ -16,8 +16,12 @@ from typing import Any
 
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch.context import Context
-from smdistributed.modelparallel.torch.pickled_files import load_file
-from smdistributed.modelparallel.torch.sharded_files import optimizer_state_in, sharded_contents, weights_in
+from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
+    optimizer_state_in,
+    sharded_contents,
+    weights_in,
+)
+from smdistributed.modelparallel.torch.pickles.files import load_file
 
 __all__ = ["contents_of_this_rank", "model_state", "optimizer_state"]
 

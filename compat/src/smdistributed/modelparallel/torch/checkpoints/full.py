@@ -19,7 +19,7 @@ from pathlib import Path
 from shardwright.checkpoint.disk import Disk, NewFile
 from shardwright.checkpoint.manifest import FileEntry, read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError
-from smdistributed.modelparallel.torch.checkpoint_records import FullRecord, fits, verify
+from smdistributed.modelparallel.torch.checkpoints.records import FullRecord, fits, verify
 
 __all__ = ["FullCheckpoints", "content_name"]
 

@@ -11,20 +11,20 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
-from smdistributed.modelparallel.torch.checkpoint_folder import (
+from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
     CheckpointFolder,
     PartialCheckpoint,
     tag_of,
 )
+from smdistributed.modelparallel.torch.checkpoints.full import FullCheckpoints
+from smdistributed.modelparallel.torch.checkpoints.rank_files import model_state, optimizer_state
 from smdistributed.modelparallel.torch.comm import allgather
-from smdistributed.modelparallel.torch.full_checkpoints import FullCheckpoints
+from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
 from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.part_files import model_state, optimizer_state
-from smdistributed.modelparallel.torch.pickled_files import load_file
+from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_mod import current_run, state
-from smdistributed.modelparallel.torch.waiting import when_model_is_there
 
 __all__ = ["resume_from_checkpoint"]
 

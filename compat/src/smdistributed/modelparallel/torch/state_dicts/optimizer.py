@@ -17,9 +17,10 @@ from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
 from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
 from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.names_of_states import PARTIAL
-from smdistributed.modelparallel.torch.optimizer_entries import (
+from smdistributed.modelparallel.torch.state_dicts.names import PARTIAL
+from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     MASTER,
     Entries,
     own_part,
@@ -27,7 +28,6 @@ from smdistributed.modelparallel.torch.optimizer_entries import (
     put_together,
 )
 from smdistributed.modelparallel.torch.state_mod import current_run
-from smdistributed.modelparallel.torch.waiting import when_model_is_there
 
 __all__ = ["OptimizerStates"]
 

@@ -24,19 +24,19 @@ from shardwright.checkpoint.manifest import FileEntry
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
-from smdistributed.modelparallel.torch.checkpoint_folder import (
+from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
     CheckpointFolder,
     tag_of,
 )
-from smdistributed.modelparallel.torch.checkpoint_records import PartialRecord
+from smdistributed.modelparallel.torch.checkpoints.full import FullCheckpoints, content_name
+from smdistributed.modelparallel.torch.checkpoints.rank_files import contents_of_this_rank
+from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord
+from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import BUFFER_NAMES, PARAM_SHAPES
 from smdistributed.modelparallel.torch.comm import allgather
-from smdistributed.modelparallel.torch.full_checkpoints import FullCheckpoints, content_name
 from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.part_files import contents_of_this_rank
-from smdistributed.modelparallel.torch.pickled_files import TRUST, load_file, saves
-from smdistributed.modelparallel.torch.sharded_files import BUFFER_NAMES, PARAM_SHAPES
+from smdistributed.modelparallel.torch.pickles.files import TRUST, load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["save_checkpoint"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
-from smdistributed.modelparallel.torch.harmless_classes import harmless
+from smdistributed.modelparallel.torch.pickles.harmless_classes import harmless
 
 __all__ = ["TRUST", "load_file", "saves"]
 

@@ -23,17 +23,17 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.context import Context
+from smdistributed.modelparallel.torch.checkpoints.flat_shards import flat_part, parameters_in
 from smdistributed.modelparallel.torch.comm import allgather
-from smdistributed.modelparallel.torch.flat_shards import flat_part, parameters_in
 from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.optimizer_entries import (
+from smdistributed.modelparallel.torch.pickles.files import load_file
+from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     MASTER,
     Entries,
     Part,
     parts_of,
     put_together,
 )
-from smdistributed.modelparallel.torch.pickled_files import load_file
 
 __all__ = [
     "BUFFER_NAMES",

@@ -9,7 +9,7 @@
         partition.json                the partition decision: a plan file
         manifest.json                 sizes and checksums
       {tag}, user_content_{tag}, manifest_{tag}.json
-                                      a full checkpoint: see `full_checkpoints`
+                                      a full checkpoint: see `full`
 
 A partial checkpoint is written into ``{tag}_partial.tmp-1f3a2b4c``, and renamed when all of it is on the
 disk. One of the same tag makes room as ``{tag}_partial.old-1f3a2b4c`` just before, and is found there if the
@@ -26,7 +26,7 @@ from typing import Any
 from shardwright.checkpoint.disk import Disk, NewFile
 from shardwright.checkpoint.manifest import FileEntry, read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
-from smdistributed.modelparallel.torch.checkpoint_records import PartialRecord, verify
+from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord, verify
 
 __all__ = ["MANIFEST", "PARTITION", "USER_CONTENT", "CheckpointFolder", "PartialCheckpoint", "tag_of"]
 

@@ -1,0 +1,1 @@
+"""Checkpoints: ``smp.save_checkpoint`` and ``smp.resume_from_checkpoint``."""

@@ -1,0 +1,1 @@
+"""Files of `torch.save`, read without running what they name."""

@@ -1,0 +1,1 @@
+"""``state_dict`` and its relatives, of the wrapped model and of the wrapped optimizer."""
