@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.model_source import ModelFile
-from shardwright.checkpoint.pickle_names import names_in_pickle
+from shardwright.checkpoint.pickle_names import names_in_archive, names_in_old_file, pickle_in_archive
 from shardwright.checkpoint.regular_file import open_regular, size_of
 from shardwright.checkpoint.tensor_file import TensorSource
 from shardwright.errors import CheckpointError
@@ -49,7 +49,6 @@ _ALLOWED = frozenset(
 
 _ZIP = b"PK\x03\x04"
 _LARGEST_PICKLE = 256 * 2**20  # bytes, of what is no tensor
-_PICKLES_OF_OLD_FILES = 5  # magic number, version, system, the state, names of its storages
 _MOST_NAMES = 5
 
 # Tensors may be views of one memory, or repeat parts of it; files that claim far more than they have are made
@@ -74,7 +73,7 @@ def read_state_dict(path: Path, *, key: str | None = None) -> ModelFile:
             size = size_of(file)
             zipped = file.read(len(_ZIP)) == _ZIP  # as torch.load tells them apart
             file.seek(0)
-            _refuse_names(_names(file, path, size) if zipped else _names_of_old(file), path)
+            _refuse_names(_names(file, path, size) if zipped else names_in_old_file(file), path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = torch.load(str(path), map_location="cpu", weights_only=True, mmap=zipped)
@@ -103,16 +102,9 @@ def _names(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
         packed = [each.filename for each in entries if each.compress_type != zipfile.ZIP_STORED]
         if packed or sum(each.file_size for each in entries) > size:
             raise _refused(path, "it is compressed, or claims more than it has, and torch.save does neither")
-        pickles = [each for each in entries if each.filename.rpartition("/")[2] == "data.pkl"]
-        if len(pickles) != 1 or pickles[0].file_size > _LARGEST_PICKLE:
-            raise _refused(path, "it has not the one pickle that torch.save writes, or a far too large one")
-        with archive.open(pickles[0]) as inside:
-            yield from names_in_pickle(inside)  # type: ignore[arg-type]
-
-
-def _names_of_old(file: BinaryIO) -> Iterator[str]:
-    for _ in range(_PICKLES_OF_OLD_FILES):
-        yield from names_in_pickle(file)
+        if pickle_in_archive(archive).file_size > _LARGEST_PICKLE:
+            raise _refused(path, "its pickle is far too large for one of torch.save")
+        yield from names_in_archive(archive)
 
 
 def _refuse_names(names: Iterator[str], path: Path) -> None:

@@ -11,20 +11,22 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwright.checkpoint.pickle_names import names_in_archive, names_in_old_file, pickle_in_archive
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.pickles.harmless_classes import harmless
+from smdistributed.modelparallel.torch.pickles.stand_ins import without_stand_ins
 
 __all__ = ["TRUST", "load_file", "saves"]
 
 TRUST = "SHARDWRIGHT_TRUST_PICKLE"
 _NAMED = re.compile(r"(?:GLOBAL|unsupported GLOBAL) ([\w.<>]+)")
-_MOST_CLASSES = 100
+_ZIP = b"PK\x03\x04"
 
 
 def saves(obj: Any, **options: Any) -> Callable[[Any], None]:
@@ -76,35 +78,45 @@ def load_file(
 def _as_pickle(path: Path, options: dict[str, Any]) -> Any:
     try:
         return torch.load(path, weights_only=False, **options)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle makes it raise anything
         raise CorruptCheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
 
 
 def _as_weights(path: Path, options: dict[str, Any]) -> Any:
-    allowed: list[tuple[Callable[..., Any], str]] = []
-    while True:
+    names, is_checked = _names(path)
+    allowed = {name: found for name in names if (found := harmless(name)) is not None}
+    try:
+        with _allowing(allowed):
+            loaded = torch.load(path, weights_only=True, **options)
+        return without_stand_ins(loaded) if allowed else loaded
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file makes it raise anything
+        raise _unreadable(path, error, is_checked=is_checked) from error
+
+
+def _names(path: Path) -> tuple[set[str], bool]:
+    """What a file names, as it is called today, and whether it is known to be as it was saved."""
+    with path.open("rb") as file:
+        zipped = file.read(len(_ZIP)) == _ZIP  # as torch.load tells them apart
+        file.seek(0)
         try:
-            with _allowing(allowed):
-                return torch.load(path, weights_only=True, **options)
-        except pickle.UnpicklingError as error:
-            name = _next_name(path, str(error), [known for _, known in allowed])
-            if name is None:
-                raise _unreadable(path, error) from error
-            found = harmless(name)
-            if found is None:
-                raise CheckpointError(
-                    f"{path} has a {_name_today(name)}, which is none of the classes that are known to be "
-                    "harmless, so that loading it could run code. Nothing of it was run. If you trust "
-                    f"whoever wrote the file, set the environment variable {TRUST}=1; or save plain "
-                    "numbers, texts, lists and dictionaries in its place."
-                ) from error
-            allowed.append((found, name))
-        except (EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise _unreadable(path, error) from error
+            if not zipped:
+                return set(map(_name_today, names_in_old_file(file))), False
+            with zipfile.ZipFile(file) as archive:
+                is_checked = pickle_in_archive(archive).CRC != 0
+                return set(map(_name_today, names_in_archive(archive))), is_checked
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{path} cannot be read: {_first_line(error)} It is damaged, or no file of torch.save. Take "
+                "another copy of it."
+            ) from error
 
 
 @contextlib.contextmanager
-def _allowing(allowed: list[tuple[Callable[..., Any], str]]) -> Iterator[None]:
+def _allowing(allowed: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """What the reader may call meanwhile: ours, and what the script has allowed under other names.
 
     PyTorch keeps one set of these. Where a class is in it under a name of ours, as NumPy's are for the
@@ -113,7 +125,7 @@ def _allowing(allowed: list[tuple[Callable[..., Any], str]]) -> Iterator[None]:
     before = torch.serialization.get_safe_globals()
     others = [entry for entry in before if harmless(_name_of(entry)) is None]
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([*others, *allowed])
+    torch.serialization.add_safe_globals([*others, *((found, name) for name, found in allowed.items())])
     try:
         yield
     finally:
@@ -126,15 +138,6 @@ def _name_of(entry: Any) -> str:
     return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
-def _next_name(path: Path, message: str, known: list[str]) -> str | None:
-    """The class that the reader would not take; None where that is not what it complains of."""
-    found = _NAMED.search(message)
-    if found is None or len(known) >= _MOST_CLASSES:
-        return None
-    name = found[1] if "." in found[1] else f"builtins.{found[1]}"
-    return None if name in known else name
-
-
 def _name_today(name: str) -> str:
     """The name of a class; pickles of old protocols have those of Python 2."""
     module, _, last = name.rpartition(".")
@@ -142,7 +145,17 @@ def _name_today(name: str) -> str:
     return ".".join(renamed or (_compat_pickle.IMPORT_MAPPING.get(module, module), last))
 
 
-def _unreadable(path: Path, error: Exception) -> CorruptCheckpointError:
+def _unreadable(path: Path, error: Exception, *, is_checked: bool) -> CheckpointError:
+    named = _NAMED.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    if named is not None:
+        name = _name_today(named[1] if "." in named[1] else f"builtins.{named[1]}")
+        damaged = "" if is_checked else " Or the file is damaged: it has no checksum."
+        return CheckpointError(
+            f"{path} has a {name}, which is none of the classes that are known to be "
+            "harmless, so that loading it could run code. Nothing of it was run. If you trust "
+            f"whoever wrote the file, set the environment variable {TRUST}=1; or save plain "
+            f"numbers, texts, lists and dictionaries in its place.{damaged}"
+        )
     return CorruptCheckpointError(
         f"{path} cannot be read: {_first_line(error)} It is damaged, or has what only a pickle can have; if "
         f"you trust whoever wrote it, set the environment variable {TRUST}=1."

@@ -1,0 +1,177 @@
+"""What stands for an object while a file is read, and the object itself in its place afterwards.
+
+A reader that runs nothing of the file makes these from what it finds there. They hold it, check it, and can
+do nothing else; when all is read, `without_stand_ins` puts arrays, types, ranges and configurations in their
+places, so that what was loaded can be used, and saved again, like what was saved::
+
+    file ── reader ──> {"seeds": SavedArray, ...} ── without_stand_ins ──> {"seeds": numpy.ndarray, ...}
+"""
+
+import re
+from typing import Any
+
+import numpy
+
+__all__ = ["SavedArray", "SavedAttributes", "SavedRange", "SavedType", "StandIn", "without_stand_ins"]
+
+
+class StandIn:
+    """Stands for an object that is made when all is read."""
+
+    def restored(self) -> Any:
+        """The object, once for each stand-in.
+
+        Raises:
+            ValueError: the file has not all of it.
+        """
+        raise NotImplementedError
+
+
+class SavedType(StandIn):
+    """Stands for a ``numpy.dtype``: of numbers, texts and bytes, and of nothing else."""
+
+    def __init__(self, code: str, *flags: Any):
+        if not isinstance(code, str) or re.fullmatch(r"[biufcSU]\d{0,4}", code) is None:
+            raise ValueError(f"arrays of {code!r} are not restored")
+        self.dtype = numpy.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = state[1]
+        if order in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(order)
+        if self.dtype.kind in "SU" and self.dtype.itemsize == 0 and isinstance(state[5], int):
+            self.dtype = numpy.dtype(f"{self.dtype.kind}{state[5] // (4 if self.dtype.kind == 'U' else 1)}")
+
+    def restored(self) -> Any:
+        """The type."""
+        return self.dtype
+
+
+class SavedArray(numpy.ndarray[Any, Any], StandIn):
+    """Stands for an array, whose contents come with its state; classes of the script may get it as one."""
+
+    _is_filled = False
+
+    def __new__(cls) -> "SavedArray":
+        return super().__new__(cls, 0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        version, shape, saved, is_fortran, content = state
+        if not isinstance(saved, SavedType) or not isinstance(content, bytes):
+            raise ValueError("the array is not restored: it has other contents than numbers and texts")
+        if saved.dtype.itemsize == 0:
+            raise ValueError("the array is not restored: its elements take no room in the file")
+        super().__setstate__((version, shape, saved.dtype, is_fortran, content))
+        self._is_filled = True
+
+    def restored(self) -> Any:
+        """The array."""
+        if not self._is_filled:
+            raise ValueError("an array has no contents")
+        return self.view(numpy.ndarray)
+
+
+class SavedRange(StandIn):
+    """Stands for a `range`, of which a few bytes could fill any memory, were it made a set or a tuple."""
+
+    def __init__(self, *limits: Any):
+        self._range = range(*limits)
+
+    def restored(self) -> Any:
+        """The range."""
+        return self._range
+
+
+class SavedAttributes(StandIn):
+    """Stands for an object of which only the attributes are restored, and nothing is called.
+
+    Attributes:
+        real: its class; a class is made from this one for each.
+    """
+
+    real: type = object
+    _attributes: dict[str, Any] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise ValueError(f"a file may have the attributes of a {self.real.__name__}, and may not call it")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attributes = {key: value for key, value in state.items() if isinstance(key, str)}
+
+    def restored(self) -> Any:
+        """The object."""
+        if self._attributes is None:
+            raise ValueError(f"a {self.real.__name__} has no attributes")
+        made: Any = object.__new__(self.real)
+        made.__dict__.update(self._attributes)
+        return made
+
+
+def without_stand_ins(loaded: Any) -> Any:
+    """The same, with what was saved in the places of the stand-ins.
+
+    Args:
+        loaded: what a reader has made; containers are changed in place where they can be.
+
+    Raises:
+        ValueError: the file has not all of an object.
+    """
+    return _Restoring().all_of(loaded)
+
+
+class _Restoring:
+    """Walks through containers and attributes, each once, and so through those that contain themselves."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Any] = []
+        self._made: dict[int, Any] = {}
+        self._seen: list[Any] = []  # alive, so that no other object gets its id
+
+    def all_of(self, loaded: Any) -> Any:
+        found = self._of(loaded)
+        while self._waiting:
+            self._mend(self._waiting.pop())
+        return found
+
+    def _of(self, value: Any) -> Any:
+        """What takes the place of a value; what can be changed in place waits for that."""
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, str | bytes | int | float | complex | type | None):
+            return value
+        if isinstance(value, StandIn):
+            found = value.restored()
+        elif type(value) in (tuple, frozenset):
+            items = [self._of(item) for item in value]
+            same = all(item is before for item, before in zip(items, value, strict=True))
+            found = value if same else type(value)(items)
+        elif isinstance(value, tuple) and hasattr(value, "_make"):  # a named one, which the script allows
+            found = value._make(map(self._of, value))
+        elif type(value) is slice:
+            found = slice(self._of(value.start), self._of(value.stop), self._of(value.step))
+        else:
+            found = value
+        self._made[id(value)] = found
+        self._seen.append(value)
+        if isinstance(found, list | dict | set):
+            self._waiting.append(found)
+        attributes = getattr(found, "__dict__", None)
+        if isinstance(attributes, dict) and attributes:
+            self._waiting.append(attributes)
+        return found
+
+    def _mend(self, container: Any) -> None:
+        if isinstance(container, list):
+            container[:] = [self._of(item) for item in container]
+        elif isinstance(container, set):
+            items = [self._of(item) for item in container]
+            container.clear()
+            container.update(items)
+        else:
+            before = list(container.items())
+            after = [(self._of(key), self._of(value)) for key, value in before]
+            if any(new is not old for (new, _), (old, _) in zip(after, before, strict=True)):
+                for key, _ in before:
+                    del container[key]
+            for key, value in after:
+                container[key] = value
