@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -78,6 +80,13 @@ def test_every_member_of_the_optimizer_is_there(name):
 def test_names_are_in_the_modules_where_scripts_import_them(module):
     found = importlib.import_module(f"smdistributed.modelparallel.torch.{module}")
     assert [name for name in MODULES[module] if not hasattr(found, name)] == []
+
+
+def test_all_of_it_is_there_after_one_import():
+    """`smp.patches.checkpoint` was only there once something had imported it: here, the tests themselves."""
+    names = [f"smp.{module}.{name}" for module in MODULES for name in MODULES[module] if module != "step"]
+    script = "\n".join(["import smdistributed.modelparallel.torch as smp", *names])
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_the_version_has_the_features_that_are_asked_for_by_it():

@@ -403,8 +403,10 @@ def test_a_model_is_written_down_and_compared(tmp_path):
         path = tmp_path / "folder" / "dump.pt"
         dump_model(model, path, losses=[1.0])
         smp.barrier()
-        verify(model, path)
+        verify(model, path, losses=[1.0])
         verify(untrained, path)
+        with pytest.raises(CheckpointError, match=r"1 of 7 tensors differ .*losses"):
+            verify(untrained, path, losses=[2.0])
         with torch.no_grad():
             untrained.head.bias += 1
         with pytest.raises(CheckpointError, match=r"1 of 6 tensors differ .*head\.bias"):
@@ -413,6 +415,9 @@ def test_a_model_is_written_down_and_compared(tmp_path):
             verify(nn.Linear(2, 2), path)
         with pytest.raises(CheckpointError, match="there is no"):
             verify(untrained, tmp_path / "none.pt")
+        torch.save({"model": untrained}, tmp_path / f"pickled{smp.rank()}.pt")
+        with pytest.raises(CheckpointError, match="Nothing of it was run"):
+            verify(untrained, tmp_path / f"pickled{smp.rank()}.pt")
         return True
 
     assert run_ranks(compared, 2) == [True] * 2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import CheckpointError
+from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["dump_model", "verify"]
@@ -20,7 +21,7 @@ def dump_model(model: nn.Module, path: str | os.PathLike[str] = "model_dump.pt",
     Args:
         model: a plain module, or a wrapped one.
         path: the file.
-        **more: further values to compare, such as losses; tensors, or what can be pickled.
+        **more: further values to compare, such as losses.
     """
     found = {"model": dict(model.state_dict()), **more}
     if current_run().rank == 0:
@@ -35,6 +36,7 @@ def verify(
     *,
     rtol: float = 1e-5,
     atol: float = 1e-6,
+    **more: Any,
 ) -> None:
     """Compares the whole state of a model with what `dump_model` wrote; collective over all ranks.
 
@@ -43,14 +45,17 @@ def verify(
         path: the file.
         rtol: how much a number may differ, relative to what was written.
         atol: how much it may differ besides.
+        **more: further values that were written.
 
     Raises:
-        CheckpointError: the file is not there; or names, shapes or values differ.
+        CheckpointError: the file is not there, or has more than tensors and plain values; or names, shapes or
+            values differ.
     """
-    now = dict(model.state_dict())
+    now = {**model.state_dict(), **more}
     if not Path(path).is_file():
         raise CheckpointError(f"there is no {path} to compare the model with. Write it with dump_model.")
-    then: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["model"]
+    written: Mapping[str, Any] = load_file(path, "cpu")
+    then = {**written["model"], **{name: written[name] for name in more if name in written}}
     if then.keys() != now.keys():
         names = ", ".join(sorted(then.keys() ^ now.keys())[:5])
         raise CheckpointError(f"{path} and the model have other names: {names}. Compare runs of one model.")

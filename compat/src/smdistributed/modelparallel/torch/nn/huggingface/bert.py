@@ -1,9 +1,6 @@
 """The names of the states of BERT."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from smdistributed.modelparallel.torch.nn.huggingface.names import hugging_face_names
+from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 
 __all__ = [
     "translate_hf_state_dict_to_smdistributed_bert",
@@ -11,23 +8,9 @@ __all__ = [
     "translate_state_dict_to_smdistributed",
 ]
 
-_MODEL = "BERT"
-_MASKS = ("embeddings.position_ids",)
-
-
-def translate_state_dict_to_hf_bert(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """The state of a BERT model under Hugging Face's names; see `hugging_face_names`."""
-    return hugging_face_names(state_dict, model=_MODEL, masks=_MASKS, max_seq_len=max_seq_len)
-
-
-def translate_hf_state_dict_to_smdistributed_bert(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """The state for a BERT model of this library, from Hugging Face's; see `hugging_face_names`."""
-    return hugging_face_names(state_dict, model=_MODEL, masks=_MASKS, max_seq_len=max_seq_len)
-
+translate_state_dict_to_hf_bert, translate_hf_state_dict_to_smdistributed_bert = translators(
+    "BERT", masks=("embeddings.position_ids",)
+)
 
 # As older releases spelled it.
 translate_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert

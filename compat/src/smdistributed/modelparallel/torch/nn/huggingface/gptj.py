@@ -1,9 +1,6 @@
 """The names of the states of GPT-J."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from smdistributed.modelparallel.torch.nn.huggingface.names import hugging_face_names
+from smdistributed.modelparallel.torch.nn.huggingface.names import translators
 
 __all__ = [
     "translate_hf_gptj_state_dict_to_smdistributed",
@@ -11,23 +8,9 @@ __all__ = [
     "translate_state_dict_to_hf_gptj",
 ]
 
-_MODEL = "GPT-J"
-_MASKS = ("attn.bias",)
-
-
-def translate_state_dict_to_hf_gptj(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """The state of a GPT-J model under Hugging Face's names; see `hugging_face_names`."""
-    return hugging_face_names(state_dict, model=_MODEL, masks=_MASKS, max_seq_len=max_seq_len)
-
-
-def translate_hf_state_dict_to_smdistributed_gptj(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """The state for a GPT-J model of this library, from Hugging Face's; see `hugging_face_names`."""
-    return hugging_face_names(state_dict, model=_MODEL, masks=_MASKS, max_seq_len=max_seq_len)
-
+translate_state_dict_to_hf_gptj, translate_hf_state_dict_to_smdistributed_gptj = translators(
+    "GPT-J", masks=("attn.bias",)
+)
 
 # As older releases spelled it.
 translate_hf_gptj_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj

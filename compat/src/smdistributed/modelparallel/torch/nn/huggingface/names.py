@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.exceptions import NotThereYetError
 
-__all__ = ["Translators", "hugging_face_names", "translators_of"]
+__all__ = ["Translators", "hugging_face_names", "translators", "translators_of"]
 
 Translate = Callable[..., Mapping[str, Any]]
 Translators = tuple[Translate, Translate]
@@ -31,6 +31,20 @@ _MODULES = {
     "Bert": "bert",
     "Roberta": "roberta",
 }
+
+
+def translators(model: str, *, masks: tuple[str, ...]) -> Translators:
+    """Translators for a family of models: one function twice, as long as both sides have the same names.
+
+    Args:
+        model: its name, for errors.
+        masks: ends of the names of masks and numbers of positions.
+    """
+
+    def translate(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
+        return hugging_face_names(state_dict, model=model, masks=masks, max_seq_len=max_seq_len)
+
+    return translate, translate
 
 
 def hugging_face_names(
