@@ -346,10 +346,10 @@ class DistributedModel(nn.Module):
         self._gathers = True
         try:
             state = self.get_module().state_dict(keep_vars=keep_vars)
+            with first_cause_named(current):
+                full = gather_state(state, self.get_module(), self._residency, current)
         finally:
             self._gathers = False
-        with first_cause_named(current):
-            full = gather_state(state, self.get_module(), self._residency, current)
         if destination is None and not prefix:
             return full
         target = OrderedDict() if destination is None else destination
@@ -371,7 +371,9 @@ class DistributedModel(nn.Module):
                     warnings.filterwarnings("ignore", message=".*no-op.*")
                     return self.get_module().load_state_dict(state_dict, strict=strict)
             with self.replicas.all_rows(written=True):
-                return self.get_module().load_state_dict(state_dict, strict=strict, assign=assign)
+                # Wrappers of scripts, whose load_state_dict is their own, may not know `assign`.
+                options = {"assign": True} if assign else {}
+                return self.get_module().load_state_dict(state_dict, strict=strict, **options)
         with self.replicas.all_rows(written=True):
             return self._load_own(state_dict, strict=strict)
 
@@ -385,7 +387,7 @@ class DistributedModel(nn.Module):
         known = {
             name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
         }
-        return self.get_module().load_state_dict(known, strict=strict, assign=False)
+        return self.get_module().load_state_dict(known, strict=strict)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
         """Has ``hook(model, optimizer)`` called once every rank has its part."""

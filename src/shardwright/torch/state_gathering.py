@@ -39,6 +39,9 @@ def gather_state(
     first_names = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
     by_key: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     by_key.update(module.named_buffers(remove_duplicate=False))
+    if not by_key.keys() >= state.keys():
+        # A module whose state_dict is its own, such as a wrapper for fp16 that is not in the names.
+        by_key.update(_renamed(module, first_names))
     others: dict[str, Any] = {}
     for key, value in state.items():
         name = first_names.get(id(by_key[key])) if key in by_key else None
@@ -64,6 +67,12 @@ def gather_state(
             "model.state_dict() returns."
         )
     return full
+
+
+def _renamed(module: nn.Module, known: dict[int, str]) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in the state, whatever these are."""
+    kept = module.state_dict(keep_vars=True)
+    return {key: value for key, value in kept.items() if isinstance(value, Tensor) and id(value) in known}
 
 
 def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Context) -> dict[str, Any]:

@@ -9,12 +9,14 @@ library (placing, schedulers) deals with the optimizer inside::
 """
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from shardwright.torch.glue import refuse_inside_step
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
+from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["HelpedOptimizer"]
 
@@ -42,6 +44,13 @@ class HelpedOptimizer(DistributedOptimizer):
                 return found
         return super().__getattribute__(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the script puts back after loading, such as the loss scale, is the helper's."""
+        if name in _OF_HELPER and hasattr(self.helper, name):
+            setattr(self.helper, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name == "helper":
             raise AttributeError(name)
@@ -50,6 +59,7 @@ class HelpedOptimizer(DistributedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Has the helper step."""
         refuse_inside_step("optimizer.step() is called", _REMEDY)
+        super()._load_waiting()
         return self.helper.step() if closure is None else self.helper.step(closure)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -61,6 +71,30 @@ class HelpedOptimizer(DistributedOptimizer):
         """Has the helper run the backward of a microbatch."""
         self.helper.backward(loss, *args, **kwargs)
 
+    def init_master_params(self) -> None:
+        """Has the helper make its copies in float32; a state that was loaded before is theirs."""
+        make = getattr(self.helper, "init_master_params", None)
+        if make is not None:
+            make()
+            super()._load_waiting()
+
+    def _load_waiting(self) -> None:
+        # In 16 bits, as parameters are without the copies, what AdamW keeps would go to 0.
+        if getattr(self.helper, "master_params_created", True):
+            super()._load_waiting()
+
+    # ---- names ----
+
+    def _names_of_model(self) -> dict[int, str]:
+        """With those of the copies: a copy has the name of its parameter."""
+        names = super()._names_of_model()
+        own, copies = (getattr(self.helper, name, ()) for name in ("fp16_groups", "fp32_from_fp16_groups"))
+        pairs = zip(chain.from_iterable(own), chain.from_iterable(copies), strict=True) if copies else ()
+        return names | {id(copy): names[id(parameter)] for parameter, copy in pairs if id(parameter) in names}
+
+    def _parameter_names(self) -> list[str]:
+        return super()._parameter_names() and self._names_here(current_run())
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.helper!r})"
 
@@ -68,8 +102,8 @@ class HelpedOptimizer(DistributedOptimizer):
 # The helper's word counts in these, if it has them.
 _OF_HELPER = frozenset(
     (
-        "clip_master_grads dynamic_loss_scale fp16_groups init_master_params loss_scale loss_scaler "
-        "master_distribution_axis master_is_distributed master_params_created overflow reload_model_params "
-        "update_master_grads"
+        "clip_master_grads dynamic_loss_scale first_closure_call_this_step fp16_groups loss_scale "
+        "loss_scaler master_distribution_axis master_is_distributed master_params_created overflow "
+        "reload_model_params update_master_grads"
     ).split()
 )

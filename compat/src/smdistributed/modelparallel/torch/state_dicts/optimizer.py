@@ -62,8 +62,9 @@ class OptimizerStates(sw.DistributedOptimizer):
             return self._as_one(self._entries_here(run)) if run.model is not None else self.orig_state_dict()
         shared = _is_shared(run)
         meet("optimizer.state_dict()", None if shared else run.pipeline_ranks)
-        own = parts_of(run.model, self)  # type: ignore[arg-type]
-        entries = put_together(allgather(own, CommGroup.WORLD if shared else CommGroup.MP_GROUP))
+        entries = put_together(
+            allgather(self._parts_here(run), CommGroup.WORLD if shared else CommGroup.MP_GROUP)
+        )
         return self._as_one(entries)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class OptimizerStates(sw.DistributedOptimizer):
             updated = run.model.replicas.updated_parts
             if gather_if_shard and updated is not None and updated.num_parts > 1:
                 meet("optimizer.local_state_dict(gather_if_shard=True)", run.mesh.group("dp", run.rank))
-                whole = put_together(allgather(parts_of(run.model, self), CommGroup.DP_GROUP))
+                whole = put_together(allgather(self._parts_here(run), CommGroup.DP_GROUP))
                 if run.data_rank == 0:
                     state = self._local_of(whole, state)
         state[PARTIAL] = True
@@ -286,8 +287,11 @@ class OptimizerStates(sw.DistributedOptimizer):
         return model is not None and model.settled and (run.mesh.pipeline > 1 or _is_shared(run))
 
     def _entries_here(self, run: Context) -> Entries:
+        return put_together([self._parts_here(run)])
+
+    def _parts_here(self, run: Context) -> Entries:
         assert run.model is not None
-        return put_together([parts_of(run.model, self)])
+        return parts_of(run.model, self, names=self._names_of_model())
 
     def _masters_here(self, run: Context) -> dict[int, Tensor]:
         updated = None if run.model is None else run.model.replicas.updated_parts

@@ -43,7 +43,11 @@ class Part:
 
 
 def parts_of(
-    model: DistributedModel, optimizer: DistributedOptimizer, *, only: nn.Parameter | None = None
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    *,
+    only: nn.Parameter | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> Entries:
     """What this rank has of an optimizer's state: `Part` in the place of tensors that ranks share.
 
@@ -51,11 +55,13 @@ def parts_of(
         model: whose parameters it updates.
         optimizer: of this rank.
         only: one parameter, of which it is asked; None for all.
+        names: by the id of what it updates; None for those of the model's parameters.
 
     Raises:
         CheckpointError: it updates other things than parameters of the model.
     """
-    names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
+    if names is None:
+        names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     found: Entries = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
