@@ -47,6 +47,11 @@ def _normalised(norm: Any, x: Tensor, group: Any) -> Tensor:
     counted = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.size(1))])
     summed = _summed(counted, group)
     count = summed[-1:]
+    if count.item() < 2:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {x.shape} and "
+            f"{count.item():.0f} on all ranks"
+        )
     mean = summed[:-1] / count
     centred = wide - mean.view(shape)
     variance = _summed(centred.square().sum(dims), group) / count

@@ -60,6 +60,13 @@ for ours, theirs in zip(synchronised.parameters(), whole.parameters(), strict=Tr
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 for ours, theirs in zip(synchronised.buffers(), whole.buffers(), strict=True):
     torch.testing.assert_close(ours, theirs)
+# One value a channel has no variance.
+said = ""
+try:
+    synchronised(batches[0][: dist.get_rank()])
+except ValueError as error:
+    said = str(error)
+assert "more than 1 value per channel" in said
 synchronised.eval()(batches[0])
 
 print("losses", *(f"{loss:.6f}" for loss in losses))
