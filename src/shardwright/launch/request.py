@@ -1,14 +1,13 @@
 """What is to be launched."""
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.errors import UsageError
+from shardwright.launch.host_cores import cores_of_host
 from shardwright.launch.smp_parameters import encode_smp_parameters
 
 __all__ = ["LaunchRequest"]
@@ -108,13 +107,8 @@ class LaunchRequest:
         if self.quiet:
             chosen["SHARDWRIGHT_QUIET"] = "1"
         if "OMP_NUM_THREADS" not in environ:
-            chosen["OMP_NUM_THREADS"] = str(max(1, _num_cores() // self.num_ranks))
+            chosen["OMP_NUM_THREADS"] = str(max(1, cores_of_host() // self.num_ranks))
         return chosen
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _no_script(target: str) -> str:

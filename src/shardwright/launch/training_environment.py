@@ -13,12 +13,11 @@ before all of them in the order in which Shardwright looks for its launcher.
 No framework is imported here.
 """
 
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwright.launch.host_cores import cores_of_host
 from shardwright.launch.hyperparameters import from_words, hyperparameter_variables, to_text
 from shardwright.launch.rank_environment import FRAMEWORK_MODULE, channels_of, json_or, missing
 from shardwright.launch.request import LaunchRequest
@@ -84,7 +83,7 @@ def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpu
         "SM_USER_ENTRY_POINT": request.target if request.is_module else Path(request.target).name,
         "SM_MODULE_DIR": str(Path.cwd() if request.is_module else Path(request.target).absolute().parent),
         "SM_NUM_GPUS": str(num_gpus),
-        "SM_NUM_CPUS": str(_num_cores()),
+        "SM_NUM_CPUS": str(cores_of_host()),
         "SM_LOG_LEVEL": "20",
         "SM_FRAMEWORK_MODULE": FRAMEWORK_MODULE,
         "TRAINING_JOB_NAME": request.run_folder.name,
@@ -106,7 +105,3 @@ def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpu
         )
     )
     return missing(known, environ)
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
