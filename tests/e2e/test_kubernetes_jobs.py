@@ -3,12 +3,14 @@
 The stand-in runs the containers' commands on this machine, with the variables that controllers give pods.
 """
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +128,64 @@ def test_a_job_is_stopped_by_deleting_it(folder, cluster):
     with pytest.warns(UserWarning, match="was stopped before its end"):
         job.latest_training_job.wait(logs=False)
     assert job.latest_training_job.status == "Stopped"
+
+
+def recording(folder, script="exit 0"):
+    """An interpreter that writes down with what it was started, without an import of PyTorch."""
+    python = folder / "bin/recording-python"
+    written = folder / "started"
+    python.write_text(f'#!/bin/sh\n(printf "%s\\0" "$@"; env -0; echo) >> {written}\n{script}\n')
+    python.chmod(0o755)
+    return {"python": str(python)}, written
+
+
+@pytest.mark.parametrize(("kind", "code"), [("TrainJob", 0), ("JobSet", 7)])
+def test_a_job_that_has_ended_goes_on_under_its_name(folder, cluster, kind, code):
+    """Applied as it was, the ended job of the cluster stayed, and its end passed for that of the new one."""
+    engine, written = recording(folder, f"[ -e {folder}/again ] || exit {code}")
+    job = estimator(engine={"kind": kind, "image": "image:1", **engine}, instance_count=1)
+    with pytest.raises(LaunchError, match="exit code 7") if code else contextlib.nullcontext():
+        fit(job, job_name="one", logs=False)
+    (folder / "again").touch()
+    fit(job, job_name="one", logs=False)
+    assert len(written.read_bytes().splitlines()) == 2
+    calls = [json.loads(line)[2:] for line in (cluster / "calls").read_text().splitlines()]
+    (deleted,) = [call for call in calls if call[0] == "delete"]
+    assert deleted[1:3] == [f"{kind.lower()}/one", "configmap/one-code"]
+    assert {"--wait", "--cascade=foreground"} <= set(deleted)
+
+
+def test_a_job_that_goes_on_is_left_alone(folder, cluster):
+    engine, _ = recording(folder, "echo from the first\nsleep 60")
+    job = estimator(engine=engine, instance_count=1)
+    fit(job, wait=False, job_name="one")
+    first = job.latest_training_job
+    log = first.run_folder / "logs/pod-one-node-0-0-abcde.log"
+    while not log.exists() or "from the first" not in log.read_text():
+        assert first.status == "InProgress"
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match=r"job one goes on in .* \(kubectl delete trainjob/one stops it\)"):
+        fit(job, job_name="one")
+    assert first.status == "InProgress"
+    assert log.read_text() == "from the first\n"
+    first.stop()
+    with pytest.warns(UserWarning, match="was stopped before its end"):
+        first.wait(logs=False)
+
+
+def test_dollars_and_names_that_kubernetes_has_a_meaning_for(folder, cluster):
+    """It expands `$(NAME)` and `$$` in commands and variables, and refuses names with spaces."""
+    engine, written = recording(folder)
+    words = {"a": "$(HOME) $$ @NODE@ $(NONE)", "b": "@ENDPOINT@ $", "two words": 1}
+    variables = {"FROM": "$(HOME)$$x$"}
+    job = estimator(engine=engine, instance_count=1, hyperparameters=words, environment=variables)
+    fit(job, job_name="one", logs=False)
+    started = written.read_text().split("\0")
+    arguments = ["-a", "$(HOME) $$ @NODE@ $(NONE)", "-b", "@ENDPOINT@ $", "--two words", "1"]
+    assert started[started.index("train.py") + 1 :][: len(arguments)] == arguments
+    assert {"FROM=$(HOME)$$x$", f"SM_HP_A={arguments[1]}"} <= set(started)
+    with pytest.raises(ConfigError, match="environment has '1st', but on Kubernetes names of variables are"):
+        estimator(environment={"1st": "x"}).manifest()
 
 
 # Fields of the published types, as far as manifests have them: dictionaries and lists of them, else values.
@@ -258,7 +318,7 @@ def test_pods_of_a_job_set_meet_at_the_first(folder):
     (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     script = container["command"][-1]
     assert script.startswith("set -e\ncd /workspace\nexec ")
-    assert '--node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint one-node-0-0.one:29500' in script
+    assert '--node-rank "$$JOB_COMPLETION_INDEX" --rdzv-endpoint one-node-0-0.one:29500' in script
     assert {"name": "SM_MODULE_DIR", "value": "/workspace"} in container["env"]
 
 

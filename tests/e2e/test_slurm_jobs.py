@@ -188,6 +188,68 @@ def test_the_batch_script_runs_on_each_node(folder, stand_ins, monkeypatch):
     assert (folder / "runs/one/job.sbatch").read_text() == job.manifest({"train": "data"}, "one")
 
 
+# What sbatch has a meaning for, and what the batch script has one for.
+AWKWARD = 'it\'s "100%j" #1'
+WORDS = ["-a", '@NODE@ "$1"', "-b", "it's @ENDPOINT@ `$SLURM_NODEID`", "-c", "100%j \\"]
+
+
+def in_awkward_folders(folder, **options):
+    source = folder / AWKWARD
+    source.mkdir()
+    script = "import os, sys\nopen(f'argv{os.environ[\"RANK\"]}', 'w').write(repr(sys.argv[1:]))"
+    (source / "train it.py").write_text(script)
+    return estimator(
+        entry_point="train it.py",
+        source_dir=source,
+        output_path=source / "all runs",
+        hyperparameters={"a": WORDS[1], "b": WORDS[3], "c": WORDS[5]},
+        engine=Slurm(poll_s=0.1, options={"comment": 'say "hi" \\ #2'}, **options),
+    )
+
+
+def test_folders_and_hyperparameters_of_any_name(folder, stand_ins):
+    """Folders with spaces or quotes broke the batch script; `@NODE@` in a hyperparameter became the node."""
+    python = folder / "my python"
+    python.write_text('#!/bin/sh\npwd > "argv$SLURM_NODEID"\nprintf "%s\\0" "$@" >> "argv$SLURM_NODEID"\n')
+    python.chmod(0o755)
+    in_awkward_folders(folder, python=str(python)).fit(job_name="one", logs=False)
+    source = folder / AWKWARD
+    for node in range(2):
+        words = (source / f"argv{node}").read_text().split("\0")[:-1]
+        assert words[0] == f"{source}\n-P"
+        assert words[-7:] == ["train it.py", *WORDS]
+        assert words[words.index("--node-rank") + 1] == str(node)
+        assert words[words.index("--run-dir") + 1] == str(source / "all runs")
+    assert (source / "all runs/one/logs/slurm.log").exists()
+    options = ast.literal_eval((stand_ins / "100.options").read_text())
+    assert (options["chdir"], options["comment"]) == (str(source), 'say "hi" \\ #2')
+
+
+@pytest.mark.sweep  # it starts another cluster
+def test_folders_of_any_name_under_a_real_slurm(folder, cluster):
+    in_awkward_folders(folder).fit(job_name="one", logs=False)
+    for rank in range(4):
+        assert ast.literal_eval((folder / AWKWARD / f"argv{rank}").read_text()) == WORDS
+    assert "2 ranks on each of 2" in (folder / AWKWARD / "all runs/one/logs/slurm.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": Slurm(options={"comment": "two\nlines"})}, r"--comment of sbatch is 'two\\nlines'"),
+        ({"output_path": "a\\b"}, r"Slurm leaves out backslashes there\. Set output_path"),
+        ({"source_dir": "two\nlines"}, r"--chdir of sbatch is .* in one line"),
+    ],
+)
+def test_what_no_batch_script_can_hold(folder, arguments, message):
+    (folder / "two\nlines").mkdir()
+    (folder / "two\nlines/train.py").touch()
+    job = estimator(**arguments)
+    with pytest.raises(ConfigError, match=message):
+        job.fit(job_name="one")
+    assert not list(folder.rglob("one"))
+
+
 def test_the_rank_that_failed_first_is_named(folder, stand_ins):
     job = estimator(instance_count=1, hyperparameters={"fail": 1})
     with pytest.raises(LaunchError) as caught:
@@ -207,13 +269,17 @@ def test_a_script_that_never_starts_is_told_with_its_log(folder, stand_ins):
 
 def test_a_job_can_be_stopped(folder, stand_ins):
     job = estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="sleep 60"))
-    job.fit(wait=False)
+    job.fit(wait=False, job_name="one")
     running = job.latest_training_job
     assert running.status == "InProgress"
+    with pytest.raises(ConfigError, match=r"goes on in .*\(Slurm job 100, RUNNING: scancel 100 stops it\)"):
+        job.fit(job_name="one")
     running.stop()
     with pytest.warns(UserWarning, match="was stopped before its end"):
         running.wait(logs=False)
     assert running.status == "Stopped"
+    with pytest.raises(LaunchError, match="ended as FAILED"):  # now it may go on
+        estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="exit 7")).fit(job_name="one", logs=False)
 
 
 def test_the_time_limit_and_gpus_are_asked_for(folder):

@@ -75,6 +75,7 @@ class RunningJob(ABC):
     Args:
         spec: what it is.
         is_limited: the engine ends it itself after its `max_run_s`.
+        asks_every_s: how often it is asked whether it has ended; 0 for each time that somebody looks.
 
     Attributes:
         spec: what it is.
@@ -84,13 +85,15 @@ class RunningJob(ABC):
 
     poll_s = _POLL_S
 
-    def __init__(self, spec: JobSpec, *, is_limited: bool = False) -> None:
+    def __init__(self, spec: JobSpec, *, is_limited: bool = False, asks_every_s: float = 0.0) -> None:
         self.spec = spec
         self.exit_code: int | None = None
         self.failure: str = ""
         self._is_stopped = False
         self._over_time = False
         self._is_shown = False
+        self._asks_every_s = asks_every_s
+        self._asks_next_s = 0.0
         self._deadline_s: float | None = None
         if spec.max_run_s is not None and not is_limited:
             self._deadline_s = time.monotonic() + spec.max_run_s
@@ -137,6 +140,7 @@ class RunningJob(ABC):
         if self.exit_code is None:
             self._is_stopped = True
             self._ask_to_stop()
+            self._asks_next_s = 0.0
 
     def wait(self, logs: bool = True) -> None:
         """Waits for the end of the job.
@@ -182,6 +186,9 @@ class RunningJob(ABC):
         if self._deadline_s is not None and time.monotonic() > self._deadline_s and not self._is_stopped:
             self._over_time = True
             self.stop()
+        if time.monotonic() < self._asks_next_s:
+            return
+        self._asks_next_s = time.monotonic() + self._asks_every_s
         if self._has_ended():
             self.exit_code, self.failure = self._outcome()
             self._close()
@@ -210,7 +217,7 @@ class RunningJob(ABC):
 
     @abstractmethod
     def _has_ended(self) -> bool:
-        """Whether it has ended; called often."""
+        """Whether it has ended; called every `asks_every_s`."""
 
     @abstractmethod
     def _ask_to_stop(self) -> None:

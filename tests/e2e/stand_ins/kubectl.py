@@ -1,42 +1,66 @@
 """A stand-in for kubectl and the cluster behind it: pods run on this machine, as processes.
 
 It does what the controllers of TrainJob and JobSet do with a manifest: a pod for each host, with the
-variables that they give it. What pods have under ``/opt/ml`` is in the folder ``STAND_IN``, as is its state.
+variables that they give it. What pods have under ``/opt/ml`` is in the folder ``STAND_IN``, as is its state:
+objects stay until they are deleted, and one that is applied again as it is stays unchanged.
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
 STATE = Path(os.environ["STAND_IN"])
+OBJECTS = STATE / "objects.json"
 RUN = 'bash -c "$0" > "$1.log" 2>&1; echo $? > "$1.tmp"; mv "$1.tmp" "$1.code"'
 
 
+def read_objects():
+    return json.loads(OBJECTS.read_text()) if OBJECTS.exists() else {}
+
+
 def apply(words):
-    documents = list(yaml.safe_load_all(Path(words[words.index("--filename") + 1]).read_text()))
-    (STATE / "applied.json").write_text(json.dumps(documents))
-    maps = {document["metadata"]["name"]: document["data"] for document in documents if "data" in document}
-    (job,) = (document for document in documents if "spec" in document)
+    import yaml  # half of the time of all other calls
+
+    objects = read_objects()
+    for document in yaml.safe_load_all(Path(words[words.index("--filename") + 1]).read_text()):
+        resource = f"{document['kind'].lower()}/{document['metadata']['name']}"
+        before = objects.get(resource)
+        if before == document:
+            print(f"{resource} unchanged")
+            continue
+        if before is not None and "spec" in document:
+            sys.exit(f"{resource} is invalid: spec: field is immutable")
+        objects[resource] = document
+        OBJECTS.write_text(json.dumps(objects))
+        if "spec" in document:
+            start(document, objects)
+        print(f"{resource} created")
+
+
+def start(job, objects):
     container, num_pods, variables = {"TrainJob": train_job, "JobSet": job_set}[job["kind"]](job)
+    own_name = job["metadata"]["name"]
     for index in range(num_pods):
         environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **variables(index)}
         for entry in container["env"]:
+            assert re.fullmatch(r"[-._a-zA-Z][-._a-zA-Z0-9]*", entry["name"])
             reference = entry.get("valueFrom", {}).get("configMapKeyRef")
             environ[entry["name"]] = (
-                entry["value"] if reference is None else maps[reference["name"]][reference["key"]]
+                expand(entry["value"], environ)
+                if reference is None
+                else objects[f"configmap/{reference['name']}"]["data"][reference["key"]]
             )
+        script = expand(container["command"][-1], environ).replace("/opt/ml", f"{STATE}/pod{index}/ml")
+        script = script.replace(f"{own_name}-node-0-0.{own_name}", "127.0.0.1")
         environ = {
             name: value.replace("/opt/ml", f"{STATE}/pod{index}/ml") for name, value in environ.items()
         }
-        script = container["command"][-1].replace("/opt/ml", f"{STATE}/pod{index}/ml")
-        script = script.replace(f"{job['metadata']['name']}-node-0-0.{job['metadata']['name']}", "127.0.0.1")
         assert container["command"][:-1] == ["bash", "-c"]
-        name = f"{job['metadata']['name']}-node-0-{index}-abcde"
+        name = f"{own_name}-node-0-{index}-abcde"
         process = subprocess.Popen(
             ["bash", "-c", RUN, script, str(STATE / name)],
             env=environ,
@@ -46,7 +70,17 @@ def apply(words):
             start_new_session=True,
         )
         (STATE / f"{name}.pid").write_text(str(process.pid))
-    print("applied")
+
+
+def expand(text, environ):
+    """As the kubelet does: ``$(NAME)`` where there is such a variable, and ``$$`` is ``$``."""
+
+    def value(match):
+        if match[0] == "$$":
+            return "$"
+        return environ.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
 
 def train_job(job):
@@ -72,19 +106,15 @@ def job_set(job):
 
 
 def get(words):
-    documents = json.loads((STATE / "applied.json").read_text())
-    job = documents[-1]
-    if (STATE / "deleted").exists():
-        return
     if words[0] == "pods":
-        assert (
-            words[words.index("--selector") + 1]
-            == f"jobset.sigs.k8s.io/jobset-name={job['metadata']['name']}"
-        )
-        print(json.dumps({"items": [pod(path.stem) for path in sorted(STATE.glob("*.pid"))]}))
+        (name,) = re.findall("^jobset.sigs.k8s.io/jobset-name=(.*)$", words[words.index("--selector") + 1])
+        print(json.dumps({"items": [pod(path.stem) for path in pods_of(name)]}))
         return
-    assert words[0] == f"{job['kind'].lower()}/{job['metadata']['name']}"
-    codes = [code(path.stem) for path in STATE.glob("*.pid")]
+    assert "--ignore-not-found" in words
+    job = read_objects().get(words[0])
+    if job is None:
+        return
+    codes = [code(path.stem) for path in pods_of(job["metadata"]["name"])]
     conditions = [{"type": "Suspended", "status": "False"}]
     if any(codes):
         conditions.append(
@@ -98,6 +128,10 @@ def get(words):
             {**job, "metadata": {**job["metadata"], "uid": "1-2-3"}, "status": {"conditions": conditions}}
         )
     )
+
+
+def pods_of(name):
+    return sorted(STATE.glob(f"{name}-node-0-*.pid"))
 
 
 def code(name):
@@ -131,9 +165,16 @@ def patch(words):
 
 
 def delete(words):
-    (STATE / "deleted").touch()
-    for path in STATE.glob("*.pid"):
-        os.killpg(int(path.read_text()), signal.SIGTERM)
+    objects = read_objects()
+    for resource in (word for word in words if not word.startswith("--")):
+        if objects.pop(resource, None) is None and "--ignore-not-found" not in words:
+            sys.exit(f"{resource} not found")
+        for path in () if resource.startswith("configmap/") else pods_of(resource.partition("/")[2]):
+            if code(path.stem) is None:
+                os.killpg(int(path.read_text()), signal.SIGTERM)
+            for left in STATE.glob(f"{path.stem}.*"):
+                left.unlink()
+    OBJECTS.write_text(json.dumps(objects))
 
 
 if __name__ == "__main__":

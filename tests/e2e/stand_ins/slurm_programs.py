@@ -5,6 +5,7 @@ Called as ``python slurm_programs.py NAME ARGUMENTS``; the state of jobs is in t
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ STATE = Path(os.environ["STAND_IN"])
 
 def sbatch(words):
     script = Path(words[-1])
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script.read_text(), flags=re.MULTILINE))
+    lines = re.findall(r"^#SBATCH (.*)$", script.read_text(), flags=re.MULTILINE)
+    # It reads quotes and backslashes in them, and takes what stands behind a space for another option.
+    options = dict(word.partition("=")[::2] for line in lines for word in shlex.split(line))
+    options = {word.removeprefix("--"): value for word, value in options.items() if word.startswith("--")}
     number = str(100 + len(list(STATE.glob("*.options"))))
     (STATE / f"{number}.options").write_text(repr(options))
     (STATE / f"{number}.environ").write_text(repr(dict(os.environ)))
@@ -30,7 +34,9 @@ def sbatch(words):
         "SLURM_PROCID": "0",
         "SLURM_NTASKS": str(nodes),
     }
-    with Path(options["output"]).open("wb") as output:
+    patterns = {"%": "%", "j": number}
+    path = re.sub("%(.)", lambda match: patterns[match[1]], options["output"])
+    with Path(path).open("wb") as output:
         process = subprocess.Popen(
             ["bash", "-c", RUN, "-", str(script), str(STATE / f"{number}.code")],
             env=environ,
@@ -70,7 +76,9 @@ def squeue(words):
     number = words[words.index("--jobs") + 1]
     if (STATE / f"{number}.code").exists():
         sys.exit("slurm_load_jobs error: Invalid job id specified")
-    print("PENDING launch failed requeued held" if (STATE / "held").exists() else "RUNNING None")
+    held = (STATE / "held").exists()
+    state, reason = ("PENDING", "launch failed requeued held") if held else ("RUNNING", "None")
+    print(words[words.index("--format") + 1].replace("%T", state).replace("%r", reason))
 
 
 def sacct(words):

@@ -3,13 +3,16 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from shardwright.errors import LaunchError
-from shardwright.launch.engines.processes import HostCommand, ProcessesJob, prepare_run_folder
+from shardwright.errors import ConfigError, LaunchError
+from shardwright.launch.engines.job_folder import prepared_run_folder
+from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
 from shardwright.launch.exits import ExitLog, WorkerExit
 from shardwright.launch.job_spec import JobSpec, own_environ
 from shardwright.launch.running_job import LogTail, exits_file
@@ -30,9 +33,9 @@ def start(tmp_path, monkeypatch):
                 **changes,
             }
         )
-        prepare_run_folder(spec)
         commands = [HostCommand(["sh", "-c", script], {"PATH": os.environ["PATH"]}) for script in scripts]
-        started.append(ProcessesJob(spec, commands, ends_with_parent=True))
+        with prepared_run_folder(spec) as lock:
+            started.append(ProcessesJob(spec, commands, ends_with_parent=True, lock=lock))
         return started[-1]
 
     yield begin
@@ -93,7 +96,7 @@ def test_of_several_hosts_the_rank_that_failed_first_is_named(start):
 
 
 def test_a_host_that_does_not_notice_is_stopped(start, monkeypatch):
-    monkeypatch.setattr("shardwright.launch.engines.processes._NOTICE_S", 0.2)
+    monkeypatch.setattr("shardwright.launch.engines.launcher_processes._NOTICE_S", 0.2)
     job = start("exit 3", "trap '' TERM; while true; do sleep 0.05; done")
     before_s = time.monotonic()
     with pytest.raises(LaunchError, match=r"exit code 3"):
@@ -143,13 +146,63 @@ def test_ctrl_c_is_passed_on_and_the_end_awaited(start, tmp_path):
 
 def test_a_command_that_is_not_there(tmp_path):
     spec = JobSpec(name="one", entry_point="x.py", source_dir=tmp_path, runs_dir=tmp_path / "runs")
-    prepare_run_folder(spec)
-    with pytest.raises(LaunchError, match=r"the launcher of one cannot be started: No such file"):
-        ProcessesJob(spec, [HostCommand(["/none"], {})], ends_with_parent=True)
+    start = HostCommand(["/none"], {})
+    with (
+        pytest.raises(LaunchError, match=r"the launcher of one cannot be started: No such file"),
+        prepared_run_folder(spec) as lock,
+    ):
+        ProcessesJob(spec, [start], ends_with_parent=True, lock=lock)
     (tmp_path / "file").touch()
     elsewhere = JobSpec(name="one", entry_point="x.py", source_dir=tmp_path, runs_dir=tmp_path / "file")
-    with pytest.raises(LaunchError, match=r"cannot be made: Not a directory\. Set output_path"):
-        prepare_run_folder(elsewhere)
+    with (
+        pytest.raises(LaunchError, match=r"cannot be made: Not a directory\. Set output_path"),
+        prepared_run_folder(elsewhere),
+    ):
+        pass
+
+
+def test_a_second_job_of_a_name_leaves_the_first_alone(start):
+    """It emptied the log of the first, and took away what its launchers had noted."""
+    first = start("echo from the first; while [ ! -e end ]; do sleep 0.05; done")
+    log = first.spec.logs / "launcher.log"
+    while "from the first" not in log.read_text():
+        time.sleep(0.01)
+    note = first.spec.logs / "exits-host0.jsonl"
+    note.touch()
+    message = r"a training job one goes on in .*runs\. Wait for its end to continue it, stop it, or give"
+    with pytest.raises(ConfigError, match=message):
+        start("echo from the second")
+    assert (log.read_text(), note.exists()) == ("from the first\n", True)
+    (first.spec.source_dir / "end").touch()
+    first.wait(logs=False)
+    start("echo from the second").wait(logs=False)
+    assert log.read_text() == "from the second\n"
+
+
+def test_the_folder_is_kept_as_long_as_a_launcher_runs(tmp_path):
+    """Also where the process that has started it has ended, as with `fit(wait=False)`."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from shardwright.launch.engines.job_folder import prepared_run_folder\n"
+        "from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob\n"
+        "from shardwright.launch.job_spec import JobSpec\n"
+        "folder = Path(sys.argv[1])\n"
+        "spec = JobSpec(name='one', entry_point='x.py', source_dir=folder, runs_dir=folder / 'runs')\n"
+        "with prepared_run_folder(spec) as lock:\n"
+        "    ProcessesJob(spec, [HostCommand(['sh', '-c', 'while [ ! -e end ]; do sleep 0.05; done'],\n"
+        "        dict(os.environ))], ends_with_parent=False, lock=lock)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    spec = JobSpec(name="one", entry_point="x.py", source_dir=tmp_path, runs_dir=tmp_path / "runs")
+    with pytest.raises(ConfigError, match="a training job one goes on"), prepared_run_folder(spec):
+        pass
+    (tmp_path / "end").touch()
+    limit_s = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(ConfigError), prepared_run_folder(spec):
+            break
+        assert time.monotonic() < limit_s
+        time.sleep(0.02)
 
 
 def test_a_job_inherits_nothing_of_another(tmp_path):

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Mapping
 
 from shardwright.errors import ConfigError
-from shardwright.launch.engines.processes import HostCommand, ProcessesJob, prepare_run_folder
+from shardwright.launch.engines.job_folder import prepared_run_folder
+from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
+from shardwright.launch.host_cores import cores_of_host
 from shardwright.launch.hosts_network import HostsNetwork
 from shardwright.launch.instances import LOCAL, gpus_here
 from shardwright.launch.job_spec import JobSpec, own_environ
@@ -35,10 +37,10 @@ class Local:
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Starts the launchers."""
-        prepare_run_folder(spec)
         endpoint = f"127.0.0.1:{_free_port()}" if spec.num_hosts > 1 else ""
         commands = _commands(spec, endpoint=endpoint, interface=None, environ=os.environ)
-        return ProcessesJob(spec, commands, ends_with_parent=waits)
+        with prepared_run_folder(spec) as lock:
+            return ProcessesJob(spec, commands, ends_with_parent=waits, lock=lock)
 
     def __repr__(self) -> str:
         return "Local()"
@@ -72,7 +74,10 @@ class LocalCluster:
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Makes the hosts and starts their launchers; all of it ends with this process."""
-        prepare_run_folder(spec)
+        with prepared_run_folder(spec) as lock:
+            return self._start(spec, lock, waits=waits)
+
+    def _start(self, spec: JobSpec, lock: int, *, waits: bool) -> RunningJob:
         network = HostsNetwork(spec.num_hosts, rate_bit_per_s=self.rate_bit_per_s)
         network.__enter__()
         try:
@@ -82,7 +87,7 @@ class LocalCluster:
                 HostCommand(network.command(host, command.words), command.environ)
                 for host, command in enumerate(commands)
             ]
-            return ProcessesJob(spec, placed, ends_with_parent=waits, close=network.close)
+            return ProcessesJob(spec, placed, ends_with_parent=waits, lock=lock, close=network.close)
         except BaseException:
             network.close()
             raise
@@ -99,8 +104,7 @@ def _commands(
     whole |= {"SM_HOSTS": as_json(hosts)}
     if spec.num_hosts > 1:
         # The launcher of a host divides all cores of the machine among its own ranks.
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        whole.setdefault("OMP_NUM_THREADS", str(max(1, cores // spec.num_ranks)))
+        whole.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_host() // spec.num_ranks)))
     if interface is not None:
         whole["GLOO_SOCKET_IFNAME"] = interface
     if spec.instance_type == LOCAL:

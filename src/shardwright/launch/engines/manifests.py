@@ -4,6 +4,7 @@ Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.0 to 2
 ``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,14 +13,25 @@ from typing import Any
 
 import yaml
 
+from shardwright.launch.engines.shell import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
 
-__all__ = ["REPLICATED_JOB", "Pods", "code_map", "job_set", "shell_script", "to_yaml", "train_job"]
+__all__ = [
+    "REPLICATED_JOB",
+    "Pods",
+    "code_map",
+    "is_env_name",
+    "job_set",
+    "shell_script",
+    "to_yaml",
+    "train_job",
+]
 
 REPLICATED_JOB = "node"
 """The name of the jobs, and of their container, in Kubeflow's runtimes."""
 
 _PORT = 29500
+_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +108,11 @@ def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, e
         endpoint: where hosts meet, as text for a shell.
     """
     words = spec.words_of_launcher(
-        python=pods.python, runs_dir=pods.runs_dir, node_rank="@NODE@", endpoint="@ENDPOINT@"
+        python=pods.python,
+        runs_dir=pods.runs_dir,
+        node_rank=ShellText(node_rank),
+        endpoint=ShellText(endpoint),
     )
-    command = shlex.join(words).replace("@NODE@", node_rank).replace("@ENDPOINT@", endpoint)
     lines = ["set -e"]
     if num_parts:
         parts = "".join(f"${{SHARDWRIGHT_CODE_{part}}}" for part in range(num_parts))
@@ -111,7 +125,7 @@ def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, e
         ]
     else:
         lines.append(f"cd {shlex.quote(pods.code)}")
-    return "\n".join([*lines, f"exec {command}", ""])
+    return "\n".join([*lines, f"exec {shell_line(words)}", ""])
 
 
 def code_map(name: str, namespace: str | None, parts: list[str]) -> dict[str, Any]:
@@ -147,7 +161,7 @@ def train_job(
     script = shell_script(spec, pods, num_parts=num_parts, node_rank=rank, endpoint=endpoint)
     trainer: dict[str, Any] = {
         **({"image": pods.image} if pods.image else {}),
-        "command": ["bash", "-c", script],
+        "command": ["bash", "-c", _as_it_is(script)],
         "env": _env(spec, pods, name, num_parts),
         "numNodes": spec.num_hosts,
         "numProcPerNode": spec.processes_per_host,
@@ -188,7 +202,7 @@ def job_set(
     container: dict[str, Any] = {
         "name": REPLICATED_JOB,
         "image": pods.image,
-        "command": ["bash", "-c", script],
+        "command": ["bash", "-c", _as_it_is(script)],
         "env": _env(spec, pods, name, num_parts),
         "ports": [{"containerPort": _PORT}],
         "volumeMounts": pods.mounts(),
@@ -237,6 +251,16 @@ def to_yaml(documents: list[dict[str, Any]]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
 
 
+def is_env_name(name: str) -> bool:
+    """Whether a container may have a variable of this name."""
+    return _ENV_NAME.fullmatch(name) is not None
+
+
+def _as_it_is(text: str) -> str:
+    """Text for commands and variables, where Kubernetes fills in ``$(NAME)``, and makes ``$`` of ``$$``."""
+    return text.replace("$", "$$")
+
+
 def _metadata(name: str, namespace: str | None, labels: Mapping[str, str]) -> dict[str, Any]:
     return {
         "name": name,
@@ -249,7 +273,11 @@ def _env(spec: JobSpec, pods: Pods, name: str, num_parts: int) -> list[dict[str,
     variables = spec.variables(source_dir=pods.code, run_folder=Path(pods.runs_dir) / spec.name)
     variables["PYTHONUNBUFFERED"] = "1"
     return [
-        *({"name": variable, "value": value} for variable, value in variables.items()),
+        *(
+            {"name": variable, "value": _as_it_is(value)}
+            for variable, value in variables.items()
+            if is_env_name(variable)  # another, of a hyperparameter, the launcher sets
+        ),
         *(
             {
                 "name": f"SHARDWRIGHT_CODE_{part}",

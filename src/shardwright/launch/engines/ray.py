@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import LaunchError
-from shardwright.launch.engines.processes import HostCommand, ProcessesJob, launcher_log, prepare_run_folder
+from shardwright.launch.engines.job_folder import prepared_run_folder
+from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob, launcher_log
 from shardwright.launch.job_spec import JobSpec, own_environ
 from shardwright.launch.running_job import RunningJob
 
@@ -84,9 +85,8 @@ class Ray:
             raise LaunchError(
                 "there is no Ray in this Python's environment. Install it: pip install 'shardwright[ray]'"
             )
-        prepare_run_folder(spec)
+        manifest = self.manifest(spec)
         task = spec.run_folder / "job.ray.json"
-        task.write_text(self.manifest(spec))
         environ = own_environ(spec, os.environ)
         # Nobody is told of a run, and what ranks print is not folded.
         environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_COLOR_PREFIX": "0"}
@@ -96,7 +96,9 @@ class Ray:
             # Each takes a process, and a cluster of this machine has no use for it.
             environ |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
         words = [sys.executable, "-P", "-u", "-m", "shardwright.launch.engines.ray_driver", str(task)]
-        return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits)
+        with prepared_run_folder(spec) as lock:
+            task.write_text(manifest)
+            return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits, lock=lock)
 
     def __repr__(self) -> str:
         return f"Ray(address={self.address!r})"

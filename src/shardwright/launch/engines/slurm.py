@@ -8,14 +8,14 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.launch.engines.commands import ask, run
-from shardwright.launch.engines.processes import prepare_run_folder
+from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
+from shardwright.launch.engines.shell import ShellText, is_variable, shell_line
 from shardwright.launch.exits import EXITS_VARIABLE
 from shardwright.launch.job_spec import JobSpec, own_environ
 from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
@@ -28,8 +28,12 @@ _ADDRESS = r"""scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).
 _STATE = re.compile(r"\bJobState=(\S+)")
 _EXIT_CODE = re.compile(r"\bExitCode=(\d+):(\d+)")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_PLAIN = re.compile(r"[\w@%+=:,./&|*-]*", re.ASCII)
 _BY_SIGNAL = frozenset({"CANCELLED", "TIMEOUT", "PREEMPTED", "DEADLINE"})
+_ENDED = _BY_SIGNAL | {"COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 _TERMINATED = 128 + 15
+_NUMBER = "job.number"
+"""The file in a job's folder that has the number which Slurm gave it."""
 
 
 class Slurm:
@@ -78,7 +82,7 @@ class Slurm:
     def manifest(self, spec: JobSpec) -> str:
         """The batch script."""
         # SM_HP_LEARNING-RATE is no name to a shell; the launcher of each node sets it.
-        variables = {name: value for name, value in spec.variables().items() if name.isidentifier()}
+        variables = {name: value for name, value in spec.variables().items() if is_variable(name)}
         exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         if spec.import_folders:
             folders = shlex.quote(os.pathsep.join(spec.import_folders))
@@ -87,7 +91,7 @@ class Slurm:
         return "\n".join(
             [
                 "#!/bin/bash",
-                *(f"#SBATCH {option}" for option in self._sbatch_options(spec)),
+                *(_directive(name, value) for name, value in self._sbatch_options(spec).items()),
                 *self._setup,
                 *exports,
                 'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
@@ -104,12 +108,12 @@ class Slurm:
             ]
         )
 
-    def _sbatch_options(self, spec: JobSpec) -> list[str]:
+    def _sbatch_options(self, spec: JobSpec) -> dict[str, str | int | None]:
         options: dict[str, str | int | None] = {
             "job-name": spec.name,
             "nodes": spec.num_hosts,
             "ntasks-per-node": 1,
-            "output": str(spec.logs / "slurm.log"),
+            "output": _without_patterns(spec_log(spec)),
             "chdir": str(spec.source_dir),
             **{name: value for name, value in self._options.items() if value is not None},
         }
@@ -119,31 +123,36 @@ class Slurm:
             options["gpus-per-node"] = spec.gpus_per_host
         if spec.max_run_s is not None:
             options["time"] = math.ceil(spec.max_run_s / 60)
-        options |= self._more_options
-        return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
+        return {**options, **self._more_options}
 
     def _on_each_node(self, spec: JobSpec) -> str:
-        words = spec.words_of_launcher(python=self._python, node_rank="@NODE@", endpoint="@ENDPOINT@")
-        command = shlex.join(words).replace("@NODE@", '"$SLURM_NODEID"').replace("@ENDPOINT@", '"$1"')
+        words = spec.words_of_launcher(
+            python=self._python, node_rank=ShellText('"$SLURM_NODEID"'), endpoint=ShellText('"$1"')
+        )
         exits = shlex.quote(str(spec.logs / "exits-host"))
         return (
             f'export SM_CURRENT_HOST="$SLURMD_NODENAME" {EXITS_VARIABLE}={exits}"$SLURM_NODEID".jsonl; '
-            f"exec {command}"
+            f"exec {shell_line(words)}"
         )
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Writes the batch script into the job's folder, and submits it."""
-        prepare_run_folder(spec)
+        manifest = self.manifest(spec)
+        _refuse_a_second(spec)
         script = spec.run_folder / "job.sbatch"
-        script.write_text(self.manifest(spec))
-        (spec.logs / "slurm.log").unlink(missing_ok=True)
-        said = run(
-            ["sbatch", "--parsable", str(script)], remedy=_REMEDY, environ=own_environ(spec, os.environ)
-        )
-        # "12" or "12;cluster", after whatever a site's plugins print
-        number = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
-        if not number.isdecimal():
-            raise LaunchError(f"sbatch accepted {script}, but its answer has no number of a job: {said!r}.")
+        with prepared_run_folder(spec):
+            script.write_text(manifest)
+            spec_log(spec).unlink(missing_ok=True)
+            said = run(
+                ["sbatch", "--parsable", str(script)], remedy=_REMEDY, environ=own_environ(spec, os.environ)
+            )
+            # "12" or "12;cluster", after whatever a site's plugins print
+            number = said.strip().splitlines()[-1].partition(";")[0] if said.strip() else ""
+            if not number.isdecimal():
+                raise LaunchError(
+                    f"sbatch accepted {script}, but its answer has no number of a job: {said!r}."
+                )
+            (spec.run_folder / _NUMBER).write_text(number)
         return SlurmJob(spec, number, poll_s=self._poll_s)
 
     def __repr__(self) -> str:
@@ -160,17 +169,12 @@ class SlurmJob(RunningJob):
     """
 
     def __init__(self, spec: JobSpec, number: str, *, poll_s: float) -> None:
-        super().__init__(spec, is_limited=True)
+        super().__init__(spec, is_limited=True, asks_every_s=poll_s)
         self.number = number
-        self._asks_every_s = poll_s
-        self._asks_next_s = 0.0
         self._last_state = ""
         self._is_held = False
 
     def _has_ended(self) -> bool:
-        if time.monotonic() < self._asks_next_s:
-            return False
-        self._asks_next_s = time.monotonic() + self._asks_every_s
         found = ask(["squeue", "--noheader", "--jobs", self.number, "--format", "%T %r"])
         state = (found or "").strip()
         if state and state != self._last_state:
@@ -181,13 +185,10 @@ class SlurmJob(RunningJob):
             ask(["scancel", self.number])
             return True
         # A job that has just ended is in the queue for a while.
-        return not state or state.split()[0] in _BY_SIGNAL | {
-            *("COMPLETED", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
-        }
+        return not state or state.split()[0] in _ENDED
 
     def _ask_to_stop(self) -> None:
         ask(["scancel", self.number])
-        self._asks_next_s = 0.0
 
     def _outcome(self) -> Outcome:
         if self._is_held:
@@ -227,9 +228,58 @@ class SlurmJob(RunningJob):
         return [spec_log(self.spec)]
 
 
+def _refuse_a_second(spec: JobSpec) -> None:
+    """Lets no other job into the folder of one that Slurm has still to do with.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    try:
+        number = (spec.run_folder / _NUMBER).read_text()
+    except FileNotFoundError:
+        return
+    # Its name as well: numbers begin anew with each installation of Slurm.
+    state = ask(["squeue", "--noheader", "--jobs", number, "--name", spec.name, "--format", "%T"])
+    if state and state.strip() and state.strip() not in _ENDED:
+        raise still_runs(spec, f"Slurm job {number}, {state.strip()}: scancel {number} stops it")
+
+
 def spec_log(spec: JobSpec) -> Path:
     """Where the batch script writes."""
     return spec.logs / "slurm.log"
+
+
+def _directive(name: str, value: str | int | None) -> str:
+    """A line of the batch script; sbatch reads quotes and backslashes in it somewhat as a shell does.
+
+    Raises:
+        ConfigError: no line can hold the value.
+    """
+    if value is None:
+        return f"#SBATCH --{name}"
+    text = str(value)
+    if "\n" in text or "\r" in text:
+        raise ConfigError(
+            f"--{name} of sbatch is {text!r}, but a batch script has it in one line. Rename what it names."
+        )
+    if _PLAIN.fullmatch(text):
+        return f"#SBATCH --{name}={text}"
+    escaped = text.replace("\\", r"\\").replace('"', r"\"")
+    return f'#SBATCH --{name}="{escaped}"'
+
+
+def _without_patterns(path: Path) -> str:
+    """A path in which Slurm fills in nothing.
+
+    Raises:
+        ConfigError: Slurm has no way to write it.
+    """
+    if "\\" in str(path):
+        raise ConfigError(
+            f"the job's log would be {path}, but Slurm leaves out backslashes there. Set output_path to a "
+            "folder without one."
+        )
+    return str(path).replace("%", "%%")
 
 
 def _with_code(state: str, code: str, signal: str) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.processes import die_with_parent, kill_group
 from shardwright.launch.running_job import Outcome, RunningJob, exits_file, outcome_of_exits
 
-__all__ = ["HostCommand", "ProcessesJob", "launcher_log", "prepare_run_folder"]
+__all__ = ["HostCommand", "ProcessesJob", "launcher_log"]
 
 _NOTICE_S = 5.0
 """Hosts whose peer has failed get so long to notice it and to say so, and as long again to end."""
@@ -42,23 +42,6 @@ def launcher_log(spec: JobSpec, host: int) -> Path:
     return spec.logs / ("launcher.log" if spec.num_hosts == 1 else f"launcher-host{host}.log")
 
 
-def prepare_run_folder(spec: JobSpec) -> None:
-    """Makes the folder of a job, without what the launchers of an earlier one of its name have left.
-
-    Raises:
-        LaunchError: it cannot be made.
-    """
-    try:
-        spec.logs.mkdir(parents=True, exist_ok=True)
-        for left in spec.logs.glob("exits-host*.jsonl"):
-            left.unlink()
-    except OSError as error:
-        raise LaunchError(
-            f"the folder {spec.run_folder} of the job cannot be made: {error.strerror}. Set output_path to "
-            "a folder that can be written."
-        ) from error
-
-
 class ProcessesJob(RunningJob):
     """One launcher a host, as children of this process.
 
@@ -66,6 +49,7 @@ class ProcessesJob(RunningJob):
         spec: the job.
         commands: one a host.
         ends_with_parent: they end when this process ends.
+        lock: of the job's folder, which they hold as long as they run.
         close: called once they have ended.
     """
 
@@ -75,6 +59,7 @@ class ProcessesJob(RunningJob):
         commands: Sequence[HostCommand],
         *,
         ends_with_parent: bool,
+        lock: int,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(spec)
@@ -85,7 +70,9 @@ class ProcessesJob(RunningJob):
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for host, command in enumerate(commands):
-                self._processes.append(_started(spec, host, command, ends_with_parent=ends_with_parent))
+                self._processes.append(
+                    _started(spec, host, command, ends_with_parent=ends_with_parent, lock=lock)
+                )
         except OSError as error:
             self._kill_all()
             raise LaunchError(
@@ -135,7 +122,7 @@ class ProcessesJob(RunningJob):
 
 
 def _started(
-    spec: JobSpec, host: int, command: HostCommand, *, ends_with_parent: bool
+    spec: JobSpec, host: int, command: HostCommand, *, ends_with_parent: bool, lock: int
 ) -> "subprocess.Popen[bytes]":
     own_pid = os.getpid()
     with launcher_log(spec, host).open("wb") as log:
@@ -146,6 +133,7 @@ def _started(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            pass_fds=[lock],
             start_new_session=True,  # Ctrl-C is passed on once, by `RunningJob.wait`
             preexec_fn=(lambda: die_with_parent(own_pid)) if ends_with_parent else None,
         )
