@@ -259,11 +259,14 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
 def _sagemaker_hosts(text: str) -> list[str]:
     """The hosts of a training job; the first one is the master."""
     try:
-        return sorted(json.loads(text))
-    except (ValueError, TypeError):
+        hosts = json.loads(text)
+    except ValueError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise LaunchError(
             f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it."
-        ) from None
+        )
+    return sorted(hosts)
 
 
 def from_single_process(variables: Variables) -> LaunchEnvironment:

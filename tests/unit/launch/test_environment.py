@@ -173,6 +173,14 @@ def test_open_mpi_in_containers_of_sagemaker_meets_at_their_first_host():
     assert (found.rank, found.num_nodes, found.master_addr) == (3, 2, "algo-1")
 
 
+@pytest.mark.parametrize("hosts", ["[]", '"abc"', '{"algo-1": 1}', "[1, 2]", '[""]', '["algo-1", null]', "7"])
+@pytest.mark.parametrize("launcher", [without(OPEN_MPI, "MASTER_ADDR"), {"SM_CURRENT_HOST": "a"}])
+def test_hosts_of_sagemaker_that_are_no_names_are_refused(launcher, hosts):
+    """An empty list was an IndexError, and a single text was taken for hosts of one letter each."""
+    with pytest.raises(LaunchError, match=r"which is not a JSON list of names\. Correct or unset it"):
+        detect({**launcher, "SM_HOSTS": hosts})
+
+
 def test_jobs_of_open_mpi_on_one_host_meet_at_ports_of_their_own():
     names = ("848625665", "848625666", "prterun-host-4711@1")
     on_one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
