@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from compat.small_models import QUIET
 from shardwright.errors import UsageError
-from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.testing import run_ranks, run_ranks_outcomes
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
 
@@ -208,17 +208,40 @@ def test_a_forked_process_does_not_speak_for_its_rank():
         assert all(f"which rank {rank} has started" in text for text in found.values())
 
 
-def test_a_message_that_nobody_sends_names_the_rank_that_is_waited_for():
-    def waits():
-        import smdistributed.modelparallel.torch as smp
+def passing_each_other(call):
+    """Rank 0 makes a call; rank 1 comes to the end of its script."""
+    import smdistributed.modelparallel.torch as smp
 
-        smp.init({**QUIET, "partitions": 2, "timeout_s": 2})
-        if smp.rank() == 1:
-            smp.recv_from(0, smp.RankType.WORLD_RANK)
+    smp.init({**QUIET, "partitions": 2, "shared_memory": False, "timeout_s": 60})
+    calls = {
+        "smp.recv_from()": lambda: smp.recv_from(1, smp.RankType.WORLD_RANK),
+        "smp.send()": lambda: smp.send([1], 1, smp.RankType.PP_RANK),
+        "smp.broadcast()": lambda: smp.broadcast([1], smp.MP_GROUP),
+        "smp.allgather()": lambda: smp.allgather(1, smp.PP_GROUP),
+        "smp.mp_barrier()": smp.mp_barrier,
+        "smp.barrier()": smp.barrier,
+    }
+    if smp.rank() == 0:
+        calls[call]()
 
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(waits, 2)
-    assert "rank 0" in str(caught.value)
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("smp.recv_from()", "smp.recv_from() on rank 0 needs smp.send() or smp.broadcast() on rank 1"),
+        ("smp.send()", "smp.send() on rank 0 needs smp.recv_from() on rank 1"),
+        ("smp.broadcast()", "smp.broadcast() on rank 0 needs smp.recv_from() on rank 1"),
+        ("smp.allgather()", "smp.allgather() is to be called by all of ranks 0, 1"),
+        ("smp.mp_barrier()", "smp.mp_barrier() is to be called by all of ranks 0, 1"),
+        ("smp.barrier()", "not under `if smp.rank() == 0:`"),
+    ],
+)
+def test_a_call_that_the_other_rank_never_makes_says_so_within_seconds(call, said):
+    """These waited for the timeout of minutes, and named no call."""
+    first, _ = run_ranks_outcomes(passing_each_other, 2, call, timeout_s=50)
+    assert said in first.cause
+    assert "rank 1 has come to the end of its script" in first.cause
+    assert first.seconds < 15
 
 
 def resolved(settings):

@@ -127,3 +127,47 @@ def test_a_slow_rank_is_waited_for_and_named(shared_memory):
             return len(script.model.state_dict())
 
     assert run_ranks(job, 2) == [8, 8]
+
+
+def test_a_collective_that_is_waited_for_later_is_no_proof():
+    """Rank 0 has begun it as well, and waits for it after its call: it said that rank 1 would never come."""
+
+    def job():
+        script = Script(shared_memory=False)
+        number = torch.ones(1)
+        if script.sw.rank() == 0:
+            under_way = dist.all_reduce(number, async_op=True)
+            names = script.model.state_dict()
+            under_way.wait()
+        else:
+            time.sleep(0.5)
+            if script.sw.rank() == 1:
+                time.sleep(6)  # rank 2 waits for it in the collective
+            dist.all_reduce(number)
+            names = script.model.state_dict()
+        return number.item(), len(names)
+
+    assert run_ranks(job, 3, timeout_s=50) == [(3.0, 8)] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_on_one_replica_is_told_what_it_lacks(training):
+    """Such a step waits for the other replicas, because gradients might be summed at its end."""
+
+    def job():
+        script = Script(data_parallel_degree=2, pipeline_parallel_degree=1, shared_memory=False)
+
+        @script.sw.step
+        def evaluate(model, x):
+            return model(x).sum()
+
+        if script.sw.rank() == 1:
+            script.sw.barrier()
+        elif training:
+            script.train(script.model, script.x)
+        else:
+            evaluate(script.model, script.x)
+
+    _, second = outcomes(job, 2)
+    assert "sw.barrier() is to be called by all of ranks 0, 1" in second.cause
+    assert ("call it under torch.no_grad()" in second.cause) != training

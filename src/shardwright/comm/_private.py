@@ -8,6 +8,10 @@ name                                      what for                              
 ``ProcessGroupNCCL.Options._timeout``,    as ``torch.distributed`` makes a group of NCCL             read in
 ``ProcessGroup._set_default_backend``,                                                               2.13
 ``_set_sequence_number_for_group``
+``ProcessGroup``'s                        how many collectives a rank has begun in a group; gloo     2.13
+``_get_sequence_number_for_group``        counts sends and receives, too
+``distributed_c10d``'s                    the group of a name that another rank gives                2.13
+``_resolve_process_group``
 ========================================  =========================================================  ========
 """
 
@@ -21,7 +25,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.errors import UsageError
 
-__all__ = ["all_gather_single", "gloo_group", "has_nccl", "nccl_group", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "gloo_group",
+    "group_named",
+    "has_nccl",
+    "nccl_group",
+    "number_of_collectives",
+    "reduce_scatter_single",
+]
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
@@ -71,6 +83,25 @@ def nccl_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> 
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
     return group
+
+
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """The process group with a name; None where this rank has none of it."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    try:
+        group: dist.ProcessGroup = resolve(name)
+    except RuntimeError:
+        return None
+    return group
+
+
+def number_of_collectives(group: dist.ProcessGroup) -> int | None:
+    """How many collectives this rank has begun in a group; None for a backend that does not count them."""
+    count: Any = group._get_sequence_number_for_group  # type: ignore[attr-defined]
+    try:
+        return int(count())
+    except RuntimeError:
+        return None
 
 
 # Names before torch 2.13, which warns of the old ones.

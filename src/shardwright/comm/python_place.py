@@ -1,18 +1,40 @@
 """What a thread of this process is doing, by the functions that it is in."""
 
+from dataclasses import dataclass
 from types import FrameType
 
 import torch.distributed as dist
 
-__all__ = ["joint_call", "script_line"]
+from shardwright.comm._private import group_named, number_of_collectives
+
+__all__ = ["JointCall", "collectives_made", "joint_call", "script_line"]
 
 _OURS = ("torch.", "shardwright.", "smdistributed.", "contextlib", "threading")
 # Functions that no rank leaves before all of the group have called them.
 _JOINT = frozenset(
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
-    "monitored_barrier reduce_scatter reduce_scatter_tensor".split()
+    "all_gather all_gather_into_tensor all_gather_object all_gather_single all_reduce all_to_all "
+    "all_to_all_single barrier monitored_barrier reduce_scatter reduce_scatter_single "
+    "reduce_scatter_tensor".split()
 )
 _MODULE = "torch.distributed.distributed_c10d"
+
+
+@dataclass(frozen=True, slots=True)
+class JointCall:
+    """A function of `torch.distributed` that a rank is in, and that all ranks of a group must call.
+
+    Attributes:
+        function: its name.
+        ranks: world ranks of the group.
+        group: name of the group, the same on all of them.
+        number: how many collectives it has begun in that group, this one among them; None where nobody
+            counts.
+    """
+
+    function: str
+    ranks: tuple[int, ...]
+    group: str
+    number: int | None
 
 
 def script_line(frame: FrameType) -> str:
@@ -26,14 +48,14 @@ def script_line(frame: FrameType) -> str:
     return ""
 
 
-def joint_call(frame: FrameType) -> tuple[str, tuple[int, ...]] | None:
+def joint_call(frame: FrameType) -> JointCall | None:
     """The function of `torch.distributed` that a thread is in and that all ranks of a group must call.
 
     Args:
         frame: the innermost function of the thread.
 
     Returns:
-        Its name, and the world ranks of the group; None where it is in none.
+        None where it is in none.
     """
     current: FrameType | None = frame
     found = None
@@ -42,9 +64,35 @@ def joint_call(frame: FrameType) -> tuple[str, tuple[int, ...]] | None:
         if current.f_globals.get("__name__") == _MODULE and name in _JOINT:
             found = current  # the outermost one: all_gather_object calls all_gather
         current = current.f_back
-    if found is None or not dist.is_initialized():
+    if found is None:
         return None
     group = found.f_locals.get("group")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
         return None
-    return found.f_code.co_name, tuple(dist.get_process_group_ranks(group))
+    ranks = _ranks_of(group)
+    if not ranks:
+        return None
+    return JointCall(found.f_code.co_name, ranks, group.group_name, number_of_collectives(group))
+
+
+def collectives_made(name: str, ranks: tuple[int, ...]) -> int | None:
+    """How many collectives this rank has begun in a group.
+
+    Args:
+        name: of the group.
+        ranks: world ranks of it.
+
+    Returns:
+        None where there is no such group here, or where nobody counts.
+    """
+    group = group_named(name)
+    return None if group is None or _ranks_of(group) != ranks else number_of_collectives(group)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """World ranks; none where the group is gone: the script goes on while another thread looks."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return ()

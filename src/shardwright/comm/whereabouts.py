@@ -11,21 +11,18 @@ the store, by a thread of its own, for it may be inside of a call into C++.
 """
 
 import atexit
-import contextlib
-import json
 import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
+from shardwright.comm.place import Note, Place
 from shardwright.comm.python_place import joint_call, script_line
 
-__all__ = ["Note", "Place", "Store", "Whereabouts"]
+__all__ = ["Store", "Whereabouts"]
 
 _TICK_S = 0.5
 _STUCK_S = 1.5
@@ -44,83 +41,11 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int: ...
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
     def delete_key(self, key: str) -> bool: ...
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A call that several ranks make together.
-
-    Attributes:
-        where: the call, for messages.
-        ranks: who makes it.
-        number: how many calls these ranks have made together by now, this one among them.
-        waits: nobody leaves it before all of these ranks have come.
-    """
-
-    where: str
-    ranks: tuple[int, ...]
-    number: int
-    waits: bool = False
-
-    @property
-    def key(self) -> str:
-        """A name that the same call has on all of its ranks, and no other call of the run."""
-        return f"{','.join(map(str, self.ranks))}/{self.number}/{self.where}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Where a rank is.
-
-    Attributes:
-        place: the call that it is in; None where it is in none.
-        counts: for each set of ranks, how many calls it has made with them.
-        seconds: how long it has been there.
-        line: of its script.
-        ended: why it will make no more calls; empty where it may.
-        failed: it has ended with an error.
-        joint: a function of `torch.distributed` that it waits in, and the ranks that must call it.
-    """
-
-    place: Place | None = None
-    counts: tuple[tuple[tuple[int, ...], int], ...] = ()
-    seconds: float = 0.0
-    line: str = ""
-    ended: str = ""
-    failed: bool = False
-    joint: tuple[str, tuple[int, ...]] | None = None
-
-    def common_calls(self, rank: int) -> int:
-        """How many calls it has made together with another rank."""
-        return sum(count for ranks, count in self.counts if rank in ranks)
-
-    def to_text(self) -> str:
-        """What stands at the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: bytes | str) -> "Note":
-        """Reads it."""
-        found: dict[str, Any] = json.loads(text)
-        place, joint = found.pop("place"), found.pop("joint")
-        if place is not None:
-            place = Place(**{**place, "ranks": tuple(place["ranks"])})
-        counts = tuple((tuple(ranks), count) for ranks, count in found.pop("counts"))
-        return cls(
-            place=place, counts=counts, joint=None if joint is None else (joint[0], tuple(joint[1])), **found
-        )
-
-    def __str__(self) -> str:
-        if self.ended:
-            return self.ended
-        since = f" for {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        at = f" ({self.line})" if self.line else ""
-        if self.place is not None:
-            return f"is in {self.place.where}{at}{since}"
-        if self.joint is not None:
-            return f"waits in torch.distributed.{self.joint[0]}{at}{since}"
-        return f"is at {self.line}{since}" if self.line else "is elsewhere in the script"
+    def clone(self) -> "Store": ...
 
 
 class Whereabouts:
@@ -142,9 +67,10 @@ class Whereabouts:
         confess: Callable[[BaseException], None] = lambda error: None,
     ):
         self._store = store
+        self._own_store: Store | None = None
         self._rank = rank
         self._run = run
-        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._counts: dict[tuple[int, ...], int] = {}
         self._place: Place | None = None
         self._moves = 0
         self._moved_s = time.monotonic()
@@ -158,24 +84,35 @@ class Whereabouts:
 
     # ---- of this rank ----
 
-    @contextmanager
-    def inside(self, where: str, ranks: Sequence[int], *, waits: bool = False) -> Iterator[Place]:
-        """Says that this rank makes a call that others make, too.
+    def begin(self, where: str, ranks: Sequence[int], *, name: str = "", hint: str = "") -> Place:
+        """Counts a call that others make, too.
 
         Args:
             where: the call, for messages.
             ranks: world ranks that make it; all in the same order.
-            waits: nobody leaves it before all have come.
+            name: what all of them call it, where they make it by different calls.
+            hint: what to try, for ranks that wait in vain for one that is in it.
         """
         scope = tuple(ranks)
-        self._counts[scope] += 1
-        before, self._place = self._place, Place(where, scope, self._counts[scope], waits)
+        self._counts[scope] = number = self._counts.get(scope, 0) + 1
+        return Place(where, scope, number, name, hint)
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[Place]:
+        """Says that this rank is in a call that has begun."""
+        before, self._place = self._place, place
         self._move()
         try:
-            yield self._place
+            yield place
         finally:
             self._place = before
             self._move()
+
+    def inside(
+        self, where: str, ranks: Sequence[int], *, hint: str = ""
+    ) -> AbstractContextManager[Place]:
+        """Counts a call that others make, too, and says that this rank is in it; see `begin`."""
+        return self.at(self.begin(where, ranks, hint=hint))
 
     def _move(self) -> None:
         self._moves += 1
@@ -183,11 +120,19 @@ class Whereabouts:
 
     def note(self) -> Note:
         """Where this rank is now."""
+        while True:
+            moves = self._moves
+            note = self._note()
+            if moves == self._moves:  # else the script got on meanwhile, and half of the note is of before
+                return note
+
+    def _note(self) -> Note:
         frame = sys._current_frames().get(self._thread_id)
         place = self._place
         return Note(
             place=place,
-            counts=tuple(self._counts.items()),
+            # A copy, which is made at a stroke: the script may count a call of other ranks just now.
+            counts=tuple(self._counts.copy().items()),
             seconds=time.monotonic() - self._moved_s,
             line="" if frame is None else script_line(frame),
             joint=joint_call(frame) if frame is not None and place is None else None,
@@ -256,13 +201,30 @@ class Whereabouts:
 
     def _watch(self) -> None:
         seen, next_s = -1, 0.0
-        # The store goes with the process that serves it; then nobody is left to tell.
-        with contextlib.suppress(RuntimeError):
-            while not self._closed.wait(_TICK_S):
-                now_s = time.monotonic()
-                if self._moves != seen:
-                    seen, next_s = self._moves, now_s + _STUCK_S
-                elif now_s >= next_s:
-                    self.publish()
-                    next_s = now_s + _NOTE_EVERY_S
-            self.publish()
+        while not self._closed.wait(_TICK_S):
+            now_s = time.monotonic()
+            if self._moves != seen:
+                seen, next_s = self._moves, now_s + _STUCK_S
+            elif now_s >= next_s:
+                if not self._leave(self.note(), self._store_of_thread()):
+                    return
+                next_s = now_s + _NOTE_EVERY_S
+        self._leave(self.note(), self._own_store or self._store)
+
+    def _leave(self, note: Note, store: Store) -> bool:
+        """Leaves a note; false where the store does not take it: it goes with the process that serves it."""
+        text = note.to_text()
+        try:
+            store.set(self._key(self._rank), text)
+        except RuntimeError:
+            return False
+        return True
+
+    def _store_of_thread(self) -> Store:
+        """A client of the thread's own: the script's is taken while it waits there, as in `new_group`."""
+        if self._own_store is None:
+            try:
+                self._own_store = self._store.clone()
+            except RuntimeError:  # stores that are written in Python need not have it
+                self._own_store = self._store
+        return self._own_store

@@ -208,7 +208,8 @@ class DistributedModel(nn.Module):
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
         own_cores = nullcontext() if plans else self._cores.in_force()
-        together = call_together(_called(function), _ranks_of_a_step(current))
+        hint = "" if function in self._trained_by else _hint_for_evaluations(current)
+        together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
         if self.partitioned and self._gives_back:
             self._gives_back = False
             give_back_freed_memory()
@@ -518,6 +519,13 @@ def _called(function: Callable[..., Any]) -> str:
 def _ranks_of_a_step(current: Context) -> Sequence[int]:
     """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
     return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
+
+
+def _hint_for_evaluations(current: Context) -> str:
+    """What to try where only some replicas make a step that may be no training."""
+    if current.mesh.data == 1 or not torch.is_grad_enabled():
+        return ""
+    return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."
 
 
 def _copy(value: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 
 from shardwright.comm.peer_loss import names_a_lost_peer
 from shardwright.comm.process_group import default_store, groups_in_doubt
-from shardwright.comm.roll_call import RollCall
+from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Whereabouts
 from shardwright.errors import PeerLostError
 from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.failure import first_cause_named
 
-__all__ = ["call_together", "meet", "prepare", "ranks_with_the_model", "script_ended"]
+__all__ = ["call_together", "meet", "meet_each", "prepare", "ranks_with_the_model", "script_ended"]
 
 _RUNS = itertools.count()
 
@@ -25,7 +25,7 @@ def prepare(made: Context) -> None:
     run = next(_RUNS)
     if made.mesh.world_size == 1:
         return
-    store = default_store()
+    store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
     made.whereabouts = whereabouts = Whereabouts(
         store, rank=made.rank, run=run, confess=partial(_confess, made)
     )
@@ -69,26 +69,41 @@ def meet(where: str, ranks: Sequence[int] | None = None) -> None:
         UsageError: some are elsewhere, and will not come; the message names them and their places.
         PeerLostError: one of them has ended, or has not come within the setting ``timeout_s``.
     """
+    meet_each([Call(where, tuple(range(context().mesh.world_size) if ranks is None else ranks))])
+
+
+def meet_each(calls: Sequence[Call]) -> None:
+    """Returns when all ranks have come to all of these calls; none of them waits for another one.
+
+    Args:
+        calls: of different ranks, this one among them.
+
+    Raises:
+        UsageError: as for `meet`, and so does PeerLostError.
+    """
     current = context()
     if current.roll_call is None:
         return
     with first_cause_named(current):
         try:
-            current.roll_call.meet(where, range(current.mesh.world_size) if ranks is None else ranks)
+            current.roll_call.meet_each(calls)
         except BaseException:
             groups_in_doubt()
             raise
 
 
-def call_together(where: str, ranks: Sequence[int]) -> AbstractContextManager[Any]:
+def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Any]:
     """A context for a call that several ranks make together, and in which they wait for each other anyway.
 
     Args:
         where: the call, for the messages of ranks that wait elsewhere.
         ranks: world ranks that make it.
+        hint: what to try, for those messages.
     """
     whereabouts = context().whereabouts
-    return nullcontext() if whereabouts is None or len(ranks) < 2 else whereabouts.inside(where, ranks)
+    if whereabouts is None or len(ranks) < 2:
+        return nullcontext()
+    return whereabouts.inside(where, ranks, hint=hint)
 
 
 def ranks_with_the_model() -> tuple[int, ...]:

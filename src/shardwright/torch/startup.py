@@ -72,8 +72,8 @@ def shutdown() -> None:
     """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
     if is_initialized():
         current = context()
-        if current.whereabouts is not None:
-            current.whereabouts.close("has called sw.shutdown()")
+        if current.whereabouts is not None and current.roll_call is not None:
+            current.whereabouts.close(f"has called {current.roll_call.library}.shutdown()")
         if current.reporter is not None:
             current.reporter.close()
         current.cleanup.close()  # a save under way is waited for, with messages between ranks

@@ -2,12 +2,21 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from shardwright.comm.roll_call import RollCall
-from shardwright.comm.whereabouts import Note, Place, Whereabouts
+from shardwright.comm import missing_ranks
+from shardwright.comm.attendance import Attendance, Decision
+from shardwright.comm.missing_ranks import MissingRanks, Terms
+from shardwright.comm.place import Note, Place
+from shardwright.comm.python_place import JointCall
+from shardwright.comm.rank_set import ranks_in, spans
+from shardwright.comm.roll_call import Call, RollCall
+from shardwright.comm.whereabouts import Whereabouts
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
 
@@ -201,24 +210,116 @@ def test_a_rank_that_gets_on_leaves_none():
     there.close("has come to the end of its script")
 
 
-def test_a_collective_of_torch_must_be_there_for_long():
-    ranks = Ranks(2)
-    at = {"place": None, "line": "train.py:7", "joint": ("all_reduce", (0, 1))}
-    from shardwright.comm.roll_call import _Wait
+WAITING = JointCall("all_reduce", (0, 1), group="0", number=4)
 
-    wait = _Wait(Place("save", (0, 1), 1), (1,), ranks.at[0], 0, 10.0, ranks.told.append)
-    seen = [wait._will_not_come(1, Note(seconds=seconds, **at)) for seconds in (50.0, 50.0, 51.0, 52.0)]
+
+def looking(ranks):
+    """Of rank 0, for rank 1."""
+    return MissingRanks(
+        Place("save", (0, 1), 1),
+        Terms("save is needed", "Save."),
+        ranks.at[0],
+        rank=0,
+        patience_s=10.0,
+        tell=ranks.told.append,
+        absent=lambda: [1],
+    )
+
+
+def test_a_collective_of_torch_must_be_there_for_long(monkeypatch):
+    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 3)
+    look = looking(Ranks(2))._will_not_come
+    at = {"place": None, "line": "train.py:7", "joint": WAITING}
+    seen = [look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 50.0, 51.0, 52.0)]
     assert seen == [False, False, False, True]
     elsewhere = {**at, "line": "train.py:9"}
-    assert not wait._will_not_come(1, Note(seconds=54.0, **elsewhere))
-    assert not wait._will_not_come(1, Note(seconds=1.0, **elsewhere))  # it has got on since
-    of_others = {**at, "joint": ("all_reduce", (1, 2))}
-    assert not any(wait._will_not_come(1, Note(seconds=s, **of_others)) for s in (60.0, 70.0))
+    assert not look(1, Note(seconds=54.0, **elsewhere))
+    assert not look(1, Note(seconds=1.0, **elsewhere))  # it has got on since
+    of_others = {**at, "joint": replace(WAITING, ranks=(1, 2))}
+    assert not any(look(1, Note(seconds=s, **of_others)) for s in (60.0, 70.0))
+
+
+@pytest.mark.parametrize("own", [4, 5, None])
+def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
+    """It may wait for it later: others are late for it, or nobody counts."""
+    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: own)
+    look = looking(Ranks(2))._will_not_come
+    at = {"place": None, "line": "train.py:7", "joint": WAITING}
+    assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
+
+
+def test_more_ranks_than_bits_of_a_number_meet():
+    count = 130
+    ranks = Ranks(count)
+    ranks.calls[125]._whereabouts.publish()
+    for _ in range(2):
+        assert all_at_once(*(lambda r=r: ranks.meet(r) for r in range(count))) == [None] * count
+
+
+def test_many_ranks_have_one_look_and_fail_with_one_decision():
+    """Each looked for itself, so that the store was asked for the square of their number."""
+    count = 70
+    ranks = Ranks(count)
+    with ranks.at[69].inside("the step function train", range(count)):
+        ranks.at[69].publish()
+        looks = []
+        for at in ranks.at:
+            of = at.of
+            at.of = lambda rank, of=of: (looks.append(rank), of(rank))[1]
+        errors = all_at_once(*(lambda r=r: ranks.meet(r) for r in range(count - 1)))
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 69 is in the step function train" in str(errors[0])
+    assert len(looks) < count
+
+
+def test_whoever_decides_first_decides_for_all():
+    store = HashStore()
+    place = Place("save", (0, 1), 1)
+    first, second = (Attendance(store, "run", place, rank) for rank in range(2))
+    assert first.come()
+    assert first.decision() is None
+    assert first.absent() == [1]
+    assert str(first.decide(Decision(PeerLostError("rank 1 is gone", rank=1))).error) == "rank 1 is gone"
+    second.come()
+    held = second.decision().error
+    assert isinstance(held, PeerLostError)
+    assert held.rank == 1
+    assert str(second.decide(Decision(UsageError("no"))).error) == "rank 1 is gone"
+
+
+def test_one_rank_takes_a_turn_while_it_asks():
+    store = HashStore()
+    place = Place("save", (0, 1), 1)
+    first, second = (Attendance(store, "run", place, rank) for rank in range(2))
+    assert [first.takes_turn(), first.takes_turn(), second.takes_turn(), first.takes_turn()] == [
+        *(True, True, False, True)
+    ]
+    assert not second.takes_turn()
+    assert second.takes_turn()  # nobody has looked since it asked
+
+
+def test_a_sender_and_a_receiver_meet_by_one_name():
+    ranks = Ranks(2)
+    terms = Terms("smp.send() on rank 0 needs smp.recv_from() on rank 1", "Take it.")
+
+    def call(rank, where):
+        ranks.calls[rank].meet_each([Call(where, (0, 1), name="an object", terms=terms)])
+
+    assert all_at_once(lambda: call(0, "smp.send()"), lambda: call(1, "smp.recv_from()")) == [None] * 2
+    first, _ = all_at_once(lambda: call(0, "smp.send()"), lambda: ranks.meet(1))
+    assert "smp.send() on rank 0 needs smp.recv_from() on rank 1" in str(first)
+    assert "rank 1 is in model.state_dict()" in str(first)
+
+
+@given(st.lists(st.integers(0, 40), unique=True))
+def test_sets_of_ranks_are_read_as_they_were(ranks):
+    assert ranks_in(spans(tuple(ranks))) == tuple(ranks)
 
 
 def test_notes_travel_as_text():
     note = Note(
-        place=Place("model.state_dict()", (0, 1), 3, True),
+        place=Place("model.state_dict()", (0, 1), 3, name="an object", hint="Try."),
+        joint=WAITING,
         counts=(((0, 1), 3), ((0, 1, 2, 3), 4)),
         seconds=2.5,
         line="train.py:7",

@@ -9,22 +9,27 @@ message is sent when its receiver takes it: both wait for each other::
 
 import io
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import shardwright.torch as sw
+from shardwright.comm.missing_ranks import Terms
+from shardwright.comm.roll_call import Call
 from shardwright.errors import UsageError
 from shardwright.torch.failure import first_cause_named
-from shardwright.torch.roll_call import call_together
+from shardwright.torch.roll_call import meet, meet_each
 from smdistributed.modelparallel.torch.groups import CommGroup, RankType, kind_of, members
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["allgather", "barrier", "broadcast", "dp_barrier", "mp_barrier", "recv_from", "send"]
+
+_REMEDY = (
+    "Each object that one rank sends, or broadcasts, is taken by one smp.recv_from() on the other, in the "
+    "same order on both."
+)
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
@@ -38,9 +43,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     Raises:
         UsageError: there is no such rank, or it is this one.
     """
-    others = [_other(dest_rank, rank_type, "send")]
-    with _together("smp.send()", others):
-        _wait(_start(_packed(obj), others))
+    _give("smp.send()", obj, [_other(dest_rank, rank_type, "send")])
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -54,8 +57,11 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
         UsageError: there is no such rank, or it is this one.
     """
     source = _other(src_rank, rank_type, "recv_from")
-    with _together("smp.recv_from()", [source]):
-        return _receive(source)
+    rank = current_run().rank
+    _refuse_in_a_child("smp.recv_from()", [rank, source])
+    needs = f"smp.recv_from() on rank {rank} needs smp.send() or smp.broadcast() on rank {source}"
+    meet_each([_passing("smp.recv_from()", source, rank, needs)])
+    return _receive(source)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
@@ -65,10 +71,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
         obj: anything that can be pickled.
         group: which group.
     """
-    current = current_run()
-    others = [other for other in members(group) if other != current.rank]
-    with _together("smp.broadcast()", others):
-        _wait(_start(_packed(obj), others))
+    _give("smp.broadcast()", obj, [other for other in members(group) if other != current_run().rank])
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
@@ -80,31 +83,26 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """
     current = current_run()
     ranks = members(group)
-    _refuse_in_a_child("smp.allgather()", ranks)
-    with call_together("smp.allgather()", ranks):
-        under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
-        found = [obj if other == current.rank else _receive(other) for other in ranks]
-        _wait(under_way)
+    _meet("smp.allgather()", ranks)
+    under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
+    found = [obj if other == current.rank else _receive(other) for other in ranks]
+    _wait(under_way)
     return found
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits for all ranks of a group, which call it too."""
-    if kind_of(group) == "world":
-        _refuse_in_a_child("smp.barrier()", members(group))
-        sw.barrier()
-    else:
-        allgather(None, group)
+    _meet("smp.barrier()", members(group))
 
 
 def dp_barrier() -> None:
     """Waits for all ranks of this stage."""
-    barrier(CommGroup.DP_GROUP)
+    _meet("smp.dp_barrier()", members(CommGroup.DP_GROUP))
 
 
 def mp_barrier() -> None:
     """Waits for all ranks of this replica."""
-    barrier(CommGroup.MP_GROUP)
+    _meet("smp.mp_barrier()", members(CommGroup.MP_GROUP))
 
 
 def _other(rank: int, rank_type: RankType, call: str) -> int:
@@ -123,15 +121,34 @@ def _other(rank: int, rank_type: RankType, call: str) -> int:
     return ranks[rank]
 
 
-@contextmanager
-def _together(where: str, others: Sequence[int]) -> Iterator[None]:
-    """Counts a call among those that this rank makes together with each of these: see `roll_call`."""
+def _meet(where: str, ranks: Sequence[int]) -> None:
+    """Waits for all of these ranks to make the same call."""
+    _refuse_in_a_child(where, ranks)
+    meet(where, ranks)
+
+
+def _give(where: str, obj: Any, others: Sequence[int]) -> None:
+    """Sends an object to ranks that take it, each when it comes to that."""
     rank = current_run().rank
     _refuse_in_a_child(where, [rank, *others])
-    with ExitStack() as calls:
-        for other in others:
-            calls.enter_context(call_together(where, sorted((rank, other))))
-        yield
+    under_way = _start(_packed(obj), others)  # before: whoever has met this rank waits for nobody else
+    meet_each(
+        [
+            _passing(where, rank, other, f"{where} on rank {rank} needs smp.recv_from() on rank {other}")
+            for other in others
+        ]
+    )
+    _wait(under_way)
+
+
+def _passing(where: str, source: int, target: int, needs: str) -> Call:
+    """The call by which an object goes from rank to rank, which is another one at each end."""
+    return Call(
+        where,
+        tuple(sorted((source, target))),
+        name=f"an object from rank {source} to rank {target}",
+        terms=Terms(needs, _REMEDY),
+    )
 
 
 def _refuse_in_a_child(where: str, ranks: Sequence[int]) -> None:

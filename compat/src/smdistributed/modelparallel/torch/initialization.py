@@ -46,6 +46,8 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     sw.init(settings_with_partition(configuration.settings, configuration.values))
     let_trainer_load()
     current = context()
+    if current.roll_call is not None:
+        current.roll_call.library = "smp"
     try:
         remarks = [*configuration.remarks, *_remarks_on(current, configuration)]
         _prepare_groups(current, configuration)
