@@ -46,6 +46,11 @@ def test_it_says_once_that_it_is_in_force(asked):
     assert asked.stderr.count("CPU mode") == 1, asked.stderr
 
 
+def test_profilers_do_not_look_for_a_gpu(asked):
+    """With the activity CUDA, each operation wrote the C++ frames of an error to stderr."""
+    assert "CUDA event" not in asked.stderr
+
+
 def test_every_function_of_torch_cuda_has_a_stand_in(asked):
     # What is left are classes of errors, and a decorator of PyTorch's own.
     assert json.loads(asked.stdout)["left alone"] == ["CudaError", "DeferredCudaCallError", "cudaStatus"]
@@ -65,6 +70,27 @@ def test_without_it_the_same_calls_fail():
     assert "CPU mode" not in result.stderr
     cases = json.loads(result.stdout)["cases"]
     assert [name for name, said in cases.items() if said == "ok"] == []
+
+
+@pytest.mark.sweep
+def test_what_is_compiled_to_machine_code_trains_the_same(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()\n"
+        "def loss(x):\n"
+        "    with torch.autocast('cuda', torch.bfloat16):\n"
+        "        y = model(x + torch.arange(8, device='cuda'))\n"
+        "    return y.float().square().sum() + torch.ones(1, device=x.device).sum()\n"
+        "x = torch.ones(2, 8, device='cuda')\n"
+        "found = []\n"
+        "for function in (loss, torch.compile(loss, fullgraph=True)):\n"
+        "    model.zero_grad()\n"
+        "    function(x).backward()\n"
+        "    found.append(model[0].weight.grad.clone())\n"
+        "torch.testing.assert_close(*found, rtol=2e-2, atol=1e-2)\n"
+    )
+    result = python(*CPU_MODE, "train.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
 
 
 def test_nccl_is_gloo_on_ranks(tmp_path):
@@ -88,7 +114,7 @@ def test_a_script_for_cuda_fails_on_ranks_without_it(tmp_path):
 def test_processes_that_it_starts_have_it():
     result = python(*CPU_MODE, SCRIPTS / "spawns.py")
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == [f"child {number} True" for number in range(3)]
+    assert sorted(result.stdout.splitlines()) == [f"child {number} True True" for number in range(3)]
     assert result.stderr.count("CPU mode") == 1
 
 

@@ -14,6 +14,7 @@ asks for a CUDA device gets the CPU; what asks about CUDA is told of one device 
     device="cuda:1", 0      devices, factories, tensors, modules
     autocast, GradScaler    mixed_precision
     "nccl", device_ids      process_groups, synchronised_norms
+    profile(activities)     profilers
     DataLoader, processes   data_loading, children
 
 Objects ``torch.device("cuda")`` stay what they are, so that a script that looks at ``device.type`` goes its

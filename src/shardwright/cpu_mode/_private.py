@@ -1,7 +1,10 @@
 """Parts of PyTorch that are not public, and that CPU mode needs.
 
-Tried with torch 2.13.
+Tried with torch 2.13 and CPython 3.11.
 
+- The type of the classes `torch.device`, `torch.Generator`, `torch.Stream` and `torch.Event`: classes of
+  PyTorch's core take no attributes, but have a type, which says what a call of them does. (PyTorch itself
+  gives `torch.Generator` one of its own.) `torch.compile` would not know other classes in their place.
 - `torch.utils._device._device_constructors`: what ``with torch.device(...)`` acts on. PyTorch makes the list
   once; made after functions have been replaced it would have what is never handed to modes.
 - `torch.utils._device.DeviceContext`: what ``with torch.device("cuda"):`` enters.
@@ -12,10 +15,14 @@ Tried with torch 2.13.
 - `torch.nn.modules.batchnorm._BatchNorm`: what `SyncBatchNorm` comes to where there is nothing to sum.
 - `torch.cuda.memory._record_memory_history`: has the allocator of CUDA keep a record; public scripts call it.
 - `torch._utils._get_available_device_type`: what `DataParallel` asks for the device to spread over.
+- `torch.optim.optimizer._get_capturable_supported_devices`: where optimizers with ``capturable=True`` may be.
+- `torch._C`: functions of mixed precision are there, too, and `torch.compile` looks for them there.
 """
 
+import ctypes
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +33,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _device
 
 __all__ = [
+    "CORE",
     "PlainBatchNorm",
     "device_constructors",
+    "intercept_calls",
     "leave_cuda_uninitialised",
     "let_ddp_take_synchronised_norms",
+    "let_optimizers_be_capturable",
     "let_torchscript_take",
     "remember_device_constructors",
     "translate_device_contexts",
 ]
 
+CORE: Any = torch._C
 PlainBatchNorm: Any = _BatchNorm
 
 
@@ -70,6 +81,45 @@ def translate_device_contexts(translate: Callable[[Any], Any]) -> None:
         original(self, translate(device))
 
     _device.DeviceContext.__init__ = translated  # type: ignore[method-assign]
+
+
+def intercept_calls(cls: Any, call: Callable[..., Any]) -> None:
+    """Has a class of PyTorch's core be called through a function; it stays the same class.
+
+    Args:
+        cls: such a class.
+        call: gets what a call of the class does otherwise, and the arguments.
+    """
+    kind: Any = type(cls)
+
+    class Intercepting(kind):  # type: ignore[misc]
+        __slots__ = ()
+        # Otherwise the class would be said to come from here: it has no entry of its own.
+        __module__ = type.__dict__["__module__"]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            plain = super().__call__
+            return call(plain, *args, **kwargs) if self is cls else plain(*args, **kwargs)
+
+    # The type is the last entry of the head that every object has.
+    entry = ctypes.c_void_p.from_address(id(cls) + object.__basicsize__ - ctypes.sizeof(ctypes.c_void_p))
+    if entry.value != id(kind):
+        raise RuntimeError(f"this Python keeps the type of {cls.__name__} at an unknown place")
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(Intercepting))
+    entry.value = id(Intercepting)
+
+
+def let_optimizers_be_capturable() -> None:
+    """Has optimizers that could be captured in a CUDA graph work on the CPU."""
+    name = "_get_capturable_supported_devices"
+    # Each module has taken the function over; the package has deleted their names.
+    modules = [module for path, module in sys.modules.items() if path.startswith("torch.optim.")]
+    for module in [module for module in modules if hasattr(module, name)]:
+        setattr(module, name, _with_cpu(getattr(module, name)))
+
+
+def _with_cpu(devices: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **kwargs: [*devices(*args, **kwargs), "cpu"]
 
 
 def leave_cuda_uninitialised() -> None:

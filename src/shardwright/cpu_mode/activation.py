@@ -7,6 +7,7 @@ import torch
 
 from shardwright.comm.environment import detect
 from shardwright.cpu_mode import (
+    _private,
     children,
     cuda_functions,
     data_loading,
@@ -14,6 +15,7 @@ from shardwright.cpu_mode import (
     mixed_precision,
     modules,
     process_groups,
+    profilers,
     synchronised_norms,
     tensors,
 )
@@ -56,6 +58,8 @@ def enable(*, says_so: bool = True) -> None:
     modules.put_in_force()
     cuda_functions.put_in_force(num_devices)
     mixed_precision.put_in_force()
+    _private.let_optimizers_be_capturable()
+    profilers.put_in_force()
     process_groups.put_in_force()
     synchronised_norms.put_in_force()
     data_loading.put_in_force()

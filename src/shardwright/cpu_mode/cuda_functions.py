@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.cpu_mode import _private, device_memory, generators, streams
 from shardwright.cpu_mode.devices import index_of
+from shardwright.cpu_mode.replacement import put, put_all
 from shardwright.errors import UsageError
 
 __all__ = ["UNAVAILABLE", "put_in_force"]
@@ -38,35 +39,24 @@ def put_in_force(num_devices: int) -> None:
     """
     cuda: Any = torch.cuda
     _private.leave_cuda_uninitialised()
-    of_memory = device_memory.FUNCTIONS
-    of_generators = generators.functions(num_devices)
-    for module, found in (
-        (cuda, _functions(num_devices) | of_memory | of_generators),
-        (cuda.memory, of_memory),
-        (cuda.random, of_generators),
-        (cuda.streams, {"Event": streams.Event, "ExternalStream": streams.Stream, "Stream": streams.Stream}),
-        (cuda.graphs, {"is_current_stream_capturing": lambda: False}),
-        (cuda.nccl, {"version": lambda: _NCCL_VERSION}),
-        (cuda.nvtx, _nvtx()),
-        (cuda.profiler, {"profile": contextlib.nullcontext, "start": _nothing, "stop": _nothing}),
-    ):
-        for name, function in found.items():
-            _put(module, name, function)
+    streams.put_in_force()
+    put_all(_functions(num_devices), cuda)
+    put_all(device_memory.FUNCTIONS, cuda, cuda.memory)
+    put_all(generators.functions(num_devices), cuda, cuda.random)
+    put_all({name: getattr(cuda, name) for name in ("Event", "ExternalStream", "Stream")}, cuda.streams)
+    put_all({"is_current_stream_capturing": lambda: False}, cuda.graphs)
+    put_all({"version": lambda: _NCCL_VERSION}, cuda.nccl)
+    put_all(_nvtx(), cuda.nvtx)
+    put_all({"profile": contextlib.nullcontext, "start": _nothing, "stop": _nothing}, cuda.profiler)
+    # What is compiled waits here for CUDA.
+    put_all({"synchronize": _nothing}, torch.accelerator)
     for name in UNAVAILABLE:
         if (original := getattr(cuda, name, None)) is not None:
-            _put(cuda, name, _unavailable(name, is_class=isinstance(original, type)))
+            put(cuda, name, _unavailable(name, is_class=isinstance(original, type)))
     cuda.default_generators = (torch.default_generator,) * num_devices
     for name in [name for name in cuda.__all__ if name.endswith(("Tensor", "Storage"))]:
         if hasattr(torch, name):
             setattr(cuda, name, getattr(torch, name))
-
-
-def _put(module: Any, name: str, function: Any) -> None:
-    original = getattr(module, name, None)
-    if original is not None and isinstance(function, types.FunctionType) and not isinstance(original, type):
-        with contextlib.suppress(AttributeError):
-            function.__doc__ = original.__doc__
-    setattr(module, name, function)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -83,7 +73,7 @@ def _unavailable(name: str, *, is_class: bool) -> Callable[..., Any]:
         )
 
     if is_class:
-        return type(name, (), {"__new__": refuse, "__module__": __name__})
+        return type(name, (), {"__new__": refuse, "__module__": torch.cuda.__name__})
     return refuse
 
 
@@ -116,7 +106,7 @@ def _functions(num_devices: int) -> dict[str, Any]:
 
 
 def _devices(num_devices: int) -> dict[str, Any]:
-    current = streams.Current
+    current = streams.CURRENT
 
     def set_device(device: Any) -> None:
         current.device = index_of(device, current=current.device)
@@ -151,13 +141,13 @@ class _DeviceContext:
     """Makes a device the current one; for `torch.cuda.device`."""
 
     def __init__(self, device: Any):
-        self.idx = index_of(device, current=streams.Current.device)
+        self.idx = index_of(device, current=streams.CURRENT.device)
 
     def __enter__(self) -> None:
-        self.prev_idx, streams.Current.device = streams.Current.device, self.idx
+        self.prev_idx, streams.CURRENT.device = streams.CURRENT.device, self.idx
 
     def __exit__(self, *exc_info: object) -> None:
-        streams.Current.device = self.prev_idx
+        streams.CURRENT.device = self.prev_idx
 
 
 class _DeviceOf(_DeviceContext):

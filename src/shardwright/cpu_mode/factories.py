@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.devices import Device, is_cuda, on_cpu, put_translated
+from shardwright.cpu_mode.devices import is_cuda, named, on_cpu
+from shardwright.cpu_mode.replacement import put_translated
 
 __all__ = ["FACTORIES", "put_in_force"]
 
@@ -25,7 +26,8 @@ FACTORIES = (
 def put_in_force() -> None:
     """Replaces the functions."""
     _private.remember_device_constructors()
-    torch.device = Device  # type: ignore[misc, assignment]
+    _private.intercept_calls(torch.device, named)
+    _private.intercept_calls(torch.Generator, _generator_on_cpu)
     for owner, names in (
         (torch, FACTORIES),
         (torch.fft, ("fftfreq", "rfftfreq")),
@@ -33,7 +35,6 @@ def put_in_force() -> None:
     ):
         for name in names:
             put_translated(owner, name, made_on_cpu)
-    torch.Generator = _Generator  # type: ignore[misc, assignment]
     put_translated(torch, "load", _loaded_on_cpu)
     put_translated(torch, "set_default_device", _default_on_cpu)
     put_translated(torch, "set_default_tensor_type", _default_type_on_cpu)
@@ -54,23 +55,12 @@ def made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return translated
 
 
-_PLAIN_GENERATOR = torch.Generator
-
-
-class _GeneratorType(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, _PLAIN_GENERATOR)
-
-    def __call__(cls, device: Any = "cpu") -> torch.Generator:
-        return _PLAIN_GENERATOR(on_cpu(device))
-
-
-class _Generator(metaclass=_GeneratorType):
-    """Stands for `torch.Generator`: a call makes one of PyTorch's, on the CPU."""
-
-
-_Generator.__name__ = _Generator.__qualname__ = "Generator"
-_Generator.__module__ = "torch"
+def _generator_on_cpu(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args:
+        args = (on_cpu(args[0]), *args[1:])
+    elif "device" in kwargs:
+        kwargs["device"] = on_cpu(kwargs["device"])
+    return plain(*args, **kwargs)
 
 
 def _loaded_on_cpu(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,47 +6,73 @@ from typing import Any
 
 import torch
 
+from shardwright.cpu_mode import _private
 from shardwright.cpu_mode.devices import is_cuda
+from shardwright.cpu_mode.replacement import put_all
 
 __all__ = ["put_in_force"]
 
 
 def put_in_force() -> None:
     """Replaces the functions."""
-    autocast: Any = torch.amp.autocast_mode.autocast
-    autocast.__init__ = _autocast_on_cpu(autocast.__init__, torch.get_autocast_dtype)
     scaler: Any = torch.amp.grad_scaler.GradScaler
     scaler.__init__ = _scaler_on_cpu(scaler.__init__)
     amp: Any = torch.amp
-    amp.custom_fwd, amp.custom_bwd = _function_on_cpu(amp.custom_fwd), _function_on_cpu(amp.custom_bwd)
-    core: Any = torch
-    is_enabled, dtype_of = core.is_autocast_enabled, core.get_autocast_dtype
-    core.is_autocast_enabled = functools.wraps(is_enabled)(
-        lambda device_type="cuda": is_enabled(_kind(device_type))
-    )
+    put_all({name: _function_on_cpu(getattr(amp, name)) for name in ("custom_fwd", "custom_bwd")}, amp)
+    put_all(_state(), _private.CORE, torch)
 
-    def dtype_in_force(device_type: str) -> torch.dtype:
-        on_cuda = is_cuda(device_type)
-        return dtype_of("cpu" if on_cuda and is_enabled("cpu") else device_type)  # type: ignore[no-any-return]
 
-    core.get_autocast_dtype = functools.wraps(dtype_of)(dtype_in_force)
-    core.get_autocast_gpu_dtype = functools.wraps(core.get_autocast_gpu_dtype)(lambda: dtype_in_force("cuda"))
+def _state() -> dict[str, Callable[..., Any]]:
+    """The functions that ask and say whether there is mixed precision, and of what type.
+
+    It is in force on the CPU for both kinds of device, with a type for each.
+    """
+    core = _private.CORE
+    is_enabled, set_enabled = core.is_autocast_enabled, core.set_autocast_enabled
+    dtype_of, set_dtype = core.get_autocast_dtype, core.set_autocast_dtype
+    own_dtype = dtype_of("cpu")
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return is_enabled(_kind(device_type))  # type: ignore[no-any-return]
+
+    def set_autocast_enabled(*device_type_and_enabled: Any) -> None:
+        *device_type, enabled = device_type_and_enabled
+        if not device_type or is_cuda(*device_type):
+            set_dtype("cpu", dtype_of("cuda") if enabled else own_dtype)
+            set_enabled("cpu", enabled)
+        else:
+            set_enabled(*device_type, enabled)
+
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        in_force = is_cuda(device_type) and is_enabled("cpu")
+        return dtype_of("cpu" if in_force else device_type)  # type: ignore[no-any-return]
+
+    def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(device_type, dtype)
+        if is_cuda(device_type) and is_enabled("cpu"):
+            set_dtype("cpu", dtype)
+
+    def get_autocast_gpu_dtype() -> torch.dtype:
+        return get_autocast_dtype("cuda")
+
+    def set_autocast_gpu_dtype(dtype: torch.dtype) -> None:
+        set_autocast_dtype("cuda", dtype)
+
+    return {
+        f.__name__: f
+        for f in (
+            is_autocast_enabled,
+            set_autocast_enabled,
+            get_autocast_dtype,
+            set_autocast_dtype,
+            get_autocast_gpu_dtype,
+            set_autocast_gpu_dtype,
+        )
+    }
 
 
 def _kind(device_type: str) -> str:
     return "cpu" if is_cuda(device_type) else device_type
-
-
-def _autocast_on_cpu(init: Callable[..., Any], dtype_of: Callable[[str], torch.dtype]) -> Callable[..., Any]:
-    @functools.wraps(init)
-    def __init__(  # noqa: N807
-        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if is_cuda(device_type):
-            device_type, dtype = "cpu", dtype or dtype_of("cuda")
-        init(self, device_type, dtype, *args, **kwargs)
-
-    return __init__
 
 
 def _scaler_on_cpu(init: Callable[..., Any]) -> Callable[..., Any]:

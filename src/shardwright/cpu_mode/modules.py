@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.cpu_mode.after_import import after_import
 from shardwright.cpu_mode.devices import on_cpu
+from shardwright.cpu_mode.replacement import put
 from shardwright.cpu_mode.tensors import sent_to_cpu
 
 __all__ = ["put_in_force"]
@@ -17,7 +18,7 @@ __all__ = ["put_in_force"]
 def put_in_force() -> None:
     """Replaces the methods."""
     module: Any = nn.Module
-    module.to = sent_to_cpu(module.to)
+    put(module, "to", sent_to_cpu(module.to))
     wrapper: Any = nn.parallel.DistributedDataParallel
     wrapper.__init__ = _without_devices(wrapper.__init__)
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _sharded_on_cpu)

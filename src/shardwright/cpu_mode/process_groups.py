@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.cpu_mode.devices import is_cuda
+from shardwright.cpu_mode.replacement import put_all
 
 __all__ = ["backend_on_cpu", "put_in_force"]
 
@@ -20,12 +21,15 @@ def put_in_force() -> None:
 
     core: Any = distributed_c10d
     meshes: Any = device_mesh
-    _put(core, "init_process_group", _made_by_gloo(core.init_process_group, position=0))
-    _put(core, "new_group", _made_by_gloo(core.new_group, position=2))
-    _put(meshes, "init_device_mesh", _mesh_on_cpu(meshes.init_device_mesh, position=0))
+    groups = {
+        "init_process_group": _made_by_gloo(core.init_process_group, position=0),
+        "new_group": _made_by_gloo(core.new_group, position=2),
+    }
+    put_all(groups, dist, core)
+    put_all({"init_device_mesh": _mesh_on_cpu(meshes.init_device_mesh, position=0)}, dist, meshes)
     meshes.DeviceMesh.__init__ = _mesh_on_cpu(meshes.DeviceMesh.__init__, position=1)
     # In the module alone: PyTorch's own code asks another name, and must not look for NCCL in vain.
-    dist.is_nccl_available = lambda: True
+    put_all({"is_nccl_available": lambda: True}, dist)
 
 
 def backend_on_cpu(backend: Any) -> Any:
@@ -38,12 +42,6 @@ def backend_on_cpu(backend: Any) -> Any:
         return backend
     by_device = dict(part.split(":") for part in backend.lower().split(",") if ":" in part)
     return by_device.get("cpu", "gloo")
-
-
-def _put(module: Any, name: str, function: Any) -> None:
-    """Puts a function in its module, and where `torch.distributed` passes it on."""
-    for owner in (module, dist):
-        setattr(owner, name, function)
 
 
 def _made_by_gloo(make: Callable[..., Any], *, position: int) -> Callable[..., Any]:

@@ -1,19 +1,43 @@
 """Streams and events: work on the CPU is done when the call returns, so nobody has to wait for it."""
 
+import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from shardwright.cpu_mode.devices import DEVICE, index_of
+import torch
 
-__all__ = ["Current", "Event", "Stream", "StreamContext", "current_stream", "set_stream"]
+from shardwright.cpu_mode import _private
+from shardwright.cpu_mode.devices import index_of, is_cuda
+
+__all__ = ["CURRENT", "Event", "Stream", "StreamContext", "current_stream", "put_in_force", "set_stream"]
 
 
-class Current:
-    """The current device and stream."""
-
+class _Current(threading.local):
     device = 0
     stream: "Stream | None" = None
+
+
+CURRENT = _Current()
+"""The current device and stream: each thread has its own."""
+
+
+def put_in_force() -> None:
+    """Has `torch.Stream` and `torch.Event` make those of CUDA where they are asked to."""
+    _private.intercept_calls(torch.Stream, _made_for_cuda(Stream))
+    event = _made_for_cuda(lambda device=None, **options: Event(**options))
+    _private.intercept_calls(torch.Event, event)
+
+
+def _made_for_cuda(make: Callable[..., Any]) -> Callable[..., Any]:
+    def made(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Without a device PyTorch takes the accelerator.
+        if not (args or kwargs) or is_cuda(args[0] if args else kwargs.get("device")):
+            return make(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    return made
 
 
 class Event:
@@ -62,7 +86,7 @@ class Stream:
     """
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
-        self.device = DEVICE("cuda", index_of(device, current=Current.device))
+        self.device = torch.device("cuda", index_of(device, current=CURRENT.device))
         self.device_index = self.device.index
         self.priority = priority
         self.cuda_stream = 0
@@ -116,14 +140,14 @@ class StreamContext:
 
 def current_stream(device: Any = None) -> Stream:
     """The current stream."""
-    if Current.stream is None:
-        Current.stream = Stream(device)
-    return Current.stream
+    if CURRENT.stream is None:
+        CURRENT.stream = Stream(device)
+    return CURRENT.stream
 
 
 def set_stream(stream: Stream | None) -> Stream:
     """Makes a stream the current one, and returns the one before; None changes nothing."""
     before = current_stream()
     if stream is not None:
-        Current.stream = stream
+        CURRENT.stream = stream
     return before

@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from shardwright.cpu_mode.callers import script_asks
-from shardwright.cpu_mode.devices import DEVICE, on_cpu, put_translated
+from shardwright.cpu_mode.devices import on_cpu
 from shardwright.cpu_mode.factories import made_on_cpu
+from shardwright.cpu_mode.replacement import put, put_translated
 
 __all__ = ["put_in_force", "sent_to_cpu"]
 
-_MAKERS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_MAY_BE_DEVICE = (str, int, DEVICE)
+_MAKERS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_MAY_BE_DEVICE = (str, int, torch.device)
 
 
 def put_in_force() -> None:
     """Replaces the methods."""
     cls: Any = Tensor
     plain_to = cls.to
-    cls.to = sent_to_cpu(plain_to)
+    put(cls, "to", sent_to_cpu(plain_to))
 
     @functools.wraps(cls.cuda)
     def cuda(
@@ -32,14 +33,16 @@ def put_in_force() -> None:
     ) -> Any:
         return plain_to(self, device="cpu", memory_format=memory_format)
 
-    cls.cuda = cuda
+    put(cls, "cuda", cuda)
     for name in _MAKERS:
         put_translated(cls, name, made_on_cpu)
     # Pinned memory is what a GPU reads from: without one there is nothing that would be faster with it.
     put_translated(cls, "pin_memory", _as_it_is)
-    cls.record_stream = functools.wraps(cls.record_stream)(lambda self, stream: None)
+    put_translated(cls, "record_stream", _without_effect)
     cls.is_cuda = property(_seen_on_cuda(cls.is_cuda), doc=cls.is_cuda.__doc__)
-    cls.type = _type_on_cuda(cls.type)
+    put_translated(cls, "type", _type_on_cuda)
+    untyped: Any = torch.UntypedStorage
+    untyped.__new__ = staticmethod(_storage_on_cpu(untyped.__new__))
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         put_translated(storage, "cuda", _as_it_is)
         put_translated(storage, "to", sent_to_cpu)
@@ -54,6 +57,24 @@ def _as_it_is(method: Callable[..., Any]) -> Callable[..., Any]:
         return self
 
     return as_it_is
+
+
+def _without_effect(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing
+
+
+def _storage_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return make(cls, *args, **kwargs)
+
+    return __new__
 
 
 def sent_to_cpu(send: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,16 @@
 """Calls what scripts hard-code of CUDA, and prints for each what came of it."""
 
+import copy
+import inspect
 import json
 import pickle
 import sys
 import tempfile
+import threading
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 CASES = {}
 
@@ -42,12 +46,31 @@ def selects_devices():
 
 
 @case
+def has_a_current_device_for_each_thread():
+    def in_thread():
+        seen.append(torch.cuda.current_device())
+        torch.cuda.set_device(1)
+        seen.append(torch.cuda.current_device())
+
+    seen = []
+    torch.cuda.set_device(2)
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join()
+    assert seen == [0, 1]
+    assert torch.cuda.current_device() == 2
+    torch.cuda.set_device(0)
+
+
+@case
 def names_devices():
     assert torch.device("cuda", 1).type == "cuda"
-    assert torch.device(1) == torch.device("cuda:1")
-    assert isinstance(torch.device("cuda"), torch.device)
+    assert torch.device(1) == torch.device(device=1) == torch.device("cuda:1")
+    assert type(torch.device("cuda")) is torch.device
     assert not isinstance("cuda", torch.device)
     assert pickle.loads(pickle.dumps(torch.device("cuda:1"))).index == 1
+    assert pickle.loads(pickle.dumps(torch.device)) is copy.deepcopy(torch.device) is torch.device
+    assert torch.device.__module__ == "torch"
 
 
 @case
@@ -87,7 +110,9 @@ def makes_tensors():
         assert torch.arange(2, device=device).is_cuda
         assert torch.randn_like(torch.ones(2), device=device).is_cuda
         assert torch.ones(2).new_zeros(3, device=device).is_cuda
+    assert torch.ones(2).new(3, device="cuda").is_cuda
     assert torch.empty(2, pin_memory=True).shape == (2,)
+    assert torch.UntypedStorage(4, device="cuda").nbytes() == 4
     assert torch.fft.fftfreq(4, device="cuda").shape == (4,)
     with torch.device("cuda"):
         assert torch.ones(2).is_cuda
@@ -175,10 +200,28 @@ def measures_time():
     torch.cuda.current_stream().wait_stream(stream)
     last.synchronize()
     assert first.elapsed_time(last) >= 0
+    for general in (torch.Stream("cuda"), torch.Stream(device=torch.device("cuda", 0), priority=-1)):
+        with torch.cuda.stream(general):
+            general.record_event(torch.Event("cuda", enable_timing=True)).synchronize()
     with torch.cuda.nvtx.range("step"):
         torch.cuda.nvtx.range_push("inner")
         torch.cuda.nvtx.range_pop()
     torch.cuda.cudart().cudaProfilerStart()
+
+
+@case
+def profiles():
+    x = torch.ones(2, 2).cuda()
+    for activities in ([ProfilerActivity.CPU, ProfilerActivity.CUDA], [{ProfilerActivity.CUDA: []}], None):
+        with torch.profiler.profile(activities=activities) as profile:
+            x @ x
+        assert "aten::mm" in profile.key_averages().table(sort_by="cuda_time_total")
+    for options in ({"use_cuda": True}, {"use_device": "cuda"}):
+        with torch.autograd.profiler.profile(**options) as profile:
+            x @ x
+        assert any(event.key == "aten::mm" for event in profile.key_averages())
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx(record_shapes=True):
+        x @ x
 
 
 @case
@@ -210,6 +253,76 @@ def uses_old_names_of_mixed_precision():
 
 
 @case
+def sets_mixed_precision_by_hand():
+    x = torch.ones(2, 2, device="cuda")
+    torch.set_autocast_enabled("cuda", True)
+    assert (x @ x).dtype is torch.float16
+    torch.set_autocast_gpu_dtype(torch.bfloat16)
+    assert (x @ x).dtype is torch.get_autocast_dtype("cuda") is torch.bfloat16
+    torch.set_autocast_enabled(False)
+    assert (x @ x).dtype is torch.float32
+    assert not torch.is_autocast_enabled("cuda")
+    assert torch.get_autocast_gpu_dtype() is torch.bfloat16
+    torch.set_autocast_dtype("cuda", torch.float16)
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda"):
+            assert (x @ x).dtype is torch.bfloat16
+        with torch.autocast(x.device.type, enabled=False):
+            assert not torch.is_autocast_enabled()
+            assert (x @ x).dtype is torch.float32
+        assert (x @ x).dtype is torch.bfloat16
+    with torch.autocast("cuda"):
+        assert (x @ x).dtype is torch.float16
+    with torch.autocast("cpu"):
+        assert (x @ x).dtype is torch.bfloat16
+
+
+@case
+def steps_as_in_a_graph():
+    for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+        weight = nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = make([weight], lr=0.1, capturable=True)
+        weight.sum().backward()
+        optimizer.step()
+        assert (weight < 1).all()
+
+
+@case
+def compiles():
+    """What is compiled is compiled whole, and compiles no worse where it says nothing of CUDA."""
+
+    def places(x):
+        x = x.to("cuda") + torch.arange(x.shape[0], device=x.device)
+        x = x + torch.ones(3, device="cuda") + torch.ones(3, device=torch.device("cpu")).cuda()
+        torch.cuda.synchronize()
+        return x.to(torch.device(0)) if torch.cuda.is_available() else x
+
+    def mixed(x):
+        with torch.autocast("cuda", torch.bfloat16):
+            product = x[None] @ x[:, None]
+        return product if torch.is_autocast_enabled() else product.to(torch.get_autocast_gpu_dtype())
+
+    whole = {"fullgraph": True, "backend": "aot_eager"}
+    assert torch.compile(places, **whole)(torch.ones(3)).tolist() == [3, 4, 5]
+    x = torch.ones(3, requires_grad=True)
+    product = torch.compile(mixed, **whole)(x)
+    assert product.dtype is torch.float16
+    product.backward()
+    assert x.grad.tolist() == [2, 2, 2]
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.compile(mixed, **whole)(torch.ones(3)).dtype is torch.bfloat16
+    assert torch.get_autocast_gpu_dtype() is torch.float16
+
+
+@case
+def pickles():
+    replaced = list(stand_ins())
+    assert {torch.zeros, torch.load, torch.Tensor.to, nn.Module.to, torch.cuda.is_available} <= {*replaced}
+    unlike = [f for f in replaced if pickle.loads(pickle.dumps(f)) is not f]
+    assert not unlike, unlike
+
+
+@case
 def loads_files():
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         torch.save({"x": torch.ones(2)}, file.name)
@@ -234,10 +347,27 @@ def refuses_what_needs_a_gpu():
     assert said.startswith("UsageError: this script uses torch.cuda.CUDAGraph, which needs a GPU")
 
 
+def stand_ins():
+    """Functions and classes with public names that are not PyTorch's own."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and "._" not in name:
+            owners = [module, *(found for found in vars(module).values() if inspect.isclass(found))]
+            for owner in owners:
+                found = [found for key, found in vars(owner).items() if not key.startswith("_")]
+                yield from (f for f in found if is_stand_in(f))
+
+
+def is_stand_in(found):
+    made = found.__new__ if inspect.isclass(found) else found
+    path = made.__code__.co_filename if inspect.isfunction(made) else ""
+    return "cpu_mode" in path or getattr(found, "__module__", "").startswith("shardwright.")
+
+
 def left_alone():
     """Functions of torch.cuda that are still PyTorch's own."""
     found = (getattr(torch.cuda, name, None) for name in torch.cuda.__all__)
-    return sorted(f.__name__ for f in found if callable(f) and f.__module__.startswith("torch.cuda"))
+    own = (f for f in found if callable(f) and not is_stand_in(f))
+    return sorted(f.__name__ for f in own if f.__module__.startswith("torch.cuda"))
 
 
 def outcome(function):
