@@ -22,6 +22,7 @@ import yaml
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError
+from shardwright.launch.process_text import check_variables
 from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 
 __all__ = ["Distribution", "read_distribution"]
@@ -227,4 +228,6 @@ def _exported(options: str) -> dict[str, str]:
     except ValueError as error:
         raise ConfigError(f"custom_mpi_options is {options!r}, which no shell can read: {error}.") from error
     pairs = [word.partition("=") for before, word in zip(["", *words], words, strict=False) if before == "-x"]
-    return {name: value for name, equals, value in pairs if equals}
+    found = {name: value for name, equals, value in pairs if equals}
+    check_variables(found, what="custom_mpi_options")
+    return found

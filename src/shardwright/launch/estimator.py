@@ -21,6 +21,7 @@ from shardwright.launch.hyperparameters import to_words, with_plain_values
 from shardwright.launch.instances import LOCAL
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.placement import place_processes
+from shardwright.launch.process_text import check_variables
 from shardwright.launch.running_job import RunningJob
 from shardwright.launch.smp_parameters import check_world
 from shardwright.launch.training_environment import framework_parameters
@@ -118,6 +119,7 @@ class Estimator:
         self.max_run: float | None = _seconds(renamed.get("max_run", max_run))
         self.max_restarts = _count("max_restarts", max_restarts, least=0)
         self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
+        check_variables(self.environment, what="environment")
         self.source_dir, self.entry_point = _script(entry_point, source_dir)
         self._import_folders = tuple(_import_folder(path) for path in dependencies)
         self._hyperparameters = with_plain_values(hyperparameters or {})

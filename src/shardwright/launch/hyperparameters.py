@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.launch.process_text import why_no_name, why_no_text
 
 __all__ = ["from_words", "hyperparameter_variables", "to_text", "to_words", "with_plain_values"]
 
@@ -22,7 +23,7 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Hyperparameters as the script will see them: after a way through JSON.
 
     Raises:
-        ConfigError: JSON cannot express one of them, or a name is not text.
+        ConfigError: JSON cannot express one of them, or a name is no text that a process can get.
     """
     plain: dict[str, Any] = {}
     for name, value in hyperparameters.items():
@@ -31,6 +32,8 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
                 f"a hyperparameter is called {name!r}, but it becomes an option of the script, so it must "
                 'be text: hyperparameters={"epochs": 3}'
             )
+        if (reason := why_no_name(name)) is not None:
+            raise ConfigError(f"a hyperparameter is called {name!r}, but {reason}. Give it another name.")
         try:
             plain[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -38,6 +41,8 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
                 f"hyperparameter {name} is {value!r}, which JSON cannot express ({error}). Give a number, "
                 "text, a list, a dictionary, True, False or None."
             ) from error
+        if (reason := why_no_text(to_words({name: plain[name]})[1])) is not None:
+            raise ConfigError(f"hyperparameter {name} is {value!r}, but {reason}. Give another value.")
     return plain
 
 

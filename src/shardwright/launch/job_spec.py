@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.launch.hyperparameters import hyperparameter_variables, to_text
+from shardwright.launch.process_text import check_process
 from shardwright.launch.rank_environment import CHANNEL_PREFIX, as_json
 from shardwright.launch.smp_parameters import encode_smp_parameters
 from shardwright.launch.training_environment import PARAMETERS_VARIABLE, result_folders
@@ -50,6 +51,9 @@ class JobSpec:
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
         image: a container image, for engines that need one.
+
+    Raises:
+        ConfigError: no process can get its words or variables.
     """
 
     name: str
@@ -72,6 +76,9 @@ class JobSpec:
     max_run_s: float | None = None
     max_restarts: int = 0
     image: str | None = None
+
+    def __post_init__(self) -> None:
+        check_process([self.entry_point, *self.words], self.variables())
 
     @property
     def run_folder(self) -> Path:

@@ -1,13 +1,14 @@
 """The estimator: what it makes of its arguments, and what it refuses. No job is started here."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.launch import Estimator, Local, LocalCluster, PyTorch
+from shardwright.launch import Estimator, Kubernetes, Local, LocalCluster, PyTorch, Slurm
 from shardwright.launch.channels import read_channels
 from shardwright.launch.distribution import read_distribution
 from shardwright.launch.instances import gpus_of
@@ -210,6 +211,17 @@ def test_gpus_that_are_not_here(script, monkeypatch):
         ({"source_dir": "s3://bucket/code.tar.gz"}, "source_dir is s3://.* must be a folder"),
         ({"instance_count": 0}, "instance_count is 0, but it must be a whole number"),
         ({"hyperparameters": {"a": {1}}}, "hyperparameter a is .* which JSON cannot express"),
+        ({"hyperparameters": {"a=b": 1}}, "a hyperparameter is called 'a=b', but it has '='"),
+        ({"hyperparameters": {"a\0": 1}}, r"a hyperparameter is called 'a\\x00', but it has a NUL"),
+        ({"hyperparameters": {"a": "b\0"}}, r"hyperparameter a is 'b\\x00', but it has a NUL"),
+        ({"hyperparameters": {"a": {"b": "\ud800"}}}, "hyperparameter a is .*, but it has half a character"),
+        ({"environment": {"A=B": 1}}, "environment has a variable 'A=B', but it has '='"),
+        ({"environment": {"": 1}}, "environment has a variable '', but it is empty"),
+        ({"environment": {"A": "\udcff"}}, r"A in environment is '\\udcff', but it has half a character"),
+        (
+            {"distribution": {"mpi": {"enabled": True, "custom_mpi_options": "-x =1"}}},
+            "custom_mpi_options has a variable '', but it is empty",
+        ),
         ({"hyperparmeters": {}}, "no argument hyperparmeters. Did you mean hyperparameters"),
         ({"device": "gpu"}, "device is 'gpu', but it must be cpu, auto or None"),
         ({"engine": "slurm"}, "engine is 'slurm', but it must be an engine"),
@@ -227,6 +239,31 @@ def test_gpus_that_are_not_here(script, monkeypatch):
 def test_arguments_that_cannot_be_used(script, arguments, message):
     with pytest.raises(ConfigError, match=message):
         Estimator(**{"entry_point": script, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"distribution": smp(partition_file="a\0b")}, r"a word of the script would be .*, but it has a NUL"),
+        ({"output_path": "a\0b"}, r"SM_MODEL_DIR would be .*a\\x00b.*, but it has a NUL"),
+    ],
+)
+def test_text_that_no_process_can_get_is_refused_first(script, tmp_path, arguments, message):
+    """These were errors of `subprocess`, with the folder of the job left behind."""
+    estimator = Estimator(script, **arguments)
+    with pytest.raises(ConfigError, match=message):
+        estimator.fit(job_name="one")
+    assert not list(tmp_path.rglob("one"))
+
+
+@pytest.mark.parametrize("engine", [Slurm, lambda: Kubernetes(code=os.fsdecode(b"/\xff"))])
+def test_folders_that_are_not_utf8_go_into_no_manifest(script, tmp_path, engine):
+    source = tmp_path / os.fsdecode(b"\xff")
+    source.mkdir()
+    (source / "train.py").touch()
+    assert "\udcff" in Estimator("train.py", source_dir=source).manifest()
+    with pytest.raises(ConfigError, match="has a name that is not UTF-8, so that no manifest can have it"):
+        Estimator("train.py", source_dir=source, engine=engine()).manifest()
 
 
 def test_arguments_that_change_nothing_are_told_once(script, tmp_path):

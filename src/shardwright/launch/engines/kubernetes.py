@@ -146,13 +146,14 @@ class Kubernetes:
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Writes the manifests into the job's folder, and applies them."""
         documents = self._documents(spec)
+        manifest = to_yaml(documents)
         has_code = len(documents) > 1
         has_ended = self._has_ended_before(spec)
         path = spec.run_folder / "job.yaml"
         with prepared_run_folder(spec):
             for left in spec.logs.glob("pod-*.log"):
                 left.unlink()
-            path.write_text(to_yaml(documents))
+            path.write_text(manifest, encoding="utf-8")
             if has_ended:
                 self._delete(spec, has_code=has_code)
             run([*self._kubectl, "apply", "--filename", str(path)], remedy=_REMEDY)

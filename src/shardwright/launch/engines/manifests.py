@@ -4,6 +4,7 @@ Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.0 to 2
 ``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
 """
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import yaml
 
 from shardwright.launch.engines.shell import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.process_text import refuse_half_characters
 
 __all__ = [
     "REPLICATED_JOB",
@@ -247,7 +249,12 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """Manifests as one file."""
+    """Manifests as one file.
+
+    Raises:
+        ConfigError: they have text that is not UTF-8.
+    """
+    refuse_half_characters(json.dumps(documents, ensure_ascii=False))
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
 
 

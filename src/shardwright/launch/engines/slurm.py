@@ -18,6 +18,7 @@ from shardwright.launch.engines.job_folder import prepared_run_folder, still_run
 from shardwright.launch.engines.shell import ShellText, is_variable, shell_line
 from shardwright.launch.exits import EXITS_VARIABLE
 from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.process_text import refuse_half_characters
 from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
 from shardwright.launch.verdict import WORKER_CRASHED
 
@@ -88,7 +89,7 @@ class Slurm:
             folders = shlex.quote(os.pathsep.join(spec.import_folders))
             exports.append(f'export PYTHONPATH={folders}"${{PYTHONPATH:+:$PYTHONPATH}}"')
         cpus = f" --cpus-per-task={self._cpus}" if self._cpus else ""
-        return "\n".join(
+        script = "\n".join(
             [
                 "#!/bin/bash",
                 *(_directive(name, value) for name, value in self._sbatch_options(spec).items()),
@@ -107,6 +108,8 @@ class Slurm:
                 "",
             ]
         )
+        refuse_half_characters(script)
+        return script
 
     def _sbatch_options(self, spec: JobSpec) -> dict[str, str | int | None]:
         options: dict[str, str | int | None] = {
@@ -141,7 +144,7 @@ class Slurm:
         _refuse_a_second(spec)
         script = spec.run_folder / "job.sbatch"
         with prepared_run_folder(spec):
-            script.write_text(manifest)
+            script.write_text(manifest, encoding="utf-8")
             spec_log(spec).unlink(missing_ok=True)
             said = run(
                 ["sbatch", "--parsable", str(script)], remedy=_REMEDY, environ=own_environ(spec, os.environ)
