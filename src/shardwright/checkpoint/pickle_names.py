@@ -14,8 +14,8 @@ __all__ = ["names_in_archive", "names_in_old_file", "names_in_pickle", "pickle_i
 # These take what they call from elsewhere than from a text beside them.
 _INDIRECT = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
 
-# A file of torch.save of the format before 1.6 begins with this number, as a pickle; then come its version, the
-# system that wrote it, what was saved, and the names of its storages.
+# A file of torch.save of the format before 1.6 begins with this number, as a pickle; then come its version,
+# the system that wrote it, what was saved, and the names of its storages.
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PICKLES_OF_OLD_FILES = 5
 

@@ -21,7 +21,7 @@ from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Instruction, Place
-from shardwright.torch.late_values import LateValue, reads_late
+from shardwright.torch.late_values import late_value, reads_late
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
@@ -180,7 +180,7 @@ class Microbatch:
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         if (reader := reads_late(func)) is not None and not self._cursor.is_free(args[0]):
-            return LateValue(args[0], reader)
+            return late_value(self.operation(Tensor.clone, (args[0],), {}), reader)  # as it is now
         instruction = self._cursor.operation(func, args, kwargs)
         if instruction is None:
             return self._cursor.run_unknown(func, args, kwargs)

@@ -11,7 +11,7 @@ from shardwright.torch.batch import Splitter
 from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
-from shardwright.torch.late_values import WithLateValues
+from shardwright.torch.late_values import WithLateValues, gather_late_outputs
 from shardwright.torch.step_output import gather_outputs
 
 __all__ = ["step"]
@@ -96,8 +96,7 @@ def step_function(
         axes=dict(input_split_axes or {}),
     )
 
-    late = WithLateValues(function) if reads_late else None
-    called = function if late is None else late
+    called = WithLateValues(function) if reads_late else function
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -107,8 +106,8 @@ def step_function(
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
         refuse_wrapped_model((*args, *kwargs.values()), current.model)
-        result = gather_outputs(current.model.run_step(called, (args, kwargs), splitter))
-        return result if late is None else late.read(result)
+        results = current.model.run_step(called, (args, kwargs), splitter)
+        return gather_late_outputs(results) if reads_late else gather_outputs(results)
 
     return run
 

@@ -26,7 +26,7 @@ from shardwright.torch.filled_containers import append_again, give_back_changes,
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
-from shardwright.torch.late_values import LateValue, reads_late
+from shardwright.torch.late_values import late_value, reads_late
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -152,7 +152,7 @@ class Tracer:
             return self._free_operation(func, args, kwargs, items, structure)
         line = user_line()
         if (reader := reads_late(func)) is not None:
-            return LateValue(args[0], reader)
+            return late_value(self.operation(Tensor.clone, (args[0],), {}), reader)  # as it is now
         if func in functions.READS_DATA:
             raise self._unreadable(
                 f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank "
