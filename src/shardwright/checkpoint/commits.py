@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import NonNegativeInt, field_validator
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import FORMAT_VERSION, Record, Sha256, is_plain_name
+from shardwright.checkpoint.manifest import FORMAT_VERSION, NewerVersionError, Record, Sha256, is_plain_name
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.errors import CorruptCheckpointError
 
@@ -55,10 +55,18 @@ def read_commits(root: Path) -> tuple[Commit, ...]:
         CorruptCheckpointError: the file is missing or damaged.
     """
     path = root / COMMITTED
-    content = read_regular(path)
-    found = _Commits.from_bytes(content, name=str(path))
-    if found != _of(found.checkpoints) or content != found.to_bytes():
-        raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")
+    try:
+        content = read_regular(path)
+        found = _Commits.from_bytes(content, name=str(path))
+        if found != _of(found.checkpoints) or content != found.to_bytes():
+            raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")
+    except NewerVersionError:
+        raise
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} It lists the checkpoints; shardwright ckpt recover {root} makes it anew from those "
+            "that are whole."
+        ) from error
     return found.checkpoints
 
 

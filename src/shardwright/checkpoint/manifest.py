@@ -20,6 +20,7 @@ __all__ = [
     "MANIFEST",
     "FileEntry",
     "Manifest",
+    "NewerVersionError",
     "Record",
     "Sha256",
     "is_plain_name",
@@ -34,6 +35,10 @@ _Record = TypeVar("_Record", bound="Record")
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
+class NewerVersionError(CorruptCheckpointError):
+    """A file is of a version of the format that this Shardwright does not know."""
+
+
 class Record(BaseModel):
     """Part of a file of a checkpoint. Frozen; unknown fields are errors."""
 
@@ -44,12 +49,13 @@ class Record(BaseModel):
         """Reads it.
 
         Raises:
-            CorruptCheckpointError: it is something else, or of another version.
+            NewerVersionError: it is of a version to come.
+            CorruptCheckpointError: it is something else.
         """
         found = parse(content, name=name)
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > FORMAT_VERSION:
-            raise CorruptCheckpointError(
+            raise NewerVersionError(
                 f"{name} is of version {version} of the format, and this Shardwright ({__version__}) reads "
                 f"version {FORMAT_VERSION}. Use the Shardwright that saved it, or a newer one."
             )

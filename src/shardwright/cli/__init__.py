@@ -65,7 +65,9 @@ COMMANDS = (
     Command(name="doctor", summary="Show what this machine has: a block to paste into an issue."),
     Command(name="runs", summary="List the runs of a folder."),
     Command(name="show", summary="Show what a run came to, beside what was predicted."),
-    Command(name="ckpt", summary="List, verify, export, import and clear checkpoints.", is_group=True),
+    Command(
+        name="ckpt", summary="List, verify, recover, export, import and clear checkpoints.", is_group=True
+    ),
     Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
     Command(name="simulate", summary="Play a plan out with a slow rank, other links or microbatches."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),

@@ -1,5 +1,7 @@
-"""``shardwright ckpt``: lists, verifies, exports, imports and clears checkpoints."""
+"""``shardwright ckpt``: lists, verifies, recovers, exports, imports and clears checkpoints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +21,7 @@ from shardwright.units import format_bytes
 
 __all__ = ["application"]
 
-application = new_application(text="List, verify, export, import and clear checkpoints.")
+application = new_application(text="List, verify, recover, export, import and clear checkpoints.")
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or of a run that has checkpoints/.")
@@ -84,11 +86,7 @@ def gc(
     """
     found = checkpoint_folder(folder)
     try:
-        with held(found.root / ".lock") as holder:
-            if holder is not None:
-                raise UsageError(
-                    f"{found.root} is in use by {holder}, which may be saving. Try again when it ends."
-                )
+        with _alone(found):
             removed = found.collect(keep=keep)
     except OSError as error:
         raise CheckpointError(
@@ -100,6 +98,38 @@ def gc(
         for name in removed:
             print(f"removed {name}")
         print(f"{len(found.commits())} checkpoints stay")
+
+
+@application.command("recover")
+def recover(folder: Folder, as_json: AsJson = False) -> None:
+    """Make the list of checkpoints anew, where it is missing or damaged, from those that are whole.
+
+    For example: shardwright ckpt recover runs/NAME
+    """
+    found = checkpoint_folder(folder)
+    try:
+        with _alone(found):
+            problems = found.recover()
+    except OSError as error:
+        raise CheckpointError(f"{found.root} cannot be written: {error.strerror}.") from error
+    if as_json:
+        print_json([{"name": name, "problem": problem} for name, problem in problems.items()])
+    else:
+        for each, problem in problems.items():
+            print(f"{each}  {problem or 'recovered'}")
+    if None not in problems.values():
+        raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole.")
+
+
+@contextmanager
+def _alone(folder: CheckpointFolder) -> Iterator[None]:
+    """Has no run save in a folder meanwhile."""
+    with held(folder.root / ".lock") as holder:
+        if holder is not None:
+            raise UsageError(
+                f"{folder.root} is in use by {holder}, which may be saving. Try again when it ends."
+            )
+        yield
 
 
 def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:

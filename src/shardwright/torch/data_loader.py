@@ -16,8 +16,9 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -98,17 +99,17 @@ class ReplicaLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of this replica, for the rest of the epoch."""
-        remaining = list(self._remaining())
+        remaining = self._remaining()
         loader: DataLoader[Any] = DataLoader(
             _SeededInWorkers(self._dataset, (self._seed, self.epoch)),
-            batch_sampler=[batch for _, batch in remaining],
+            batch_sampler=_Parts(remaining),
             # PyTorch's loader would draw from the generator of the run at the start of every loop.
             generator=torch.Generator().manual_seed(self._seed),
             worker_init_fn=_outlive_sigterm,
             **self._options,
         )
         here = (self.epoch, self.position)
-        for (end, _), batch in zip(remaining, loader, strict=True):
+        for (end, _), batch in zip(remaining(), loader, strict=True):
             if here != (self.epoch, self.position):
                 raise UsageError(
                     "the position of the data loader has changed in the middle of a loop over it: another "
@@ -145,9 +146,10 @@ class ReplicaLoader:
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 
-    def _remaining(self) -> Iterator[tuple[int, list[int]]]:
+    def _remaining(self) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         order = order_of_epoch(len(self._dataset), (self._seed, self.epoch) if self._shuffle else None)
-        return remaining_batches(
+        return partial(
+            remaining_batches,
             order,
             self.position,
             self._batch_size,
@@ -156,8 +158,22 @@ class ReplicaLoader:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of global batches that belong to this replica, made one after another.
+
+    Attributes:
+        batches: what `remaining_batches` makes.
+    """
+
+    batches: Callable[[], Iterator[tuple[int, list[int]]]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (part for _, part in self.batches())
+
+
 def order_of_epoch(num_samples: int, seeds: tuple[int, int] | None) -> Sequence[int]:
-    """The numbers of all samples, in the order of an epoch.
+    """The numbers of all samples, in the order of an epoch; 8 bytes for each, if they are shuffled.
 
     Args:
         num_samples: how many there are.
@@ -166,10 +182,9 @@ def order_of_epoch(num_samples: int, seeds: tuple[int, int] | None) -> Sequence[
     if seeds is None:
         return range(num_samples)
     (seed,) = numpy.random.SeedSequence(seeds).generate_state(1)
-    order: list[int] = torch.randperm(
-        num_samples, generator=torch.Generator().manual_seed(int(seed))
-    ).tolist()
-    return order
+    generator = torch.Generator().manual_seed(int(seed))
+    order: Any = torch.randperm(num_samples, generator=generator).numpy()
+    return memoryview(order)  # its items are numbers of Python
 
 
 def remaining_batches(
