@@ -60,5 +60,6 @@ def test_a_rank_out_of_step(num_ranks, ranks_per_host, degree, skips):
         assert 1 in named or outcome.rank == 1
         assert named
     if num_ranks == 2 and ranks_per_host == 1:
-        # The other one may see that this one has ended.
-        assert any("raise the setting timeout_s" in outcome.error_line for outcome in outcomes)
+        # One of them gives up, or finds out that the other is elsewhere; the other may see that it has ended.
+        reasons = ("raise the setting timeout_s", "model.state_dict() is to be called by all of ranks 0, 1")
+        assert any(reason in outcome.cause for reason in reasons for outcome in outcomes)

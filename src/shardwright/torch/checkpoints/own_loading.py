@@ -148,7 +148,7 @@ def load_optimizer_state(
             name = names[id(parameter)]
             values = dict(others.get(name, {}))
             for key in keys.get(name, ()):
-                in_parts = optimizer.sees_rows
+                in_parts = optimizer.sees_rows or key == MASTER
                 values[key] = _own_value(model, parameter, saved, f"{prefix}{name}/{key}", in_parts=in_parts)
             if MASTER in values:
                 masters.append((parameter, values.pop(MASTER)))

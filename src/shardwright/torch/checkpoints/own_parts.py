@@ -31,6 +31,7 @@ __all__ = [
     "OwnPart",
     "box_of_rows",
     "boxes_of_update",
+    "has_rows",
     "model_parts",
     "optimizer_parts",
     "sharded_of",
@@ -95,13 +96,14 @@ def optimizer_parts(
         if not model.counts_here(name):
             continue
         sharded = sharded_of(model, parameter)
-        for key, value in _tensors(model, optimizer, parameter):
+        for key, kept in _tensors(model, optimizer, parameter):
+            value = kept.local if isinstance(kept, ShardedTensor) else kept
             own = _range(f"{prefix}{name}/{key}", value, parameter, model)
             if own is not None:
                 if sharded is not None or turns.is_mine(value.numel(), _Have.SHARD_GROUP):
                     parts.append(own)
                 continue
-            rows = sharded if sharded is not None and value.shape == sharded.rows.shape else None
+            rows = sharded if has_rows(optimizer, sharded, key, kept) else None
             whole = tuple(parameter.shape if rows is not None else value.shape)
             if turns.is_mine(value.numel(), _Have.ALL if rows is None else _Have.SAME_ROWS):
                 parts.append(_part(f"{prefix}{name}/{key}", value, whole, rows))
@@ -162,14 +164,32 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """What an optimizer keeps of a parameter: rows or a range of it, or all."""
     for key, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, ShardedTensor):
-            yield key, value.local
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             yield key, value
     updated = model.replicas.updated_parts
     master = None if updated is None else updated.master(parameter)
     if master is not None:
         yield MASTER, master
+
+
+def has_rows(
+    optimizer: DistributedOptimizer, sharded: ShardedParameter | None, key: str, value: Tensor
+) -> bool:
+    """Whether a tensor of the state has the rows that this rank keeps of a parameter, and not all.
+
+    Shapes alone do not tell: what Adafactor keeps of the columns of a whole parameter may have that of the
+    rows of a rank.
+
+    Args:
+        optimizer: whose state it is.
+        sharded: the parameter; None where nothing of it is shared.
+        key: in the state of the parameter.
+        value: the tensor.
+    """
+    if sharded is None:
+        return False
+    is_local = optimizer.sees_rows or key == MASTER
+    return isinstance(value, ShardedTensor) or (is_local and value.shape == sharded.rows.shape)
 
 
 def sharded_of(model: DistributedModel, tensor: Tensor) -> ShardedParameter | None:

@@ -212,7 +212,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         for number, (name, parameter) in enumerate(zip(names, self._parameters(), strict=True)):
             entry = entries.get(name, {})
             _check_shapes(name, parameter, entry)
-            own = {key: own_part(model, parameter, value) for key, value in entry.items()}
+            own = {key: own_part(model, self, parameter, key, value) for key, value in entry.items()}
             if MASTER in own:
                 masters[number] = own.pop(MASTER)
             if own:
@@ -385,7 +385,10 @@ def _check_shapes(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> Non
     for key, value in entry.items():
         if not isinstance(value, Tensor) or value.shape == parameter.shape:
             continue
-        # Some optimizers keep rows and columns apart: with fewer dimensions than the parameter.
+        # Some optimizers keep rows and columns apart: with fewer dimensions, or with 1 for some.
+        dims = zip(value.shape, parameter.shape, strict=False)
+        if value.dim() == parameter.dim() and all(size in (1, whole) for size, whole in dims):
+            continue
         if value.dim() and value.dim() >= parameter.dim():
             raise CheckpointError(
                 f"{key} of {name} has the shape {tuple(value.shape)} in the state, and {name} has "

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box, covered_once
 from shardwright.errors import CheckpointError
-from shardwright.torch.checkpoints.own_parts import MASTER, box_of_rows, boxes_of_update, sharded_of
+from shardwright.torch.checkpoints.own_parts import (
+    MASTER,
+    box_of_rows,
+    boxes_of_update,
+    has_rows,
+    sharded_of,
+)
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.sharded_tensor import ShardedTensor
@@ -74,16 +80,21 @@ def parts_of(
                     "on every rank."
                 )
             entry = {
-                key: _part(model, parameter, value) for key, value in _values(model, optimizer, parameter)
+                key: _part(model, optimizer, parameter, key, value)
+                for key, value in _values(model, optimizer, parameter)
             }
             if entry:
                 found[names[id(parameter)]] = entry
     return found
 
 
-def own_part(model: DistributedModel, parameter: nn.Parameter, value: Any) -> Any:
+def own_part(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter, key: str, value: Any
+) -> Any:
     """What this rank keeps of something in the state of a parameter, of which all elements are there."""
     if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
+        return value
+    if not optimizer.sees_rows and key != MASTER:
         return value
     boxes = boxes_of_update(model, parameter)
     if boxes is not None:
@@ -135,21 +146,23 @@ def _values(
     model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter
 ) -> Iterator[tuple[str, Any]]:
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    for key, value in state.items():
-        yield key, value.local if isinstance(value, ShardedTensor) else value
+    yield from state.items()
     updated = model.replicas.updated_parts
     master = None if updated is None else updated.master(parameter)
     if master is not None:
         yield MASTER, master
 
 
-def _part(model: DistributedModel, parameter: nn.Parameter, value: Any) -> Any:
+def _part(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter, key: str, value: Any
+) -> Any:
     if not isinstance(value, Tensor):
         return value
-    elements, whole = value.detach().to("cpu", copy=True), tuple(parameter.shape)
+    local = value.local if isinstance(value, ShardedTensor) else value
+    elements, whole = local.detach().to("cpu", copy=True), tuple(parameter.shape)
     boxes, sharded = boxes_of_update(model, parameter), sharded_of(model, parameter)
-    if boxes is not None and value.shape == (sum(box.numel for box in boxes),):
+    if boxes is not None and local.shape == (sum(box.numel for box in boxes),):
         return Part(elements, whole, boxes)
-    if sharded is not None and value.shape == sharded.rows.shape:
+    if sharded is not None and has_rows(optimizer, sharded, key, value):
         return Part(elements.reshape(-1), whole, (box_of_rows(sharded),))
     return elements
