@@ -96,6 +96,7 @@ def test_what_cannot_be_tried_is_said_once(shardwright, refused):
     assert "--world 3 on --nnodes 2" in odd
 
 
+@pytest.mark.sweep  # tests/e2e/test_launch.py has it for a run
 def test_nothing_that_fits_ends_with_three(shardwright):
     words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--set", "memory_limit=1KiB")
     found = shardwright(*words)

@@ -69,7 +69,7 @@ def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     process = _started(_command(tmp_path), tmp_path)
     _until_it_says(process, "step 3 loss")
@@ -113,6 +113,7 @@ def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path
     assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits() == ()
 
 
+@pytest.mark.sweep
 def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
     process = _started(_command(tmp_path, "30"), tmp_path)
     _until_it_says(process, "step 1 loss")
@@ -143,7 +144,9 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert "step 4 |" in text  # it was saved after step 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGUSR1]
+)
 def test_every_process_is_told_at_once(number: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler does: the launcher, supervisors, ranks and workers of data loaders get the signal."""
     process = _started(_command(tmp_path, "0.3", "workers", ranks=1), tmp_path)
