@@ -69,7 +69,14 @@ def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep),
+        pytest.param(signal.SIGINT, marks=pytest.mark.sweep),
+    ],
+)
 def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     process = _started(_command(tmp_path), tmp_path)
     _until_it_says(process, "step 3 loss")
@@ -80,23 +87,22 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     assert "the ranks saved their state (exit code 75)" in output
     (commit,) = CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
     assert 3 <= commit.step < 100
-    if number == signal.SIGTERM:
-        resumed = subprocess.run(
-            _command(tmp_path, "0"), capture_output=True, text=True, cwd=tmp_path, check=False
-        )
-        assert resumed.returncode == 0, resumed.stderr
-        assert f"begins at {commit.step}" in resumed.stdout
-        assert re.search(r"step 100 loss \S+", resumed.stdout)
+    resumed = subprocess.run(
+        _command(tmp_path, "0"), capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"begins at {commit.step}" in resumed.stdout
+    assert re.search(r"step 100 loss \S+", resumed.stdout)
 
 
 def test_one_rank_alone_is_told(tmp_path: Path) -> None:
-    """A scheduler that signals a single process: all ranks save, and end."""
+    """A scheduler that signals a single process: all ranks save, and end; here as on Ctrl-C."""
     process = _started(_command(tmp_path), tmp_path)
     _until_it_says(process, "step 3 loss")
     script = str(tmp_path / "train.py")
     search = ["pgrep", "-f", f"^[^ ]*python[^ ]* -u {script}"]
     listed = subprocess.run(search, capture_output=True, text=True, check=True)
-    os.kill(int(listed.stdout.split()[-1]), signal.SIGTERM)
+    os.kill(int(listed.stdout.split()[-1]), signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
