@@ -32,7 +32,8 @@ def main() -> None:
 
     sw.init({"seed": 0, "log_interval": 10, "steps": options.steps})
     sizes = {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH}
-    model = sw.DistributedModel(GPT2LMHeadModel(GPT2Config(**sizes)))
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model = sw.DistributedModel(GPT2LMHeadModel(config))
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=50)
     loader = sw.data_loader(sequences(), 32, seed=0)  # 32 samples a step, of all replicas together
