@@ -1,8 +1,7 @@
 """What scripts say of modules while, or after, they create them: place, memory, type, tensor parallelism."""
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,21 +28,13 @@ __all__ = [
 def partition(rank: int) -> AbstractContextManager[None]:
     """Places the modules that are created inside on a pipeline rank; the innermost wish wins.
 
-    It is heeded where ``auto_partition`` is False; else nothing happens.
+    It is heeded where ``auto_partition`` is False; else nothing happens, also for a rank that is not there:
+    scripts rely on it.
 
     Args:
         rank: pipeline rank, from 0.
     """
-    current_run()
-    return _heeded_or_not(sw.partition(rank))
-
-
-@contextmanager
-def _heeded_or_not(placing: AbstractContextManager[None]) -> Iterator[None]:
-    with ExitStack() as entered:
-        with _without_remarks():
-            entered.enter_context(placing)
-        yield
+    return nullcontext() if current_run().config.auto_partition else sw.partition(rank)
 
 
 def set_partition(module: nn.Module, rank: int) -> None:
@@ -55,17 +46,8 @@ def set_partition(module: nn.Module, rank: int) -> None:
         module: any module of the model.
         rank: pipeline rank, from 0.
     """
-    current_run()
-    with _without_remarks():
+    if not current_run().config.auto_partition:
         sw.set_partition(unproxied(module), rank)
-
-
-@contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Wishes are ignored without a word where the library places modules itself: scripts rely on it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="placement by hand changes nothing")
-        yield
 
 
 @contextmanager
