@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shardwright.torch._private import num_hooks_registered
+from shardwright.torch.autocast import autocast_state
 from shardwright.torch.cost import Watch, cost_class
 from shardwright.torch.recording import Sample
 from shardwright.torch.traced_call import TracedCall
@@ -49,10 +50,14 @@ class CallSamples:
         """
         # What comes from the batch takes no memory when it is kept, unlike what another call made.
         from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
-        key = cost_class(call.func, f"{kind} {from_batch}" if from_batch else kind, call.fakes)
+        # What is cast computes in another type than its arguments have.
+        autocast = autocast_state()
+        casts = [f"{device} {dtype}" for device, enabled, dtype in autocast if enabled]
+        noted = " ".join(str(part) for part in (from_batch, casts) if part)
+        key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
         if key not in self.samples:
             arguments = call.fakes if kept is None else kept
-            self.samples[key] = Sample(call.func, arguments, call.structure.without_template())
+            self.samples[key] = Sample(call.func, arguments, call.structure.without_template(), autocast)
         return key
 
     def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:

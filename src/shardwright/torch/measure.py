@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
+from shardwright.torch.autocast import autocast_as
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.split_backward import allow_split, put_off_weights, split_modules, unsplit
@@ -172,9 +173,10 @@ def _run_once(
     split: bool = False,
 ) -> _Seconds:
     args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
-    start = clock.now()
-    output = func(*args, **kwargs)
-    forward_s = clock.now() - start
+    with autocast_as(sample.autocast):
+        start = clock.now()
+        output = func(*args, **kwargs)
+        forward_s = clock.now() - start
     roots = [t for t in _tensors(output) if t.requires_grad]
     if not train or not roots:
         return forward_s, 0.0, 0.0

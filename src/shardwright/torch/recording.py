@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.attribute_use import AttributeUse, Slot
+from shardwright.torch.autocast import AutocastState
 from shardwright.torch.batch import Arguments
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.layout import Order
@@ -157,11 +158,13 @@ class Sample:
         func: the unit's module, or the torch function.
         leaves: leaves of the arguments; fake tensors in place of real ones.
         structure: their structure.
+        autocast: in force when it was called.
     """
 
     func: Any
     leaves: list[Any]
     structure: Structure
+    autocast: AutocastState = ()
 
 
 @dataclass(slots=True)

@@ -11,11 +11,14 @@ from torch import nn
 import shardwright.torch as sw
 from shardwright.torch import measure
 from shardwright.torch import model as model_module
+from shardwright.torch.glue import intercept_calls
 from shardwright.torch.measure import _timing, measure_class
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module
 from shardwright.torch.split_backward import split_modules
+from shardwright.torch.trace import trace_step
 from shardwright.torch.tree import flatten
+from shardwright.torch.unit_map import UnitMap
 
 CPU = torch.device("cpu")
 
@@ -44,6 +47,29 @@ def test_what_cannot_be_split_is_timed_in_one_piece(func):
 @pytest.mark.parametrize("func", [torch.relu_, nn.Sequential(nn.ReLU(inplace=True), nn.Linear(256, 256))])
 def test_what_changes_its_input_in_place_is_timed(func):
     assert measure_class(sample_of(func), device=CPU).backward_s > 0
+
+
+def test_what_ran_under_autocast_is_timed_under_it():
+    """Float32 weights refused the 16-bit inputs that autocast had made: most costs were estimated."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    unit_map = UnitMap.of(model, ["0", "1"])
+    for module in unit_map.modules.values():
+        intercept_calls(module)
+
+    def step(x):
+        return model(x).sum()
+
+    def step_in_16_bits(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(x).sum()
+
+    plain = trace_step(unit_map, step, ((torch.randn(8, 256),), {})).samples
+    cast = trace_step(unit_map, step_in_16_bits, ((torch.randn(8, 256),), {})).samples
+    assert not plain.keys() & cast.keys()  # not even the first layer, whose input has 32 bits in both
+    units = [sample for sample in cast.values() if isinstance(sample.func, nn.Module)]
+    assert [sample.leaves[0].dtype for sample in units] == [torch.float32, torch.float16]
+    for sample in units:
+        assert measure_class(sample, device=CPU).backward_s > 0
 
 
 def test_what_a_forward_takes_more_counts_where_the_backward_is_split():
