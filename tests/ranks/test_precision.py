@@ -245,6 +245,25 @@ def test_a_stock_scaler_agrees_over_ranks_that_share_parameters(settings):
         assert found == [(False, 4.0), (True, 2.0), (False, 2.0)]
 
 
+def test_the_mean_of_large_gradients_in_16_bits_is_no_infinity():
+    """Two replicas of a model that the script had halved itself summed 40000 twice, which float16 has not."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 1})
+        model = sw.DistributedModel(nn.Linear(1, 1, bias=False).half())
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x).sum())
+
+        train(model, torch.full((1, 1), 40000.0, dtype=torch.float16))
+        return model.get_module().weight.grad.item()
+
+    assert run_ranks(job, 2) == [40000.0] * 2
+
+
 def test_wrong_arguments():
     with pytest.raises(RanksFailedError, match="dynamic_loss_args has 'window', and may have init_scale"):
         run_ranks(overflows, 2, {"data_parallel_degree": 2}, dynamic_loss_args={"window": 3})

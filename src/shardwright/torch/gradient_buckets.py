@@ -66,6 +66,7 @@ class SummedBucket:
         self._group = group
         self._buffer: Tensor | None = None
         self._work: dist.Work | None = None
+        self._divided_by = 1
 
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
@@ -76,6 +77,10 @@ class SummedBucket:
         self._buffer = torch.cat(parts)
         for member in self.members:
             member.parameter.grad = None
+        if self._buffer.dtype is torch.float16:
+            # Scaled losses leave gradients close to 65504, where float16 ends: their mean fits, and no sum.
+            self._divided_by = dist.get_world_size(self._group)
+            self._buffer.div_(self._divided_by)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
     def let_go(self) -> None:
@@ -93,6 +98,7 @@ class SummedBucket:
         self._work = self._buffer = None
         work.wait()
         flags = buffer[-len(self.members) :].tolist()
+        divisor /= self._divided_by
         if divisor != 1:
             buffer.div_(divisor)
         hand_out(buffer, self.members, flags)
