@@ -141,6 +141,37 @@ def test_hooks_run_after_the_partition_and_once_after_a_step(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+def test_hooks_before_the_optimizer_get_it_all_the_same(num_ranks):
+    """With one stage they were called at once, with None: helpers for fp16 register theirs so early."""
+
+    def hooked(num_ranks):
+        smp, model, plain, train_step = wrapped({"partitions": num_ranks})
+        seen = []
+        model.register_post_partition_hook(lambda _, optimizer: seen.append(optimizer))
+        model.register_post_partition_hook(lambda *_: seen.append("never")).remove()
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1))
+        assert len(seen) == (num_ranks == 1)
+        for index in range(2):
+            train_step(model, *batch(index))
+        return seen == [optimizer]
+
+    assert run_ranks(hooked, num_ranks, num_ranks) == [True] * num_ranks
+
+
+def test_without_an_optimizer_hooks_run_in_the_first_step():
+    def hooked():
+        _, model, _, train_step = wrapped({"partitions": 1})
+        seen = []
+        model.register_post_partition_hook(lambda *given: seen.append(given == (model, None)))
+        before = list(seen)
+        for index in range(2):
+            train_step(model, *batch(index))
+        return before, seen
+
+    assert run_ranks(hooked, 1) == [([], [True])]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_whole_model_comes_to_the_host_of_every_rank(num_ranks):
     def gathered(num_ranks):
         _, model, plain, train_step = wrapped({"partitions": num_ranks})
@@ -317,6 +348,23 @@ def test_a_communication_hook_reduces_over_replicas(num_ranks, partitions):
         return largest_difference(model, expected)
 
     assert max(run_ranks(hooked, num_ranks, partitions)) < CLOSE
+
+
+def test_hooks_of_pytorch_reduce_over_the_replicas_of_a_stage():
+    """With no group of their own they summed gradients of different stages, which ended in gloo's abort."""
+
+    def hooked():
+        smp, model, plain, train_step = wrapped({"partitions": 2})
+        expected = plain_gradients(plain, [batch(0, 0), batch(0, 1)], microbatches=2)
+        from shardwright.errors import UsageError
+
+        with pytest.raises(UsageError, match="a group of 4 ranks, but 2 have the gradients of this stage"):
+            model.register_comm_hook(dist.group.WORLD, allreduce_hook)
+        model.register_comm_hook(None, allreduce_hook)
+        train_step(model, *batch(0, smp.dp_rank()))
+        return largest_difference(model, expected)
+
+    assert max(run_ranks(hooked, 4)) < CLOSE
 
 
 @pytest.mark.parametrize(("num_ranks", "partitions"), [(2, 1), (4, 2)])

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
@@ -82,6 +84,7 @@ class DistributedModel(ModelStates):
             bucket_cap_mb=bucket_cap_mb,
         )
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._hooks_before_optimizer: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if current_run().mesh.shard > 1:
             describe_parts(self)
 
@@ -138,6 +141,7 @@ class DistributedModel(ModelStates):
                 "model.cpu() has gathered the model on every rank, so that it is spread over them no longer, "
                 "and cannot be trained. Call it when training is over."
             )
+        self.call_waiting_hooks()
         if self._joining is not None and self._joining.weight is None:
             # Another function is another trace: in this one losses are weighted.
             self._joining.begin_step(functools.partial(self.run_step, _Again(args[0]), *args[1:]))
@@ -185,9 +189,30 @@ class DistributedModel(ModelStates):
         Args:
             state: its first argument, such as a process group.
             hook: ``hook(state, bucket)`` gives a future of what all replicas are to have, as hooks of
-                `torch.nn.parallel.DistributedDataParallel` do.
+                `torch.nn.parallel.DistributedDataParallel` do. PyTorch's own reduce over the replicas where
+                `state` is None.
+
+        Raises:
+            UsageError: `state` is a group that has ranks of other stages, too.
         """
-        self.replicas.reduce_by(GradientHook(state, hook))
+        self.replicas.reduce_by(GradientHook(_for_replicas(state, hook), hook))
+
+    def register_post_partition_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Has ``hook(model, optimizer)`` called once every rank has its part.
+
+        With one stage that is so at once; then a hook waits for the optimizer, or for the first step.
+        """
+        if not self.partitioned or state.optimizer is not None:
+            return super().register_post_partition_hook(hook)
+        handle = RemovableHandle(self._hooks_before_optimizer)
+        self._hooks_before_optimizer[handle.id] = hook
+        return handle
+
+    def call_waiting_hooks(self) -> None:
+        """Runs the hooks that waited for an optimizer; that calls it, and so does the first step."""
+        while self._hooks_before_optimizer:
+            _, hook = self._hooks_before_optimizer.popitem(last=False)
+            super().register_post_partition_hook(hook)
 
     def after_step(self) -> None:
         """Runs the hooks that waited for a step; ``smp.step`` calls it."""
@@ -311,6 +336,21 @@ def _check_options(trace_device: str, backward_passes_per_step: int, *, broadcas
             "those of the first.",
             stacklevel=3,
         )
+
+
+def _for_replicas(given: Any, hook: Callable[[Any, Any], Any]) -> Any:
+    """What a hook is called with: PyTorch's own take None for all ranks, those of other stages, too."""
+    group = current_run().data_group
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return given
+    if given is None and getattr(hook, "__module__", "") == default_hooks.__name__:
+        return group
+    if isinstance(given, dist.ProcessGroup) and dist.get_world_size(given) != dist.get_world_size(group):
+        raise UsageError(
+            f"the communication hook is given a group of {dist.get_world_size(given)} ranks, but "
+            f"{dist.get_world_size(group)} have the gradients of this stage. Pass smp.get_dp_process_group()."
+        )
+    return given
 
 
 def _as_one(tensors: Sequence[Tensor], gradients: Any) -> Tensor:

@@ -67,6 +67,8 @@ class DistributedOptimizer(OptimizerStates):
         self._global_grad_norm: float | None = None
         if run.mesh.shard > 1:
             self.ds_param_shard_group = _shard_group()
+        if (waits := getattr(run.model, "call_waiting_hooks", None)) is not None:
+            waits()
 
     # ---- updating ----
 
