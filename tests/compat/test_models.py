@@ -1,6 +1,7 @@
 """The members of ``smp.DistributedModel``, on one, two and four ranks."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -365,6 +366,28 @@ def test_hooks_of_pytorch_reduce_over_the_replicas_of_a_stage():
         return largest_difference(model, expected)
 
     assert max(run_ranks(hooked, 4)) < CLOSE
+
+
+def test_errors_and_warnings_name_the_line_of_the_script():
+    """They named lines of the library, which the script had called."""
+
+    def called():
+        _, model, _, _ = wrapped({"partitions": 2})
+        import smdistributed.modelparallel.torch as smp
+        from shardwright.errors import UsageError
+
+        @smp.step
+        def forgets(model, x, y):
+            return loss_of(model, x, y)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            forgets(model, *batch(0))
+        with pytest.raises(UsageError, match=f"^{__file__}:[0-9]+: the model is spread over stages"):
+            model(batch(0)[0])
+        return [(str(w.message).split(" ran ")[0], w.filename == __file__) for w in caught]
+
+    assert run_ranks(called, 2) == [[("forgets()", True)], []]  # the first rank warns
 
 
 @pytest.mark.parametrize(("num_ranks", "partitions"), [(2, 1), (4, 2)])

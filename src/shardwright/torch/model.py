@@ -36,7 +36,7 @@ from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
 from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
-from shardwright.torch.source_line import user_line
+from shardwright.torch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.state_gathering import gather_state, rank_that_runs
 from shardwright.torch.tracer import Tracer
 
@@ -264,7 +264,7 @@ class DistributedModel(nn.Module):
             f"{name}() ran the model in training mode and with gradients, but did not call "
             "model.backward(loss), so nothing is trained. Call it in the step function; for an evaluation "
             "call model.eval() before, or run the step under torch.no_grad().",
-            stacklevel=4,
+            stacklevel=stacklevel_of_user(),
         )
 
     # ---- what lives here ----

@@ -8,8 +8,12 @@ __all__ = [
     "custom_function_call",
     "frames_up_to",
     "outermost_checkpoint",
+    "stacklevel_of_user",
     "user_line",
 ]
+
+
+_NOT_THE_USERS = ("torch.", "shardwright.", "smdistributed.", "contextlib")
 
 
 def user_line(inside: FrameType | None = None) -> str:
@@ -21,12 +25,25 @@ def user_line(inside: FrameType | None = None) -> str:
     frame = sys._getframe(1) if inside is None else inside
     fallback = ""
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "shardwright.", "contextlib")) and module != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if _is_the_users(frame):
+            return fallback
         frame = frame.f_back  # type: ignore[assignment]
     return fallback
+
+
+def stacklevel_of_user() -> int:
+    """The ``stacklevel`` with which a warning of the caller names the line of `user_line`."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and not _is_the_users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_the_users(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    return not module.startswith(_NOT_THE_USERS) and module != "torch"
 
 
 def called_from(module: str, function: str = "") -> bool:

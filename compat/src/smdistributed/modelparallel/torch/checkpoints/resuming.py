@@ -11,6 +11,7 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
+from shardwright.torch.source_line import stacklevel_of_user
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
@@ -142,7 +143,7 @@ def _lock_partition(run: Context, checkpoint: PartialCheckpoint) -> bool:
         warnings.warn(
             f"microbatches was {plan.schedule.microbatches} when the checkpoint was saved, and is "
             f"{microbatches} now. The partition stays as it was.",
-            stacklevel=4,
+            stacklevel=stacklevel_of_user(),
         )
         schedule = plan.schedule.model_copy(update={"microbatches": microbatches})
         plan = plan.model_copy(update={"schedule": schedule, "prediction": None})
