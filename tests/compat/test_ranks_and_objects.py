@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from compat.small_models import QUIET
-from shardwright.errors import UsageError
+from shardwright.errors import PeerLostError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
@@ -242,6 +242,27 @@ def test_a_call_that_the_other_rank_never_makes_says_so_within_seconds(call, sai
     assert said in first.cause
     assert "rank 1 has come to the end of its script" in first.cause
     assert first.seconds < 15
+
+
+def goes_on_after_a_send_in_vain():
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({**QUIET, "partitions": 2})
+    first = smp.barrier if smp.rank() else lambda: smp.send("old", 1, smp.RankType.PP_RANK)
+    with pytest.raises((UsageError, PeerLostError)):
+        first()
+    if smp.rank() == 0:
+        smp.send("new", 1, smp.RankType.PP_RANK)
+        return None
+    return smp.recv_from(0, smp.RankType.PP_RANK)
+
+
+def test_an_object_that_nobody_took_is_not_taken_for_the_next_one():
+    """Both waited for ever: the sender for a reader of the first one, the reader for the rest of it."""
+    first, second = run_ranks_outcomes(goes_on_after_a_send_in_vain, 2, timeout_s=50)
+    assert "no object can be sent or received any more after smp.send() on rank 0" in first.cause
+    assert second.error_type is not None
+    assert max(first.seconds, second.seconds) < 30
 
 
 def resolved(settings):

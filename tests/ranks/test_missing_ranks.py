@@ -69,7 +69,8 @@ def on_one_rank(settings, elsewhere):
     [("torch's barrier", True), *itertools.product(["step", "end", "return", "error"], [True, False])],
 )
 def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
-    first, *_ = outcomes(on_one_rank, 2, {"shared_memory": shared_memory}, elsewhere)
+    settings = {"shared_memory": shared_memory, "missing_ranks_s": 3}
+    first, *_ = outcomes(on_one_rank, 2, settings, elsewhere)
     assert "model.state_dict() is to be called by all of ranks 0, 1" in first.cause
     said = {
         "step": "rank 1 failed first (TraceMismatchError" if shared_memory else "is in the step function",

@@ -27,6 +27,7 @@ from shardwright.errors import UsageError
 
 __all__ = [
     "all_gather_single",
+    "counts_messages",
     "gloo_group",
     "group_named",
     "has_nccl",
@@ -102,6 +103,11 @@ def number_of_collectives(group: dist.ProcessGroup) -> int | None:
         return int(count())
     except RuntimeError:
         return None
+
+
+def counts_messages(group: dist.ProcessGroup) -> bool:
+    """Whether `number_of_collectives` has sends and receives in it."""
+    return dist.get_backend(group) != "nccl"
 
 
 # Names before torch 2.13, which warns of the old ones.

@@ -2,11 +2,14 @@
 
 Those that have come look for a proof that another one is not on its way::
 
-    it is in another call that needs this rank, and has made as many calls together with it
+    it is in another call that needs one of these, and has made as many calls together with that one
     it waits in a collective of torch.distributed that needs this rank, and that this rank has not begun
     it has come to the end of its script, has called sw.shutdown(), or has ended
 
 With a proof they fail; without one they warn after some seconds, and name the ranks and their places.
+
+That a collective has not begun here is told by how many have. gloo counts sends and receives with them, so
+that there it must be the very next one, and the rank must have waited in it for as long as a warning waits.
 """
 
 import time
@@ -31,6 +34,7 @@ _SHARE = 20
 _TAKE_OVER_S = 5.0
 _SURELY_WAITS_S = 1.5
 _MOST_PLACES = 8
+_MOST_WITNESSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,9 @@ class MissingRanks:
         if self._has_proof:
             return _FIRST_LOOK_S
         self._pause_s = min(2 * self._pause_s, self._longest_s)
-        return self._pause_s if self._takes_turn is None else max(self._pause_s, _SHARE * took_s)
+        if self._takes_turn is None:
+            return self._pause_s
+        return max(self._pause_s, min(_SHARE * took_s, _TAKE_OVER_S / 2))  # so that this rank keeps the turn
 
     def too_late(self, timeout_s: float) -> PeerTimeoutError:
         """The error when the timeout has come."""
@@ -173,20 +179,42 @@ class MissingRanks:
     def _will_not_come(self, rank: int, note: Note) -> bool:
         if note.ended:
             return True
-        if note.place is not None and self._rank in note.place.ranks:
-            # Both are in the call that is their last common one; an older note tells nothing of now.
-            return note.common_calls(self._rank) >= self._whereabouts.note().common_calls(rank)
+        if note.place is not None:
+            return note.counts_hold and any(
+                witness.counts_hold and note.common_calls(other) >= witness.common_calls(rank)
+                for other, witness in self._witnesses(note.place)
+            )
         if note.joint is None or self._rank not in note.joint.ranks:
             return False
         # This rank may have begun the collective as well, and wait for it later: then others are late for it.
         own = collectives_made(note.joint.group, note.joint.ranks)
         if own is None or note.joint.number is None or note.joint.number <= own:
             return False
+        surely_s = _SURELY_WAITS_S
+        if note.joint.counts_messages:
+            if note.joint.number != own + 1:
+                return False
+            surely_s = max(surely_s, self._patience_s)
         # It may be done on this rank and not yet on another one: it must have been there for long.
         first = self._joint.setdefault(rank, note)
         if (first.joint, first.line) != (note.joint, note.line) or note.seconds < first.seconds:
             self._joint[rank] = first = note
-        return note.seconds - first.seconds >= _SURELY_WAITS_S
+        return note.seconds - first.seconds >= surely_s
+
+    def _witnesses(self, elsewhere: Place) -> list[tuple[int, Note]]:
+        """Ranks that wait here and are needed elsewhere: both calls are the last of those that they make with
+        whoever is there. An older note tells nothing of now.
+        """
+        if self._rank in elsewhere.ranks:
+            return [(self._rank, self._whereabouts.note())]
+        absent = set(self._absent())
+        here = [rank for rank in elsewhere.ranks if rank in self._place.ranks and rank not in absent]
+        notes = ((rank, self._whereabouts.of(rank)) for rank in here[:_MOST_WITNESSES])
+        return [
+            (rank, note)
+            for rank, note in notes
+            if note is not None and note.place is not None and note.place.key == self._place.key
+        ]
 
 
 def _named(ranks: Mapping[int, Note | None]) -> str:

@@ -20,6 +20,8 @@ class Place:
         ranks: who makes it.
         number: how many calls these ranks have made together by now, this one among them.
         name: what all of them call it, where they make it by different calls, as a sender and a receiver do.
+        meeting: how many of those calls only waited for all of these ranks. All of them have the same number
+            then, while one of the others may have failed on one rank before it reached the others.
         hint: what to try, for ranks that wait in vain for one that is here.
     """
 
@@ -27,12 +29,13 @@ class Place:
     ranks: tuple[int, ...]
     number: int
     name: str = ""
+    meeting: int = 0
     hint: str = ""
 
     @property
     def key(self) -> str:
         """A name that the same call has on all of its ranks, and no other call of the run."""
-        return f"{digest(self.ranks)}/{self.number}/{self.name or self.where}"
+        return f"{digest(self.ranks)}/{self.meeting}/{self.name or self.where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,8 @@ class Note:
         ended: why it will make no more calls; empty where it may.
         failed: it has ended with an error.
         joint: the function of `torch.distributed` that it waits in.
+        counts_hold: whether all calls that it has counted ended well. One that failed may have failed on this
+            rank alone, before others came: then the counts differ for good.
     """
 
     place: Place | None = None
@@ -56,6 +61,7 @@ class Note:
     ended: str = ""
     failed: bool = False
     joint: JointCall | None = None
+    counts_hold: bool = True
 
     def common_calls(self, rank: int) -> int:
         """How many calls it has made together with another rank."""
@@ -68,7 +74,8 @@ class Note:
             "counts": {spans(ranks): count for ranks, count in self.counts},
             "joint": _written(self.joint),
         }
-        plain = {name: getattr(self, name) for name in ("seconds", "line", "ended", "failed")}
+        names = ("seconds", "line", "ended", "failed", "counts_hold")
+        plain = {name: getattr(self, name) for name in names}
         return json.dumps(parts | plain)
 
     @classmethod

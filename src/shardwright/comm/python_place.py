@@ -5,7 +5,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from shardwright.comm._private import group_named, number_of_collectives
+from shardwright.comm._private import counts_messages, group_named, number_of_collectives
 
 __all__ = ["JointCall", "collectives_made", "joint_call", "script_line"]
 
@@ -29,12 +29,14 @@ class JointCall:
         group: name of the group, the same on all of them.
         number: how many collectives it has begun in that group, this one among them; None where nobody
             counts.
+        counts_messages: whether sends and receives are counted, too.
     """
 
     function: str
     ranks: tuple[int, ...]
     group: str
     number: int | None
+    counts_messages: bool = False
 
 
 def script_line(frame: FrameType) -> str:
@@ -73,7 +75,13 @@ def joint_call(frame: FrameType) -> JointCall | None:
     ranks = _ranks_of(group)
     if not ranks:
         return None
-    return JointCall(found.f_code.co_name, ranks, group.group_name, number_of_collectives(group))
+    return JointCall(
+        found.f_code.co_name,
+        ranks,
+        group.group_name,
+        number_of_collectives(group),
+        counts_messages=counts_messages(group),
+    )
 
 
 def collectives_made(name: str, ranks: tuple[int, ...]) -> int | None:

@@ -7,6 +7,8 @@ On one host each rank hears from each other one that it has come, and looks for 
 they meet at the store, which all of them share: there one rank looks, and all fail together.
 """
 
+import os
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.missing_ranks import MissingRanks, Terms
 from shardwright.comm.place import Place
 from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import listed
+from shardwright.comm.rank_set import digest, listed
 from shardwright.comm.whereabouts import Store, Whereabouts
 from shardwright.errors import PeerLostError, TraceMismatchError, UsageError
 
@@ -31,6 +33,9 @@ _LONGEST_PAUSE_S = 0.05
 # All ranks together ask the store so often at most.
 _QUESTIONS_PER_S = 2000
 _LONGEST_NAME = 64
+# What ranks of one host say to each other: how all of them call it, and how this one does; who makes it, and
+# how many such calls these have made.
+_MESSAGE = struct.Struct(f"={_LONGEST_NAME}s{_LONGEST_NAME}s16sQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,8 @@ class RollCall:
         self._local = local
         self._tell = tell
         self._last: dict[tuple[int, ...], Attendance] = {}
+        self._meetings: dict[tuple[int, ...], int] = {}
+        self._process_id = os.getpid()
 
     def meet(self, where: str, ranks: Sequence[int]) -> None:
         """Returns when all of these ranks have come to this call; see `meet_each`.
@@ -122,11 +129,12 @@ class RollCall:
             calls: of different ranks, this one among them.
 
         Raises:
-            UsageError: one of them is elsewhere, and will not come.
+            UsageError: one of them is elsewhere, and will not come; or this is no process of a rank.
             TraceMismatchError: one of them is in a step, on this host.
             PeerTimeoutError: one of them has not come within the timeout.
             PeerLostError: one of them has ended.
         """
+        self._refuse_in_a_child(calls)
         for begun in [self._begin(call) for call in calls if set(call.ranks) != {self._rank}]:
             with self._whereabouts.at(begun.place):
                 if begun.attendance is None:
@@ -137,7 +145,8 @@ class RollCall:
     def _begin(self, call: Call) -> _Begun:
         """Says that this rank has come."""
         others = tuple(rank for rank in call.ranks if rank != self._rank)
-        place = self._whereabouts.begin(call.where, call.ranks, name=call.name)
+        self._meetings[call.ranks] = meeting = self._meetings.get(call.ranks, 0) + 1
+        place = self._whereabouts.begin(call.where, call.ranks, name=call.name, meeting=meeting)
         if self._local is not None and all(other in self._local for other in others):
             for other in others:
                 self._local.send(_message(place), other, Purpose.MEETING)
@@ -145,6 +154,15 @@ class RollCall:
         attendance = Attendance(self._store, self._whereabouts.prefix, place, self._rank)
         with _store_answers(self._terms(call)):
             return _Begun(call, place, others, attendance, attendance.come())
+
+    def _refuse_in_a_child(self, calls: Sequence[Call]) -> None:
+        """A fork has the connections of its rank: what both say over them would be mixed up."""
+        if os.getpid() != self._process_id and calls:
+            raise UsageError(
+                f"{calls[0].where} is called in process {os.getpid()}, which rank {self._rank} has started "
+                "(a worker of a DataLoader, or of a pool), and only a rank itself can wait for others. Call "
+                "it in the script's own process."
+            )
 
     def _terms(self, call: Call) -> Terms:
         return call.terms or Terms(
@@ -170,16 +188,18 @@ class RollCall:
     def _finish_on_this_host(self, begun: _Begun) -> None:
         assert self._local is not None
         local = self._local
-        mine = _message(begun.place)
         receipts: dict[int, LocalReceipt] = {
-            other: local.post(torch.zeros_like(mine), other, Purpose.MEETING) for other in begun.others
+            other: local.post(_no_message(), other, Purpose.MEETING) for other in begun.others
         }
         missing = self._missing(begun, lambda: [r for r, receipt in receipts.items() if not receipt.arrived])
         try:
-            for other, receipt in receipts.items():
-                local.wait(receipt, other, look=missing.look)
-                if not torch.equal(receipt.tensor[:_LONGEST_NAME], mine[:_LONGEST_NAME]):
-                    raise self._crossing(begun.call, other, _text(receipt.tensor[_LONGEST_NAME:]))
+            for other in begun.others:
+                local.wait(receipts[other], other, look=missing.look)
+                while _is_of_before(receipts[other].tensor, begun.place):  # of a call that failed here
+                    receipts[other] = local.post(_no_message(), other, Purpose.MEETING)
+                    local.wait(receipts[other], other, look=missing.look)
+                if (said := _other_call(receipts[other].tensor, begun.place)) is not None:
+                    raise self._crossing(begun.call, other, said)
         except TraceMismatchError as error:
             raise TraceMismatchError(f"{self._terms(begun.call).needs}: {error}") from error
         except PeerLostError as error:
@@ -246,12 +266,33 @@ def _store_answers(terms: Terms) -> Iterator[None]:
         ) from error
 
 
+def _packed(place: Place) -> bytes:
+    name, where = (part.encode()[:_LONGEST_NAME] for part in (place.name or place.where, place.where))
+    return _MESSAGE.pack(name, where, digest(place.ranks).encode(), place.meeting)
+
+
 def _message(place: Place) -> torch.Tensor:
-    """What ranks of one host say to each other: how all of them call it, and how this one does."""
-    parts = [place.name or place.where, place.where]
-    text = b"".join(part.encode()[:_LONGEST_NAME].ljust(_LONGEST_NAME) for part in parts)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(_packed(place)), dtype=torch.uint8)
 
 
-def _text(part: torch.Tensor) -> str:
-    return bytes(part.tolist()).decode(errors="replace").strip()
+def _bytes(message: torch.Tensor) -> bytes:
+    return bytes(message.tolist())
+
+
+def _no_message() -> torch.Tensor:
+    return torch.zeros(_MESSAGE.size, dtype=torch.uint8)
+
+
+def _is_of_before(message: torch.Tensor, place: Place) -> bool:
+    """Whether another rank has come to a call before this one, of the same ranks."""
+    _, _, ranks, meeting = _MESSAGE.unpack(_bytes(message))
+    return bool(ranks == digest(place.ranks).encode() and meeting < place.meeting)
+
+
+def _other_call(message: torch.Tensor, place: Place) -> str | None:
+    """The call to which another rank has come, where it is another one."""
+    name, where, *call = _MESSAGE.unpack(_bytes(message))
+    own_name, _, *own_call = _MESSAGE.unpack(_packed(place))
+    if (name, call) == (own_name, own_call):
+        return None
+    return str(where.rstrip(b"\0").decode(errors="replace"))

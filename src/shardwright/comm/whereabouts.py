@@ -79,23 +79,27 @@ class Whereabouts:
         self._confess = confess
         self._ended = ""
         self._failed = False
+        self._counts_hold = True
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     # ---- of this rank ----
 
-    def begin(self, where: str, ranks: Sequence[int], *, name: str = "", hint: str = "") -> Place:
+    def begin(
+        self, where: str, ranks: Sequence[int], *, name: str = "", meeting: int = 0, hint: str = ""
+    ) -> Place:
         """Counts a call that others make, too.
 
         Args:
             where: the call, for messages.
             ranks: world ranks that make it; all in the same order.
             name: what all of them call it, where they make it by different calls.
+            meeting: where they only wait for each other, how many such calls they have made.
             hint: what to try, for ranks that wait in vain for one that is in it.
         """
         scope = tuple(ranks)
         self._counts[scope] = number = self._counts.get(scope, 0) + 1
-        return Place(where, scope, number, name, hint)
+        return Place(where, scope, number, name, meeting, hint)
 
     @contextmanager
     def at(self, place: Place) -> Iterator[Place]:
@@ -104,6 +108,9 @@ class Whereabouts:
         self._move()
         try:
             yield place
+        except BaseException:
+            self._counts_hold = False
+            raise
         finally:
             self._place = before
             self._move()
@@ -138,6 +145,7 @@ class Whereabouts:
             joint=joint_call(frame) if frame is not None and place is None else None,
             ended=self._ended,
             failed=self._failed,
+            counts_hold=self._counts_hold,
         )
 
     def publish(self) -> None:

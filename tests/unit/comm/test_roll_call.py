@@ -211,6 +211,7 @@ def test_a_rank_that_gets_on_leaves_none():
 
 
 WAITING = JointCall("all_reduce", (0, 1), group="0", number=4)
+ON_GLOO = replace(WAITING, counts_messages=True)
 
 
 def looking(ranks):
@@ -246,6 +247,67 @@ def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
     look = looking(Ranks(2))._will_not_come
     at = {"place": None, "line": "train.py:7", "joint": WAITING}
     assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
+
+
+def test_where_messages_are_counted_too_it_must_be_the_next_one_and_there_for_longer(monkeypatch):
+    """Others had sent to each other; their counts told of collectives that this rank had begun, too."""
+    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 2)
+    look = looking(Ranks(2))._will_not_come
+    at = {"place": None, "line": "train.py:7", "joint": ON_GLOO}
+    assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
+    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 3)
+    look = looking(Ranks(2))._will_not_come
+    seen = [look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 53.0, 60.5)]
+    assert seen == [False, False, True]
+
+
+def test_the_rank_that_looks_finds_what_only_another_one_is_missed_by():
+    """It looked for itself alone: the others waited for their timeout."""
+    ranks = Ranks(4)
+    with ranks.at[3].inside("model.state_dict()", (2, 3)):
+        ranks.at[3].publish()
+        errors = all_at_once(*(lambda r=r: ranks.meet(r, "sw.barrier()") for r in range(3)))
+    assert all("rank 3 is in model.state_dict()" in str(error) for error in errors)
+
+
+def test_a_call_that_failed_on_one_rank_alone_makes_no_false_proof():
+    """It was counted there, and not on the others: from then on their counts differ."""
+    ranks = Ranks(2, patience_s=0.6)
+    with pytest.raises(KeyError), ranks.at[1].inside("the step function train", range(2)):
+        raise KeyError
+    with ranks.at[0].inside("the step function train", range(2)):
+        pass
+
+    def slow():
+        with ranks.at[1].inside("the step function train", range(2)):
+            ranks.at[1].publish()
+            time.sleep(1.5)
+        ranks.meet(1)
+
+    assert all_at_once(lambda: ranks.meet(0), slow) == [None, None]
+    assert len(ranks.told) == 1
+
+
+def test_a_process_that_a_rank_has_started_does_not_come_for_it(monkeypatch):
+    ranks = Ranks(2)
+    monkeypatch.setattr(ranks.calls[0], "_process_id", 1)
+    with pytest.raises(UsageError, match=r"which rank 0 has started .*Call it in the script's own process"):
+        ranks.meet(0)
+    assert ranks.at[0]._counts == {}
+
+
+def test_one_rank_keeps_the_turn_where_a_look_takes_long():
+    wait = MissingRanks(
+        Place("save", tuple(range(5000)), 1),
+        Terms("save is needed", "Save."),
+        Ranks(1).at[0],
+        rank=0,
+        patience_s=10.0,
+        tell=print,
+        absent=lambda: [1],
+        takes_turn=lambda: True,
+    )
+    assert max(wait._next_pause_s(0.4) for _ in range(20)) < missing_ranks._TAKE_OVER_S
 
 
 def test_more_ranks_than_bits_of_a_number_meet():

@@ -132,12 +132,13 @@ def _give(where: str, obj: Any, others: Sequence[int]) -> None:
     rank = current_run().rank
     _refuse_in_a_child(where, [rank, *others])
     under_way = _start(_packed(obj), others)  # before: whoever has met this rank waits for nobody else
-    meet_each(
-        [
-            _passing(where, rank, other, f"{where} on rank {rank} needs smp.recv_from() on rank {other}")
-            for other in others
-        ]
-    )
+    needs = f"{where} on rank {rank} needs smp.recv_from() on rank"
+    try:
+        meet_each([_passing(where, rank, other, f"{needs} {other}") for other in others])
+    except BaseException:
+        if under_way:
+            state.lose_objects(f"{where} on rank {rank}, which nobody took")
+        raise
     _wait(under_way)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.errors import UsageError
 from shardwright.torch.context import Context, context, is_initialized
 from smdistributed.modelparallel.configuration import Configuration, Settings
 from smdistributed.modelparallel.torch.exceptions import NotInitializedError
@@ -44,6 +45,7 @@ class State:
         self.module_manager = ModuleManager()
         self.wants_distributed_modules = False
         self._objects_group: dist.ProcessGroup | None = None
+        self._lost_object = ""
         self._alone: dist.ProcessGroup | None = None
         self._process_id = os.getpid()
 
@@ -101,10 +103,23 @@ class State:
 
     @property
     def objects_group(self) -> dist.ProcessGroup:
-        """All ranks, for objects."""
+        """All ranks, for objects.
+
+        Raises:
+            UsageError: an object is under way that nobody has taken: the next one would be taken for it.
+        """
         current_run()
+        if self._lost_object:
+            raise UsageError(
+                f"no object can be sent or received any more after {self._lost_object}. End the script, and "
+                "see to it that ranks call smp.send(), smp.recv_from() and smp.broadcast() in the same order."
+            )
         assert self._objects_group is not None
         return self._objects_group
+
+    def lose_objects(self, call: str) -> None:
+        """Takes note of a call whose object is still under way."""
+        self._lost_object = call
 
     def alone(self) -> dist.ProcessGroup:
         """A group of this rank alone."""
