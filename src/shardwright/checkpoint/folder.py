@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.commits import COMMITTED, Commit, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest, NewerVersionError
+from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
@@ -50,7 +50,7 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             return ()
-        if not (self.root / COMMITTED).exists() and not self._step_folders():
+        if not (self.root / COMMITTED).exists() and not self.step_folders():
             return ()
         return read_commits(self.root)
 
@@ -102,7 +102,7 @@ class CheckpointFolder:
         """
         if not self.root.is_dir():
             self._disk.make_folder(self.root)
-        if not (self.root / COMMITTED).exists() and not self._step_folders():
+        if not (self.root / COMMITTED).exists() and not self.step_folders():
             write_commits(self.root, (), disk=self._disk)
         taken = {commit.name for commit in self.commits()}
         name, number = f"step-{step:08}", 1
@@ -164,7 +164,7 @@ class CheckpointFolder:
             self._open(commits[-1], verify=True).check()
             write_commits(self.root, staying, disk=self._disk)
         names = {commit.name for commit in staying}
-        unlisted = [path for path in self._step_folders() if path.name not in names]
+        unlisted = [path for path in self.step_folders() if path.name not in names]
         removed = [path for path in unlisted if not path.is_symlink()]  # no save makes links
         for path in removed:
             self._disk.remove_folder(path)
@@ -172,57 +172,8 @@ class CheckpointFolder:
             path.unlink()
         return tuple(path.name for path in removed)
 
-    def recover(self) -> dict[str, str | None]:
-        """Makes the list of checkpoints anew, where it is missing or damaged, from folders that are whole.
-
-        Their order is that of their manifests' times. Nobody else may be saving meanwhile.
-
-        Returns:
-            For each folder why it is not listed; None where it is.
-
-        Raises:
-            CheckpointError: the list is sound.
-            NewerVersionError: it is of a version to come.
-            OSError: it cannot be written.
-        """
-        try:
-            commits = self.commits()
-        except NewerVersionError:
-            raise
-        except CorruptCheckpointError:
-            pass
-        else:
-            raise CheckpointError(
-                f"the list of checkpoints in {self.root} is sound, and has {len(commits)}: there is nothing "
-                f"to recover. shardwright ckpt verify {self.root} reads all of them."
-            )
-        problems: dict[str, str | None] = {}
-        found: list[tuple[int, Commit]] = []
-        for path in self._step_folders():
-            if ".tmp-" in path.name:
-                continue
-            try:
-                found.append(self._whole(path))
-                problems[path.name] = None
-            except CorruptCheckpointError as error:
-                problems[path.name] = str(error)
-        if found:
-            found.sort(key=lambda each: each[0])
-            write_commits(self.root, tuple(commit for _, commit in found), disk=self._disk)
-        return problems
-
-    def _whole(self, path: Path) -> tuple[int, Commit]:
-        """When a checkpoint was saved, in nanoseconds, and its entry for the list."""
-        content = read_regular(path / MANIFEST)
-        manifest = Manifest.from_bytes(content, name=str(path / MANIFEST))
-        step = int(path.name.removeprefix("step-").partition(".")[0])
-        if manifest.step != step:
-            raise CorruptCheckpointError(f"{path / MANIFEST} is of step {manifest.step}.")
-        commit = Commit(name=path.name, step=step, manifest_sha256=sha256(content).hexdigest())
-        self._open(commit, verify=True).check()
-        return (path / MANIFEST).stat().st_mtime_ns, commit
-
-    def _step_folders(self) -> list[Path]:
+    def step_folders(self) -> list[Path]:
+        """Folders with names of checkpoints, listed or not, drafts too."""
         if not self.root.is_dir():
             return []
         return sorted(p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir())

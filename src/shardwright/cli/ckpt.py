@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardwright.checkpoint import recovery
 from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.recovery import Order
 from shardwright.cli.application import AsJson, new_application, print_json
 from shardwright.cli.ckpt_export import export
 from shardwright.cli.ckpt_folder import checkpoint_folder
@@ -101,24 +104,35 @@ def gc(
 
 
 @application.command("recover")
-def recover(folder: Folder, as_json: AsJson = False) -> None:
+def recover(
+    folder: Folder,
+    order: Annotated[
+        Order | None, typer.Option(help="Which is the newest, where steps and times disagree.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Make the list of checkpoints anew, where it is missing or damaged, from those that are whole.
 
-    For example: shardwright ckpt recover runs/NAME
+    Folders that are not whole are renamed to damaged-NAME, and stay. For example: shardwright ckpt recover
+    runs/NAME
     """
     found = checkpoint_folder(folder)
     try:
         with _alone(found):
-            problems = found.recover()
+            folders = recovery.recover(found.root, order=order)
     except OSError as error:
-        raise CheckpointError(f"{found.root} cannot be written: {error.strerror}.") from error
+        raise CheckpointError(f"{found.root} cannot be read or written: {error.strerror}.") from error
+    listed = [each.name for each in folders if each.problem is None]
     if as_json:
-        print_json([{"name": name, "problem": problem} for name, problem in problems.items()])
+        print_json([asdict(each) for each in folders])
     else:
-        for each, problem in problems.items():
-            print(f"{each}  {problem or 'recovered'}")
-    if None not in problems.values():
-        raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole.")
+        for each in folders:
+            aside = f" It is now {each.aside}." if each.aside else ""
+            print(f"{each.name}  {each.problem or 'recovered'}{aside}")
+    if not listed:
+        raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole. Nothing was changed.")
+    if not as_json:
+        print(f"the newest is {listed[-1]}")
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """``shardwright ckpt recover``: the list of checkpoints is lost, and they are not."""
 
+import errno
+import json
+import os
 import re
 import shutil
 
@@ -8,7 +11,10 @@ from checkpoint.checkpoints import save
 
 from cli.calling import call
 from shardwright.checkpoint.commits import read_commits
+from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.recovery import Order, recover
+from shardwright.checkpoint.regular_file import read_regular
 from shardwright.errors import CorruptCheckpointError
 
 
@@ -35,7 +41,8 @@ def test_the_list_is_made_anew_of_checkpoints_that_are_whole(root, lost, capsys)
     code, out, _ = call(capsys, "ckpt", "recover", root)
     assert code == 0
     assert "step-00000002.2  recovered" in out
-    assert re.search(r"step-00000003  .*state\.json", out)
+    assert "the newest is step-00000002.2" in out
+    assert re.search(r"step-00000003  .*state\.json.* It is now damaged-step-00000003\.", out)
     assert ".tmp" not in out
     assert read_commits(root) == whole
     code, _, err = call(capsys, "ckpt", "recover", root)
@@ -51,6 +58,94 @@ def test_a_folder_under_another_name_is_not_listed(root, capsys):
     assert {commit.step for commit in read_commits(root)} == {1, 2}
 
 
+def test_what_is_damaged_is_put_aside_where_no_run_removes_it(root, capsys):
+    """Bug: the next run took it for what a crash had left, with all its files that could be rescued."""
+    for aside in ("damaged-step-00000003", "damaged-2-step-00000003"):
+        (root / "COMMITTED").unlink()
+        (root / "step-00000003" / "state.json").unlink()
+        code, out, _ = call(capsys, "ckpt", "recover", root, "--json")
+        assert code == 0
+        names = {each["name"]: each["aside"] for each in json.loads(out)}
+        assert names.pop("step-00000003") == aside
+        assert names == {"step-00000001": None, "step-00000002": None, "step-00000002.2": None}
+        save(root, 3)  # which removes what crashes have left
+        assert (root / aside / "rank-00000.safetensors").exists()
+
+
+def test_a_crash_before_the_list_is_written_loses_nothing(root):
+    def crash(operation, path):
+        if path.name.startswith("COMMITTED"):
+            raise KeyboardInterrupt
+
+    (root / "COMMITTED").unlink()
+    (root / "step-00000003" / "state.json").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        recover(root, disk=Disk(crash))
+    with pytest.raises(CorruptCheckpointError, match="shardwright ckpt recover"):
+        CheckpointFolder(root).collect(keep=None)
+    assert [each.name for each in recover(root)] == ["step-00000001", "step-00000002", "step-00000002.2"]
+    assert (root / "damaged-step-00000003").exists()
+
+
+def test_the_order_is_asked_for_where_steps_and_times_disagree(root, capsys):
+    """Bug: the newest was that of the youngest file, also where copies were made in another order."""
+    (root / "COMMITTED").unlink()
+    (root / "step-00000001" / "state.json").unlink()
+    code, _, err = call(capsys, "ckpt", "recover", root)
+    assert code == 2
+    assert "by their steps step-00000003, by the times of their manifests step-00000002.2." in err
+    assert f"shardwright ckpt recover {root} --order step, or --order time" in err
+    assert not (root / "COMMITTED").exists()
+    assert (root / "step-00000001").exists()
+    for order, names in (
+        (Order.STEP, ["step-00000002", "step-00000002.2", "step-00000003"]),
+        (Order.TIME, ["step-00000002", "step-00000003", "step-00000002.2"]),
+    ):
+        code, out, _ = call(capsys, "ckpt", "recover", root, "--order", order)
+        assert code == 0
+        assert out.endswith(f"the newest is {names[-1]}\n")
+        assert [commit.name for commit in read_commits(root)] == names
+        (root / "COMMITTED").unlink()
+
+
+def test_copies_of_one_time_are_in_the_order_of_their_steps_and_saves(tmp_path):
+    for step in (2,) * 10 + (1,):
+        save(tmp_path, step)
+    for path in tmp_path.glob("step-*/manifest.json"):
+        os.utime(path, (10, 10))
+    (tmp_path / "COMMITTED").unlink()
+    names = [each.name for each in recover(tmp_path)]
+    assert names == ["step-00000001", "step-00000002", *(f"step-00000002.{n}" for n in range(2, 11))]
+
+
+def test_a_folder_that_cannot_be_read_is_its_own_problem(root, capsys, monkeypatch):
+    """Bug: it ended all, and was said not to be writable."""
+
+    def read(path):
+        if path.parent.name == "step-00000003":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_regular(path)
+
+    monkeypatch.setattr("shardwright.checkpoint.recovery.read_regular", read)
+    (root / "COMMITTED").unlink()
+    code, out, _ = call(capsys, "ckpt", "recover", root)
+    assert code == 0
+    assert re.search(r"step-00000003/manifest.json cannot be read: Input/output error", out)
+    assert "the newest is step-00000002.2" in out
+    assert (root / "damaged-step-00000003" / "manifest.json").exists()
+
+
+def test_a_folder_that_is_a_link_is_told_as_one(root, tmp_path, capsys):
+    """Bug: it was said to be missing and listed, after all was read through the link."""
+    (root / "COMMITTED").unlink()
+    (root / "step-00000003").rename(tmp_path / "elsewhere")
+    (root / "step-00000003").symlink_to(tmp_path / "elsewhere")
+    code, out, _ = call(capsys, "ckpt", "recover", root)
+    assert code == 0
+    assert re.search(r"step-00000003 is a link\..* It is now damaged-step-00000003", out)
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
 def test_nothing_is_listed_where_nothing_is_whole(root, capsys):
     for path in root.glob("step-*/manifest.json"):
         path.unlink()
@@ -59,6 +154,7 @@ def test_nothing_is_listed_where_nothing_is_whole(root, capsys):
     assert code == 8
     assert "has no checkpoint that is whole" in err
     assert not (root / "COMMITTED").exists()
+    assert len(list(root.glob("step-*"))) == 4
 
 
 def test_a_list_of_a_version_to_come_is_left_alone(root, capsys):
@@ -69,3 +165,16 @@ def test_a_list_of_a_version_to_come_is_left_alone(root, capsys):
         assert code == 8
         assert "is of version 2 of the format" in err
         assert "recover" not in err
+
+
+def test_a_checkpoint_of_a_version_to_come_ends_it_before_anything_is_changed(root, capsys):
+    """Bug: the list left it out, and the next run removed it."""
+    manifest = root / "step-00000003" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+    (root / "step-00000001" / "state.json").unlink()
+    (root / "COMMITTED").unlink()
+    code, _, err = call(capsys, "ckpt", "recover", root)
+    assert code == 8
+    assert "step-00000003/manifest.json is of version 2 of the format" in err
+    assert not (root / "COMMITTED").exists()
+    assert len(list(root.glob("step-*"))) == 4

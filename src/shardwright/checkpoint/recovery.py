@@ -1,0 +1,165 @@
+"""Makes a list of checkpoints anew that is missing or damaged, from the folders that are whole.
+
+::
+
+    read all         one of a version to come, or an order that is unclear: nothing is changed
+    put aside        rename step-00000003, which is not whole, to damaged-step-00000003
+                     a crash leaves this: there is still no list, and recovery can be repeated
+    replace COMMITTED
+
+What a list leaves out is removed by the next run, as what a crash has left; so it is put aside first.
+"""
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from pathlib import Path
+
+from shardwright.checkpoint.commits import Commit, write_commits
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.manifest import MANIFEST, Manifest, NewerVersionError
+from shardwright.checkpoint.regular_file import read_regular
+from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["FolderFound", "Order", "recover"]
+
+
+class Order(StrEnum):
+    """By what checkpoints are put in order."""
+
+    STEP = "step"
+    TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFound:
+    """What became of a folder.
+
+    Attributes:
+        name: of it, when it was found.
+        problem: why it is not listed; None where it is.
+        aside: its new name, which no run touches; None where it kept its own.
+    """
+
+    name: str
+    problem: str | None = None
+    aside: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A checkpoint that is whole.
+
+    Attributes:
+        commit: its entry for the list.
+        number: of the save of this step: 2 for step-00000002.2.
+        saved_ns: when its manifest was written.
+    """
+
+    commit: Commit
+    number: int
+    saved_ns: int
+
+
+def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None) -> tuple[FolderFound, ...]:
+    """Makes the list of checkpoints anew, and puts aside what is not whole. Nobody else may be saving.
+
+    Args:
+        root: the folder of checkpoints.
+        order: of the list; None where steps and times must agree.
+        disk: how it is written.
+
+    Returns:
+        What became of each folder but drafts: the listed ones, oldest first, then the others. Where none is
+        whole, nothing was changed.
+
+    Raises:
+        CheckpointError: the list is sound, or the order by steps is not the one by times.
+        NewerVersionError: the list or a checkpoint is of a version to come.
+        OSError: the folder cannot be read or written.
+    """
+    disk = disk or Disk()
+    folder = CheckpointFolder(root, disk=disk)
+    _refuse_sound(folder)
+    whole: list[_Whole] = []
+    problems: dict[Path, str] = {}
+    for path in folder.step_folders():
+        if ".tmp-" in path.name:
+            continue
+        try:
+            whole.append(_whole(path))
+        except NewerVersionError:
+            raise  # not damaged at all
+        except CorruptCheckpointError as error:
+            problems[path] = str(error)
+        except OSError as error:
+            problems[path] = f"{error.filename or path} cannot be read: {error.strerror or error}."
+    if not whole:
+        return tuple(FolderFound(path.name, problem) for path, problem in problems.items())
+    commits = _in_order(root, whole, order)
+    others = [
+        FolderFound(path.name, problem, _put_aside(path, disk=disk)) for path, problem in problems.items()
+    ]
+    write_commits(root, commits, disk=disk)
+    return (*(FolderFound(commit.name) for commit in commits), *others)
+
+
+def _refuse_sound(folder: CheckpointFolder) -> None:
+    try:
+        commits = folder.commits()
+    except NewerVersionError:
+        raise
+    except CorruptCheckpointError:
+        return
+    raise CheckpointError(
+        f"the list of checkpoints in {folder.root} is sound, and has {len(commits)}: there is nothing "
+        f"to recover. shardwright ckpt verify {folder.root} reads all of them."
+    )
+
+
+def _whole(path: Path) -> _Whole:
+    if path.is_symlink():  # before anything is read through it
+        raise CorruptCheckpointError(f"{path} is a link. Checkpoints have none; nothing was read.")
+    content = read_regular(path / MANIFEST)
+    manifest = Manifest.from_bytes(content, name=str(path / MANIFEST))
+    step, _, number = path.name.removeprefix("step-").partition(".")
+    if manifest.step != int(step):
+        raise CorruptCheckpointError(f"{path / MANIFEST} is of step {manifest.step}.")
+    manifest.check(path)
+    SavedCheckpoint(path, manifest).check()
+    commit = Commit(name=path.name, step=manifest.step, manifest_sha256=sha256(content).hexdigest())
+    return _Whole(commit, number=int(number or 1), saved_ns=(path / MANIFEST).stat().st_mtime_ns)
+
+
+def _in_order(root: Path, whole: list[_Whole], order: Order | None) -> tuple[Commit, ...]:
+    """The list, oldest first.
+
+    Neither order is always right: a run that resumed from an older checkpoint saves lower steps later, and
+    folders that were copied have new times.
+    """
+    by_step = sorted(whole, key=lambda one: (one.commit.step, one.number))
+    by_time = sorted(by_step, key=lambda one: one.saved_ns)
+    if order is None and by_step != by_time:
+        of_step, of_time = by_step[-1].commit.name, by_time[-1].commit.name
+        older = ", and older ones are in another order" if of_step == of_time else ""
+        raise CheckpointError(
+            f"which checkpoint in {root} is the newest is unclear: by their steps {of_step}, by the times of "
+            f"their manifests {of_time}{older}. A run that resumed from an older one saves lower steps "
+            "later: then the times are right. Folders that were copied may have new times: then the steps "
+            f"are. Nothing was changed; say which: shardwright ckpt recover {root} --order step, or "
+            "--order time."
+        )
+    return tuple(one.commit for one in (by_time if order is Order.TIME else by_step))
+
+
+def _put_aside(path: Path, *, disk: Disk) -> str:
+    """Renames a folder so that neither a save nor `collect` takes it for what a crash has left."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"damaged-{number}-{path.name}")
+    disk.rename(path, aside)
+    return aside.name
