@@ -95,7 +95,7 @@ def test_what_is_compiled_to_machine_code_trains_the_same(tmp_path):
 
 def test_nccl_is_gloo_on_ranks(tmp_path):
     command = ["-m", "shardwright", "run", "-n", "2", "--run-dir", tmp_path]
-    result = python(*command, "--device", "cpu", SCRIPTS / "trains_on_cuda.py")
+    result = python(*command, "--device", "cpu", SCRIPTS / "trains_on_cuda.py", tmp_path / "checkpoint")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = re.findall(r"losses (.*)", result.stdout)
     assert len(lines) == 2

@@ -15,6 +15,12 @@ Tried with torch 2.13 and CPython 3.11.
 - `torch.nn.modules.batchnorm._BatchNorm`: what `SyncBatchNorm` comes to where there is nothing to sum.
 - `torch.cuda.memory._record_memory_history`: has the allocator of CUDA keep a record; public scripts call it.
 - `torch._utils._get_available_device_type`: what `DataParallel` asks for the device to spread over.
+- `torch.distributed.checkpoint.filesystem._get_available_device_type`: whose streams copy a checkpoint to the
+  host; what writes one looks for them where `torch.cuda.is_available()`.
+- `torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states`: refuses to broadcast the
+  weights of a module on the CPU.
+- `torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to`: moves weights from a GPU to the host; those
+  on the GPU are freed then.
 - `torch.optim.optimizer._get_capturable_supported_devices`: where optimizers with ``capturable=True`` may be.
 - `torch._C`: functions of mixed precision are there, too, and `torch.compile` looks for them there.
 """
@@ -38,7 +44,10 @@ __all__ = [
     "device_constructors",
     "intercept_calls",
     "leave_cuda_uninitialised",
+    "let_checkpoints_be_written",
     "let_ddp_take_synchronised_norms",
+    "let_fsdp_broadcast_weights",
+    "let_fsdp_move_weights",
     "let_optimizers_be_capturable",
     "let_torchscript_take",
     "remember_device_constructors",
@@ -63,6 +72,27 @@ def let_ddp_take_synchronised_norms() -> None:
     """Has `DistributedDataParallel` take modules that synchronise their statistics themselves."""
     wrapper: Any = torch.nn.parallel.DistributedDataParallel
     wrapper._passing_sync_batchnorm_handle = lambda self, module: None
+
+
+def let_fsdp_broadcast_weights(init_utils: Any) -> None:
+    """Has FSDP take modules on the CPU with ``sync_module_states=True``."""
+    init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+
+
+def let_fsdp_move_weights(flat_param: Any) -> None:
+    """Has weights that FSDP moves be copies: it frees what it has moved, which would be the same memory."""
+    move = flat_param.FlatParamHandle.flat_param_to
+
+    @functools.wraps(move)
+    def flat_param_to(self: Any, *args: Any, **kwargs: Any) -> None:
+        move(self, *args, **{"copy": True, **kwargs})
+
+    flat_param.FlatParamHandle.flat_param_to = flat_param_to
+
+
+def let_checkpoints_be_written(filesystem: Any) -> None:
+    """Has `torch.distributed.checkpoint` copy to the host by streams of `torch.cuda`, as for a GPU."""
+    filesystem._get_available_device_type = lambda: "cuda"
 
 
 def let_torchscript_take(replacement: Any, original: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.cpu_mode import _private
 from shardwright.cpu_mode.after_import import after_import
 from shardwright.cpu_mode.devices import on_cpu
 from shardwright.cpu_mode.replacement import put
@@ -22,6 +23,12 @@ def put_in_force() -> None:
     wrapper: Any = nn.parallel.DistributedDataParallel
     wrapper.__init__ = _without_devices(wrapper.__init__)
     after_import("torch.distributed.fsdp.fully_sharded_data_parallel", _sharded_on_cpu)
+    # FSDP waits for the stream of its device where it offloads, and that of the CPU has no such method.
+    stream: Any = torch.cpu.Stream
+    stream.synchronize = getattr(stream, "synchronize", _done)
+    after_import("torch.distributed.fsdp._init_utils", _private.let_fsdp_broadcast_weights)
+    after_import("torch.distributed.fsdp._flat_param", _private.let_fsdp_move_weights)
+    after_import("torch.distributed.checkpoint.filesystem", _private.let_checkpoints_be_written)
     # `nn.DataParallel` asks for the kind of device to spread over, and finds none: see `_private`.
 
 
@@ -37,6 +44,10 @@ def _sharded_on_cpu(module: Any) -> None:
         init(self, *args, **kwargs)
 
     wrapper.__init__ = __init__
+
+
+def _done(stream: Any) -> None:
+    """Waits for the work of a stream."""
 
 
 def _without_devices(init: Callable[..., Any]) -> Callable[..., Any]:
