@@ -19,8 +19,8 @@ Tried with torch 2.13 and CPython 3.11.
   host; what writes one looks for them where `torch.cuda.is_available()`.
 - `torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states`: refuses to broadcast the
   weights of a module on the CPU.
-- `torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to`: moves weights from a GPU to the host; those
-  on the GPU are freed then.
+- `torch.distributed.fsdp._flat_param.FlatParamHandle.flat_param_to`: moves weights from a GPU to the host;
+  those on the GPU are freed then.
 - `torch.optim.optimizer._get_capturable_supported_devices`: where optimizers with ``capturable=True`` may be.
 - `torch._C`: functions of mixed precision are there, too, and `torch.compile` looks for them there.
 """
