@@ -130,7 +130,7 @@ def _streams() -> dict[str, Any]:
         "Stream": streams.Stream,
         "StreamContext": streams.StreamContext,
         "current_stream": streams.current_stream,
-        "default_stream": lambda device=None: streams.Stream(device),
+        "default_stream": streams.default_stream,
         "is_current_stream_capturing": lambda: False,
         "set_stream": streams.set_stream,
         "stream": streams.StreamContext,

@@ -203,6 +203,22 @@ def measures_time():
     for general in (torch.Stream("cuda"), torch.Stream(device=torch.device("cuda", 0), priority=-1)):
         with torch.cuda.stream(general):
             general.record_event(torch.Event("cuda", enable_timing=True)).synchronize()
+    # Without a device, options or not, they are those of the accelerator.
+    assert torch.Stream(priority=-1).priority == -1
+    for kind in (torch.Event, torch.cuda.Event):
+        first, last = kind(enable_timing=True), kind(enable_timing=True)
+        first.record()
+        torch.Stream().record_event(last)
+        assert first.elapsed_time(last) >= 0
+    for made in (torch.Stream(), torch.Stream("cuda"), torch.cuda.Stream(1), torch.cuda.current_stream()):
+        assert isinstance(made, torch.Stream)
+        assert made.device.type == "cuda"
+    assert isinstance(torch.Event(), torch.Event)
+    assert isinstance(torch.cuda.Event(), torch.Event)
+    assert isinstance(torch.Stream("cpu"), torch.Stream)
+    assert not isinstance(torch.Stream(), torch.Event)
+    assert torch.cuda.Stream() != torch.cuda.Stream()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     with torch.cuda.nvtx.range("step"):
         torch.cuda.nvtx.range_push("inner")
         torch.cuda.nvtx.range_pop()
