@@ -19,6 +19,7 @@ def put_in_force() -> None:
     scaler.__init__ = _scaler_on_cpu(scaler.__init__)
     amp: Any = torch.amp
     put_all({name: _function_on_cpu(getattr(amp, name)) for name in ("custom_fwd", "custom_bwd")}, amp)
+    _restore_types_on_leaving(torch.autocast)
     put_all(_state(), _private.CORE, torch)
 
 
@@ -35,13 +36,14 @@ def _state() -> dict[str, Callable[..., Any]]:
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         return is_enabled(_kind(device_type))  # type: ignore[no-any-return]
 
-    def set_autocast_enabled(*device_type_and_enabled: Any) -> None:
-        *device_type, enabled = device_type_and_enabled
-        if not device_type or is_cuda(*device_type):
+    def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
+        given = ("cuda", *args) if len(args) + len(kwargs) == 1 else args
+        set_enabled_of(*given, **kwargs)
+
+    def set_enabled_of(device_type: str, enabled: bool) -> None:
+        set_enabled(_kind(device_type), enabled)
+        if is_cuda(device_type):
             set_dtype("cpu", dtype_of("cuda") if enabled else own_dtype)
-            set_enabled("cpu", enabled)
-        else:
-            set_enabled(*device_type, enabled)
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         in_force = is_cuda(device_type) and is_enabled("cpu")
@@ -55,7 +57,7 @@ def _state() -> dict[str, Callable[..., Any]]:
     def get_autocast_gpu_dtype() -> torch.dtype:
         return get_autocast_dtype("cuda")
 
-    def set_autocast_gpu_dtype(dtype: torch.dtype) -> None:
+    def set_autocast_gpu_dtype(dtype: torch.dtype, /) -> None:
         set_autocast_dtype("cuda", dtype)
 
     return {
@@ -69,6 +71,32 @@ def _state() -> dict[str, Callable[..., Any]]:
             set_autocast_gpu_dtype,
         )
     }
+
+
+def _restore_types_on_leaving(autocast: Any) -> None:
+    """Has ``with torch.autocast("cuda"):`` leave the types that it has found.
+
+    PyTorch asks for the type for CUDA when it enters, and sets it when it leaves. Inside of
+    ``with torch.autocast("cpu"):`` it is told the one in force, which would stay the type for CUDA.
+    """
+    dtype_of, set_dtype = _private.CORE.get_autocast_dtype, _private.CORE.set_autocast_dtype
+    enter, leave = autocast.__enter__, autocast.__exit__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:  # noqa: N807
+        if is_cuda(self.device):
+            self._types_before = [(kind, dtype_of(kind)) for kind in ("cpu", "cuda")]
+        return enter(self)
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, *exc_info: Any) -> Any:  # noqa: N807
+        result = leave(self, *exc_info)
+        if is_cuda(self.device):
+            for kind, dtype in self._types_before:
+                set_dtype(kind, dtype)
+        return result
+
+    autocast.__enter__, autocast.__exit__ = __enter__, __exit__
 
 
 def _kind(device_type: str) -> str:

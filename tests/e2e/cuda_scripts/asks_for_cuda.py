@@ -294,6 +294,38 @@ def sets_mixed_precision_by_hand():
 
 
 @case
+def mixes_precision_for_both_devices():
+    x = torch.ones(2, 2, device="cuda")
+    for options in ({"enabled": False}, {}, {"dtype": torch.float16}):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cuda", **options):
+                assert ((x @ x).dtype is torch.float32) == ("enabled" in options)
+            assert (x @ x).dtype is torch.bfloat16
+        assert (x @ x).dtype is torch.float32
+        assert torch.get_autocast_dtype("cuda") is torch.float16
+        with torch.autocast("cuda"):
+            assert (x @ x).dtype is torch.float16
+
+
+@case
+def names_arguments_of_mixed_precision():
+    x = torch.ones(2, 2, device="cuda")
+    for enabled in (True, False):
+        torch.set_autocast_enabled(device_type="cuda", enabled=enabled)
+        assert torch.is_autocast_enabled(device_type="cuda") is enabled
+        assert (x @ x).dtype is (torch.float16 if enabled else torch.float32)
+        torch.set_autocast_enabled(enabled=not enabled)
+        assert torch.is_autocast_enabled() is not enabled
+        torch.set_autocast_enabled("cuda", enabled=False)
+    torch.set_autocast_dtype(device_type="cuda", dtype=torch.bfloat16)
+    assert torch.get_autocast_dtype(device_type="cuda") is torch.bfloat16
+    torch.set_autocast_dtype("cuda", torch.float16)
+    for set_enabled in (lambda: torch.set_autocast_enabled(), lambda: torch.set_autocast_enabled("cuda")):
+        assert outcome(set_enabled).startswith("TypeError")
+    assert outcome(lambda: torch.set_autocast_gpu_dtype(dtype=torch.float16)).startswith("TypeError")
+
+
+@case
 def steps_as_in_a_graph():
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         weight = nn.Parameter(torch.ones(2, device="cuda"))
