@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.launch.process_text import why_no_name, why_no_text
+from shardwright.launch.process_text import shown, why_no_name, why_no_text
 
 __all__ = ["from_words", "hyperparameter_variables", "to_text", "to_words", "with_plain_values"]
 
@@ -42,7 +42,7 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
                 "text, a list, a dictionary, True, False or None."
             ) from error
         if (reason := why_no_text(to_words({name: plain[name]})[1])) is not None:
-            raise ConfigError(f"hyperparameter {name} is {value!r}, but {reason}. Give another value.")
+            raise ConfigError(f"hyperparameter {name} is {shown(value)}, but {reason}. Give another value.")
     return plain
 
 

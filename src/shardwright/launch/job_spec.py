@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwright.launch.hyperparameters import hyperparameter_variables, to_text
 from shardwright.launch.process_text import check_process
-from shardwright.launch.rank_environment import CHANNEL_PREFIX, as_json
+from shardwright.launch.rank_environment import CHANNEL_PREFIX, as_json, rank_variables
 from shardwright.launch.smp_parameters import encode_smp_parameters
 from shardwright.launch.training_environment import PARAMETERS_VARIABLE, result_folders
 
@@ -78,7 +78,12 @@ class JobSpec:
     image: str | None = None
 
     def __post_init__(self) -> None:
-        check_process([self.entry_point, *self.words], self.variables())
+        variables = self.variables()
+        numbers = {"RANK": "0", "WORLD_SIZE": str(self.num_ranks), "GROUP_WORLD_SIZE": str(self.num_hosts)}
+        numbers |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.processes_per_host)}
+        check_process(
+            [self.entry_point, *self.words], {**variables, **rank_variables({**variables, **numbers})}
+        )
 
     @property
     def run_folder(self) -> Path:

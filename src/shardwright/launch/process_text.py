@@ -1,31 +1,49 @@
 """Text that a process can have among its words and variables: what the kernel, and UTF-8, can hold."""
 
 import os
+import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 from shardwright.errors import ConfigError
 
-__all__ = ["check_process", "check_variables", "refuse_half_characters", "why_no_name", "why_no_text"]
+__all__ = [
+    "check_process",
+    "check_variables",
+    "refuse_half_characters",
+    "shown",
+    "why_no_name",
+    "why_no_text",
+    "why_no_variable",
+]
 
 _NUL = "it has a NUL character, at which text of a process ends"
 _SURROGATE = "it has half a character of Unicode (a lone surrogate), which UTF-8 cannot express"
+# Linux: MAX_ARG_STRLEN, 32 pages, of which the NUL at the end takes one byte.
+_MOST_BYTES = 32 * 4096 - 1
+_ABBREVIATION = reprlib.Repr()
+_ABBREVIATION.maxstring = _ABBREVIATION.maxother = 120
+
+
+def shown(value: Any) -> str:
+    """A value as messages have it, abbreviated where it is long."""
+    return _ABBREVIATION.repr(value)
 
 
 def why_no_text(text: str) -> str | None:
-    """Why no process can get a text; None where it can.
+    """Why no process can get a text as one of its words; None where it can.
 
     >>> why_no_text("it's 5 $") is None
     True
     >>> why_no_text("a\\0b")
     'it has a NUL character, at which text of a process ends'
     """
-    if "\0" in text:
-        return _NUL
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return _SURROGATE
-    return None
+    return _NUL if "\0" in text else _why_no_utf8(text) or _why_too_long(text)
+
+
+def why_no_variable(name: str, value: str) -> str | None:
+    """Why no process can get a value as that of a variable; None where it can."""
+    return why_no_text(value) or _why_too_long(f"{name}={value}")
 
 
 def why_no_name(name: str) -> str | None:
@@ -53,9 +71,9 @@ def check_variables(given: Mapping[str, str], *, what: str) -> None:
     """
     for name, value in given.items():
         if (reason := why_no_name(name)) is not None:
-            raise ConfigError(f"{what} has a variable {name!r}, but {reason}. Give it another name.")
-        if (reason := why_no_text(value)) is not None:
-            raise ConfigError(f"{name} in {what} is {value!r}, but {reason}. Give another value.")
+            raise ConfigError(f"{what} has a variable {shown(name)}, but {reason}. Give it another name.")
+        if (reason := why_no_variable(name, value)) is not None:
+            raise ConfigError(f"{name} in {what} is {shown(value)}, but {reason}. Give another value.")
 
 
 def check_process(words: list[str], variables: Mapping[str, str]) -> None:
@@ -64,10 +82,17 @@ def check_process(words: list[str], variables: Mapping[str, str]) -> None:
     Raises:
         ConfigError: it cannot get all of it.
     """
-    for what, text in (*(("a word of the script", word) for word in words), *variables.items()):
+    entries = [("a word of the script", word, word) for word in words]
+    entries += [(name, value, f"{name}={value}") for name, value in variables.items()]
+    for what, text, entry in entries:
         if "\0" in text or not _has_bytes(text):
             reason = why_no_text(text)
             raise ConfigError(f"{what} would be {text!r}, but {reason}. Give it another value, or rename it.")
+        if (reason := _why_too_long(entry)) is not None:
+            raise ConfigError(
+                f"{what} would be {shown(text)}, but {reason}. SM_HPS and SM_TRAINING_ENV have all "
+                "hyperparameters together, SM_USER_ARGS all words."
+            )
 
 
 def refuse_half_characters(manifest: str) -> None:
@@ -76,11 +101,29 @@ def refuse_half_characters(manifest: str) -> None:
     Raises:
         ConfigError: one has.
     """
-    if why_no_text(manifest) is not None:
+    if _why_no_utf8(manifest) is not None:
         raise ConfigError(
             "a folder or file of this job has a name that is not UTF-8, so that no manifest can have it. "
             "Rename it, or run the job on this machine."
         )
+
+
+def _why_no_utf8(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE
+    return None
+
+
+def _why_too_long(entry: str) -> str | None:
+    num_bytes = len(os.fsencode(entry))
+    if num_bytes <= _MOST_BYTES:
+        return None
+    return (
+        f"it takes {num_bytes:,} bytes, and Linux gives a process at most {_MOST_BYTES:,} in one word or "
+        "variable. Put what is long in a file, in a channel for example, and give its path"
+    )
 
 
 def _has_bytes(text: str) -> bool:

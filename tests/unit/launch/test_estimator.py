@@ -219,6 +219,11 @@ def test_gpus_that_are_not_here(script, monkeypatch):
         ({"environment": {"": 1}}, "environment has a variable '', but it is empty"),
         ({"environment": {"A": "\udcff"}}, r"A in environment is '\\udcff', but it has half a character"),
         (
+            {"hyperparameters": {"a": "b" * 200_000}},
+            "hyperparameter a is .{,200}, but it takes 200,000 bytes",
+        ),
+        ({"environment": {"A": "b" * 131_070}}, "A in environment is .{,200}, but it takes 131,072 bytes"),
+        (
             {"distribution": {"mpi": {"enabled": True, "custom_mpi_options": "-x =1"}}},
             "custom_mpi_options has a variable '', but it is empty",
         ),
