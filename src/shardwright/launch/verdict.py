@@ -20,6 +20,11 @@ _MANY = 4
 _LONGEST = 160
 """Characters of the error of another rank; its log has all."""
 _FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
+# Errors of PyTorch on a machine, or in a build, without CUDA.
+_MISSES_CUDA = re.compile(
+    r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|No CUDA GPUs are available|"
+    r"Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False|no NVIDIA GPU detected"
+)
 _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 
 
@@ -90,6 +95,11 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
     if names_a_lost_peer(first.error):
         lines.append(f"  {_about_lost_peer(first, exits)}")
+    if _MISSES_CUDA.search((first.error.splitlines() or [""])[-1]):
+        lines.append(
+            "  It asks for CUDA, which is not here. In CPU mode scripts that are written for it run on CPUs: "
+            'shardwright run --device cpu, Estimator(..., device="cpu"), or python -m shardwright.cpu_mode.'
+        )
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}
     for other in others:

@@ -123,6 +123,23 @@ def test_a_host_that_only_saw_a_consequence_says_so():
     assert "look for the cause in the reports of the other hosts" in failure_report([ended(0, 1, error=PEER)])
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'",
+        "RuntimeError: No CUDA GPUs are available",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that ...",
+    ],
+)
+def test_a_script_for_cuda_is_shown_the_cpu_mode(error):
+    """Nothing told of it where a script for CUDA was started without."""
+    report = failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
+    assert f"  {error}\n  It asks for CUDA, which is not here." in report
+    assert "shardwright run --device cpu" in report
+    assert "CPU mode" not in failure_report([ended(0, 1, error=BOOM)])
+
+
 def test_the_exit_log_keeps_lives_apart(tmp_path):
     log = ExitLog(tmp_path / "exits")
     assert (log.read(), log.of_last_life(), log.next_life(0)) == ([], [], 0)
