@@ -26,12 +26,19 @@ def calls(device: Any) -> dict[str, Callable[[], Any]]:
     """Calls by what stands in a script."""
     x = torch.zeros(2)
     place = torch.device(device)
+
+    def autocast() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            pass
+
     return {
         "x.to(device)": lambda: x.to(place),
         "x.is_cuda": lambda: x.is_cuda,
         "torch.zeros(2, device=device)": lambda: torch.zeros(2, device=place),
         "torch.zeros_like(x)": lambda: torch.zeros_like(x),
         'torch.device("cuda")': lambda: torch.device("cuda"),
+        "torch.Stream(device)": lambda: torch.Stream(place),
+        "with torch.autocast(device)": autocast,
     }
 
 
