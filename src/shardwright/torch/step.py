@@ -11,7 +11,7 @@ from shardwright.torch.batch import Splitter
 from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
-from shardwright.torch.late_values import WithLateValues, gather_late_outputs
+from shardwright.torch.late_results import WithLateValues, gather_late_outputs
 from shardwright.torch.step_output import gather_outputs
 
 __all__ = ["step"]
