@@ -1,5 +1,6 @@
 """Step functions of smp: what is cut, what comes back, and that training is plain training."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,30 @@ def test_a_container_that_cuts_itself_is_asked():
             return look(model, ImageList([torch.ones(7), torch.ones(8)]))
 
     assert run_ranks(cut, 1) == [[["ImageList", "ImageList"], ([7, 8],)]]
+
+
+def test_a_loss_that_was_read_in_a_step_is_saved_as_a_plain_number(tmp_path):
+    def save_best():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
+        model = smp.DistributedModel(net())
+        best = {"loss": math.inf, "total": 0}
+
+        @smp.step
+        def look(model, x, y):
+            best["loss"] = loss_of(model, x, y).item()
+            best["total"] += best["loss"]
+            return best["loss"]
+
+        with torch.no_grad():
+            losses = look(model, *batch(0))
+        smp.save(best, tmp_path / f"{smp.rank()}.pt", partial=False)
+        found = smp.load(tmp_path / f"{smp.rank()}.pt", partial=False)
+        assert found == {"loss": losses[-1], "total": sum(losses)}
+        assert set(map(type, found.values())) == {float}
+
+    run_ranks(save_best, 2)
 
 
 def outputs(settings):
