@@ -239,20 +239,41 @@ def test_devices_are_the_librarys_business():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_stage_may_train_outside_of_steps(num_ranks):
-    def called():
+@pytest.mark.parametrize("calls", ["model.backward", "loss.backward", "both"])
+def test_one_stage_may_train_outside_of_steps(num_ranks, calls):
+    """With loss.backward() replicas kept gradients of their own, and came apart without a word."""
+
+    def called(calls):
         smp, model, _, _ = wrapped({})
         assert model.partitioned
         for index in range(2):  # gradients add up
             x, y = batch(index, smp.dp_rank())
-            model.backward(loss_of(model, x, y))
+            loss = loss_of(model, x, y)
+            if calls == "model.backward" or (calls == "both" and index):
+                model.backward(loss)
+            else:
+                loss.backward()
         sums = [
             plain_gradients(net(), [batch(index, r) for r in range(smp.dp_size())], microbatches=1)
             for index in range(2)
         ]
         return largest_difference(model, {name: sums[0][name] + sums[1][name] for name in sums[0]})
 
-    assert max(run_ranks(called, num_ranks)) < CLOSE
+    assert max(run_ranks(called, num_ranks, calls)) < CLOSE
+
+
+@pytest.mark.parametrize("calls", ["model.backward", "loss.backward"])
+def test_a_loss_that_is_scaled_may_not(calls):
+    def called(calls):
+        from shardwright.errors import UsageError
+
+        _, model, _, _ = wrapped({"fp16": True})
+        loss = loss_of(model, *batch(0))
+        with pytest.raises(UsageError, match=rf"{calls}\(.*@smp\.step, where the loss is scaled"):
+            model.backward(loss) if calls == "model.backward" else loss.backward()
+        return True
+
+    assert run_ranks(called, 1, calls) == [True]
 
 
 def test_several_stages_may_not():

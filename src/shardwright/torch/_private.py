@@ -34,6 +34,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchFunctionMode",
     "backward_in_progress",
+    "call_after_backward",
     "disabled_torch_function",
     "dtensor_of",
     "fake_failures_unlogged",
@@ -186,6 +187,11 @@ def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 def backward_in_progress() -> int:
     """A number for the backward that calls this code: one that is started inside another has its own."""
     return int(torch._C._current_graph_task_id())
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Has something called when the backward in progress, which calls this code, is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def gradient_is_wanted(node: Any, position: int) -> bool:

@@ -1,33 +1,87 @@
-"""Training with one stage without ``smp.step``: the model is called, then ``model.backward(loss)``.
+"""Training with one stage without ``smp.step``: the model is called, then comes the backward.
 
-Replicas then average their gradients when a backward is over. What earlier ones left there is the same on all
-of them already, so that the average leaves it alone.
+Replicas average their gradients when a backward is over, whether the script calls ``model.backward(loss)`` or
+``loss.backward()``. What earlier ones left there is the same on all of them already, so that the average
+leaves it alone.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch._private import backward_in_progress, call_after_backward
 from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["backward_outside"]
+__all__ = ["BackwardOutside"]
 
 
-def backward_outside(module: nn.Module, loss: Tensor, gradient: Tensor | None) -> None:
-    """Runs autograd, and has replicas agree on gradients and buffers; collective over the replicas.
+class BackwardOutside:
+    """The backward of a model that is called outside of steps; collective over the replicas.
 
     Args:
         module: the user's module.
-        loss: one number, or any tensor if `gradient` is given.
-        gradient: gradient of what is trained with respect to `loss`.
-
-    Raises:
-        UsageError: the model is spread over stages, parameters are shared, or the loss is scaled.
     """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self._is_ours = False
+        self._last: int | None = None
+
+    def run(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Runs autograd, and has replicas agree on gradients and buffers.
+
+        Args:
+            loss: one number, or any tensor if `gradient` is given.
+            gradient: gradient of what is trained with respect to `loss`.
+
+        Raises:
+            UsageError: the model is spread over stages, parameters are shared, or the loss is scaled.
+        """
+        _refuse("model.backward(loss)")
+        self._is_ours = True
+        try:
+            torch.autograd.backward(loss, gradient)
+        finally:
+            self._is_ours = False
+        self._agree()
+
+    def watch(self, result: Any) -> None:
+        """Has replicas agree where the script calls ``loss.backward()`` on what the model gave.
+
+        Args:
+            result: what it gave.
+        """
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._reached)  # type: ignore[no-untyped-call]
+
+    def _reached(self, gradient: Tensor) -> None:
+        """A backward has come to the model; several of its results may tell."""
+        number = backward_in_progress()
+        if self._is_ours or number == self._last:
+            return
+        self._last = number
+        _refuse("loss.backward()")
+        call_after_backward(self._agree)
+
+    def _agree(self) -> None:
+        run = current_run()
+        if run.data_group is None:
+            return
+        _average(list(self._module.parameters()), run.data_group, num_replicas=run.mesh.data)
+        first = run.mesh.group("dp", run.rank)[0]
+        for buffer in self._module.buffers():
+            if buffer.numel():
+                dist.broadcast(buffer.detach(), first, group=run.data_group)
+
+
+def _refuse(call: str) -> None:
     run = current_run()
     for asked, why in (
         (run.mesh.pipeline > 1, "the stages of the model work together"),
@@ -36,16 +90,8 @@ def backward_outside(module: nn.Module, loss: Tensor, gradient: Tensor | None) -
     ):
         if asked:
             raise UsageError(
-                f"{user_line()}: model.backward(loss) belongs inside a function decorated with @smp.step, "
-                f"where {why}."
+                f"{user_line()}: {call} belongs inside a function decorated with @smp.step, where {why}."
             )
-    torch.autograd.backward(loss, gradient)
-    if run.data_group is not None:
-        _average(list(module.parameters()), run.data_group, num_replicas=run.mesh.data)
-        first = run.mesh.group("dp", run.rank)[0]
-        for buffer in module.buffers():
-            if buffer.numel():
-                dist.broadcast(buffer.detach(), first, group=run.data_group)
 
 
 @torch.no_grad()

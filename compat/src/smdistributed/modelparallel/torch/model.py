@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
-from smdistributed.modelparallel.torch.backward_without_step import backward_outside
+from smdistributed.modelparallel.torch.backward_without_step import BackwardOutside
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
 from smdistributed.modelparallel.torch.groups import CommGroup
@@ -77,6 +77,7 @@ class DistributedModel(ModelStates):
                 name_layers(module)
         self._is_whole = self.is_in_step = False
         self._joining: Joining | None = None
+        self._outside = BackwardOutside(module)
         super().__init__(
             module,
             average_grads_across_microbatches=average_grads_across_microbatches,
@@ -110,7 +111,12 @@ class DistributedModel(ModelStates):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; with more than one stage, only inside of ``smp.step``."""
-        return self.get_module()(*args, **kwargs) if self._is_whole else super().forward(*args, **kwargs)
+        if self._is_whole:
+            return self.get_module()(*args, **kwargs)
+        result = super().forward(*args, **kwargs)
+        if active_handler() is None and torch.is_grad_enabled():
+            self._outside.watch(result)
+        return result
 
     def backward(
         self,
@@ -132,7 +138,7 @@ class DistributedModel(ModelStates):
         if active_handler() is not None:
             super().backward(tensors, grad_tensors)
         else:
-            backward_outside(self.get_module(), tensors, grad_tensors)
+            self._outside.run(tensors, grad_tensors)
 
     def run_step(self, *args: Any) -> list[Any]:
         """Runs a step function on a batch; ``smp.step`` calls it."""
