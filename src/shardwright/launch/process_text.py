@@ -2,6 +2,7 @@
 
 import os
 import reprlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "why_no_name",
     "why_no_text",
     "why_no_variable",
+    "without_too_long",
 ]
 
 _NUL = "it has a NUL character, at which text of a process ends"
@@ -44,6 +46,18 @@ def why_no_text(text: str) -> str | None:
 def why_no_variable(name: str, value: str) -> str | None:
     """Why no process can get a value as that of a variable; None where it can."""
     return why_no_text(value) or _why_too_long(f"{name}={value}")
+
+
+def without_too_long(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a process can have; others are left out, with a warning."""
+    kept = {name: value for name, value in variables.items() if _why_too_long(f"{name}={value}") is None}
+    if left := sorted(variables.keys() - kept.keys()):
+        warnings.warn(
+            f"{', '.join(left)} {'are' if len(left) > 1 else 'is'} not set: Linux gives a process at most "
+            f"{_MOST_BYTES:,} bytes in one variable. The script gets its words all the same.",
+            stacklevel=2,
+        )
+    return kept
 
 
 def why_no_name(name: str) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwright.launch.host_cores import cores_of_host
 from shardwright.launch.hyperparameters import from_words, hyperparameter_variables, to_text
+from shardwright.launch.process_text import without_too_long
 from shardwright.launch.rank_environment import FRAMEWORK_MODULE, channels_of, json_or, missing
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.smp_parameters import encode_smp_parameters, read_smp_parameters
@@ -104,4 +105,4 @@ def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpu
             instance_type="local_gpu" if num_gpus and request.device != "cpu" else "local",
         )
     )
-    return missing(known, environ)
+    return without_too_long(missing(known, environ))

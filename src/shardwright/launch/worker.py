@@ -30,6 +30,7 @@ from typing import BinaryIO
 
 from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog, WorkerExit
 from shardwright.launch.last_words import last_words
+from shardwright.launch.process_text import without_too_long
 from shardwright.launch.processes import die_with_parent, kill_group
 from shardwright.launch.rank_environment import rank_variables
 from shardwright.launch.tee import Tee
@@ -66,7 +67,7 @@ class Supervisor:
         grace_s: float,
     ) -> None:
         self._command = command
-        self._environ = {**environ, **rank_variables(environ)}
+        self._environ = {**environ, **without_too_long(rank_variables(environ))}
         self._rank = int(environ["RANK"])
         self._local_rank = int(environ["LOCAL_RANK"])
         self._attempt = int(environ["TORCHELASTIC_RESTART_COUNT"])

@@ -69,6 +69,13 @@ def test_every_variable_of_the_contract_is_there(variables, tmp_path):
     assert found["TRAINING_JOB_NAME"] == "one"
 
 
+def test_words_that_are_too_long_for_a_variable_reach_the_script_alone(variables):
+    """The ranks were not started: "Argument list too long"."""
+    with pytest.warns(UserWarning, match="SM_USER_ARGS is not set: Linux gives a process at most"):
+        found = variables("--files", "x" * 100_000, "y" * 100_000)
+    assert "SM_USER_ARGS" not in found
+
+
 def test_ranks_and_hosts(variables):
     found = variables()
     assert json.loads(found["SM_HOSTS"]) == ["algo-1", "algo-2"]
