@@ -77,3 +77,27 @@ def test_a_frozen_model_is_not_trained():
             sw.step(lambda model, x: model(x))(model, torch.randn(4, 4))
 
     run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_backward_outside_of_steps_is_refused_where_replicas_would_come_apart(num_ranks):
+    """Each replica had gradients of its own, and trained a model of its own, without a word."""
+
+    def called(num_ranks):
+        import shardwright.torch as sw
+        from shardwright.errors import UsageError
+
+        sw.init({"pipeline_parallel_degree": 1, "run_dir": "off"})
+        model = sw.DistributedModel(nn.Linear(4, 4))
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = model(x).square().mean()
+        weight = model.get_module().weight
+        assert len(torch.autograd.grad(loss, [x, weight], retain_graph=True)) == 2  # is nobody else's
+        if num_ranks == 1:
+            loss.backward()
+            return weight.grad is not None
+        with pytest.raises(UsageError, match=f"^{__file__}:[0-9]+: loss.backward.. is outside of a step"):
+            loss.backward()
+        return weight.grad is None
+
+    assert run_ranks(called, num_ranks, num_ranks) == [True] * num_ranks

@@ -41,6 +41,7 @@ __all__ = [
     "function_mode_depth",
     "function_transforms_active",
     "generator_key",
+    "goes_into_gradients",
     "gradient_is_wanted",
     "has_storage",
     "make_wrapper",
@@ -192,6 +193,15 @@ def backward_in_progress() -> int:
 def call_after_backward(call: Callable[[], None]) -> None:
     """Has something called when the backward in progress, which calls this code, is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def goes_into_gradients(parameter: torch.Tensor) -> bool:
+    """Whether the backward in progress, which calls this code, adds to the gradient of a parameter."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # `torch.autograd.grad` asks for it, and returns it
 
 
 def gradient_is_wanted(node: Any, position: int) -> bool:

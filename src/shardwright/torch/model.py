@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
+from shardwright.torch.backward_outside import refuse_backward_of
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context, context
@@ -169,7 +170,14 @@ class DistributedModel(nn.Module):
         else:
             with in_code_of_model():
                 result = self.get_module()(*args, **kwargs)
+        if active_handler() is None and torch.is_grad_enabled():
+            self.called_outside(result)
         return result if self._low_precision is None else cast_outputs(result)
+
+    def called_outside(self, result: Any) -> None:
+        """Takes care of a call outside of steps, with gradients."""
+        if context().mesh.data > 1:
+            refuse_backward_of(result, self.get_module())
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""

@@ -111,12 +111,11 @@ class DistributedModel(ModelStates):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; with more than one stage, only inside of ``smp.step``."""
-        if self._is_whole:
-            return self.get_module()(*args, **kwargs)
-        result = super().forward(*args, **kwargs)
-        if active_handler() is None and torch.is_grad_enabled():
-            self._outside.watch(result)
-        return result
+        return self.get_module()(*args, **kwargs) if self._is_whole else super().forward(*args, **kwargs)
+
+    def called_outside(self, result: Any) -> None:
+        """Has replicas agree after the backward of a call outside of steps."""
+        self._outside.watch(result)
 
     def backward(
         self,
