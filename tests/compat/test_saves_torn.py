@@ -3,7 +3,6 @@
 import errno
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from compat.saving import Script, plain
+from dying import die, in_child
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError
 from shardwright.testing import run_ranks_outcomes
@@ -43,25 +43,6 @@ class Counted:
         """Each operation, and the last one of the writes to a file: it has a part of its content."""
         known = [*self.operations, None]
         return [i for i, each in enumerate(self.operations) if each != known[i + 1]]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_child(run: Callable[[], None]) -> int:
-    """Runs something in a process of its own; the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def save_partial(root: Path, tag: str, value: int, *, disk: Disk | None = None, keep: int = 2) -> None:

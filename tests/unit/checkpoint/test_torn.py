@@ -3,13 +3,13 @@
 import errno
 import os
 import signal
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from checkpoint.checkpoints import save, values
+from dying import die, in_child
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 
@@ -33,32 +33,13 @@ class _Counted:
         self.operations.append(operation)
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _in_child(run: Callable[[], None]) -> int:
-    """Runs something in a process of its own; the signal that ended it, or 0."""
-    child = os.fork()
-    if child == 0:
-        try:
-            run()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
 def _operations(root: Path, **keep: int) -> list[str]:
-    counted = _Counted(None, _die)
+    counted = _Counted(None, die)
     save(root, 9, disk=Disk(counted), **keep)
     return counted.operations
 
 
-def test_every_operation_of_a_save_is_a_place_to_die(tmp_path: Path) -> None:
+def test_every_operation_of_a_save_is_a_place_todie(tmp_path: Path) -> None:
     """Killed at each write, fsync, rename and removal, in a first save and in later ones: old or new."""
     cases = 0
     for earlier in ((), (1,), (1, 2)):
@@ -71,8 +52,8 @@ def test_every_operation_of_a_save_is_a_place_to_die(tmp_path: Path) -> None:
             root = tmp_path / f"{len(earlier)}-{at}"
             for step in earlier:
                 save(root, step)
-            disk = Disk(_Counted(at, _die))
-            ended = _in_child(lambda root=root, disk=disk: save(root, 9, keep=2, disk=disk))  # type: ignore[misc]
+            disk = Disk(_Counted(at, die))
+            ended = in_child(lambda root=root, disk=disk: save(root, 9, keep=2, disk=disk))  # type: ignore[misc]
             assert ended == (signal.SIGKILL if at < len(operations) else 0)
             commits = [commit.step for commit in CheckpointFolder(root).commits()]
             assert commits in ([*earlier], [*earlier, 9], [*earlier, 9][-2:])

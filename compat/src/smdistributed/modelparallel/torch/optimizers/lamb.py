@@ -10,21 +10,20 @@ the step::
     p = p - lr |p| / |u| u
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from shardwright.errors import UsageError
 from shardwright.torch.clipping import gradient_norm
 from shardwright.torch.context import context, is_initialized
+from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
 __all__ = ["FusedLAMB"]
 
 
-class FusedLAMB(Optimizer):
+class FusedLAMB(FusedOptimizer):
     """LAMB.
 
     Args:
@@ -57,8 +56,6 @@ class FusedLAMB(Optimizer):
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
     ):
-        if amsgrad:
-            raise UsageError("FusedLAMB has no AMSGrad variant. Set amsgrad to False.")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -68,43 +65,18 @@ class FusedLAMB(Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amsgrad=amsgrad, set_grad_none=set_grad_none)
         self._decays_parameter = adam_w_mode
         self._scales_all = use_nvlamb
-        self._leaves_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients."""
-        super().zero_grad(self._leaves_none if set_to_none is None else set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates the parameters; collective over the ranks of the replica."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _scale(self) -> Tensor | None:
         most = self.defaults["max_grad_norm"]
-        scale = _scale(self._parameters(), most) if most else None
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, scale)
-        return loss
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return _scale(parameters, most) if most else None
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def _update(self, parameter: Tensor, group: dict[str, Any], scale: Tensor | None) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise UsageError("FusedLAMB does not take sparse gradients. Use torch.optim.SparseAdam for them.")
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         decay, step = group["weight_decay"], group["step"]
-        if scale is not None:
-            gradient = gradient * scale.to(gradient.dtype)
         if decay and not self._decays_parameter:
             gradient = gradient + decay * parameter
         state = self.state[parameter]

@@ -11,19 +11,19 @@ As in NVIDIA's implementation, gradients may be averaged, averages corrected for
 the decay may stand outside of the average, which is the default.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
+from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
 __all__ = ["FusedNovoGrad"]
 
 
-class FusedNovoGrad(Optimizer):
+class FusedNovoGrad(FusedOptimizer):
     """NovoGrad.
 
     Args:
@@ -56,8 +56,6 @@ class FusedNovoGrad(Optimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ):
-        if amsgrad:
-            raise UsageError("FusedNovoGrad has no AMSGrad variant. Set amsgrad to False.")
         if norm_type not in (0, 2, float("inf")):
             raise UsageError(f"norm_type is {norm_type!r}, but it is 2, or 0 for the largest entry.")
         defaults = {
@@ -70,33 +68,10 @@ class FusedNovoGrad(Optimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, amsgrad=amsgrad, set_grad_none=set_grad_none)
         self._decays_inside = reg_inside_moment
-        self._leaves_none = set_grad_none
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients."""
-        super().zero_grad(self._leaves_none if set_to_none is None else set_to_none)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates the parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise UsageError("FusedNovoGrad does not take sparse gradients.")
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), step, decay = group["betas"], group["step"], group["weight_decay"]
         corrects = group["bias_correction"]
         first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if corrects else (1.0, 1.0)
