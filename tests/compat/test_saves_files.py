@@ -201,12 +201,15 @@ def test_a_partition_file_of_another_model(tmp_path: Path) -> None:
     def wider() -> None:
         Script(settings, width=9).train(1)
 
-    assert "the plan was made for a model with fingerprint" in fails(wider)
+    text = fails(wider)
+    assert f"partition_file {file} cannot be used: the plan was made for a model with fingerprint" in text
+    assert "Remove load_partition" in text
 
     def other() -> None:
         Script(settings, model=torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))).train(1)
 
     text = fails(other)
+    assert f"partition_file {file} cannot be used" in text
     assert "first.0" in text
 
 

@@ -53,12 +53,14 @@ def outcomes(job, num_ranks, *args):
 def on_one_rank(settings, elsewhere):
     script = Script(**settings)
     if script.sw.rank() == 0:
+        if elsewhere == "end before":
+            time.sleep(2)
         script.model.state_dict()
     elif elsewhere == "step":
         script.train(script.model, script.x)
     elif elsewhere == "torch's barrier":
         dist.barrier()
-    elif elsewhere == "end":
+    elif elsewhere in ("end", "end before"):
         script.sw.shutdown()
     elif elsewhere == "error":
         raise ValueError("boom")
@@ -66,7 +68,11 @@ def on_one_rank(settings, elsewhere):
 
 @pytest.mark.parametrize(
     ("elsewhere", "shared_memory"),
-    [("torch's barrier", True), *itertools.product(["step", "end", "return", "error"], [True, False])],
+    [
+        ("torch's barrier", True),
+        ("end before", True),  # the connection was found broken, and nobody said why
+        *itertools.product(["step", "end", "return", "error"], [True, False]),
+    ],
 )
 def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
     settings = {"shared_memory": shared_memory, "missing_ranks_s": 3}
@@ -76,6 +82,7 @@ def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
         "step": "rank 1 failed first (TraceMismatchError" if shared_memory else "is in the step function",
         "torch's barrier": "rank 1 waits in torch.distributed.barrier",
         "end": "rank 1 has called sw.shutdown()",
+        "end before": "rank 1 has called sw.shutdown()",
         "return": "rank 1 has come to the end of its script",
         "error": "rank 1 failed first (ValueError: boom)",
     }

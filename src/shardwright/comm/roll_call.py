@@ -148,9 +148,13 @@ class RollCall:
         self._meetings[call.ranks] = meeting = self._meetings.get(call.ranks, 0) + 1
         place = self._whereabouts.begin(call.where, call.ranks, name=call.name, meeting=meeting)
         if self._local is not None and all(other in self._local for other in others):
-            for other in others:
-                self._local.send(_message(place), other, Purpose.MEETING)
-            return _Begun(call, place, others)
+            begun = _Begun(call, place, others)
+            try:
+                for other in others:
+                    self._local.send(_message(place), other, Purpose.MEETING)
+            except PeerLostError as error:
+                raise self._missing(begun, list).lost(error) from error
+            return begun
         attendance = Attendance(self._store, self._whereabouts.prefix, place, self._rank)
         with _store_answers(self._terms(call)):
             return _Begun(call, place, others, attendance, attendance.come())

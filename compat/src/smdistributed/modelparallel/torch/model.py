@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.module_proxy import ModuleProxy, unproxie
 from smdistributed.modelparallel.torch.nn.huggingface.layers import name_layers
 from smdistributed.modelparallel.torch.nn.huggingface.names import translators_of
 from smdistributed.modelparallel.torch.original_forward import keep_original_forwards
+from smdistributed.modelparallel.torch.partition_file import naming_the_file
 from smdistributed.modelparallel.torch.state_dicts.model import ModelStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 from smdistributed.modelparallel.torch.whole_model import gather_on_host, transient_buffers
@@ -152,7 +153,8 @@ class DistributedModel(ModelStates):
             self._joining.begin_step(functools.partial(self.run_step, _Again(args[0]), *args[1:]))
         self.is_in_step = True
         try:
-            return super().run_step(*args)
+            with naming_the_file():
+                return super().run_step(*args)
         finally:
             self.is_in_step = False
 

@@ -8,17 +8,18 @@
 The file is a plan of Shardwright.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.errors import ConfigError, PlanError
+from shardwright.errors import ConfigError, PlanError, StalePlanError
 from shardwright.plan import Plan
 from shardwright.problems import join
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["settings_with_partition", "store_partition"]
+__all__ = ["naming_the_file", "settings_with_partition", "store_partition"]
 
 _KEYS = ("load_partition", "partition_file")
 
@@ -66,6 +67,21 @@ def _refuse_contradictions(plan: Plan, values: Mapping[str, Any], *, file: str) 
             join(f"partition_file {file} contradicts the settings:", problems)
             + "\nGive the settings that it was made with, or remove load_partition to partition anew."
         )
+
+
+@contextmanager
+def naming_the_file() -> Iterator[None]:
+    """Says of a decision that does not fit the model where it is from."""
+    try:
+        yield
+    except StalePlanError as error:
+        values = {} if state.configuration is None else state.configuration.values
+        if not values.get("load_partition"):
+            raise
+        raise StalePlanError(
+            f"partition_file {values['partition_file']} cannot be used: {error} Remove load_partition for "
+            "that."
+        ) from error
 
 
 def store_partition() -> None:

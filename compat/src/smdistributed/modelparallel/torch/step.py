@@ -1,10 +1,12 @@
 """The decorator ``smp.step``, and what a step gives back."""
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardwright.comm.environment import detect
 from shardwright.torch.step import step_function
 from shardwright.torch.step_output import StepOutput
 from smdistributed.modelparallel.torch.state_mod import current_run
@@ -37,7 +39,7 @@ def step(
             input_split_axes=input_split_axes,
             detach_outputs=detach_outputs,
         )
-    if not detach_outputs:
+    if not detach_outputs and detect(os.environ).rank == 0:
         warnings.warn(
             "detach_outputs=False changes nothing here: the backward of a microbatch is over when the step "
             "returns, so that its outputs have no autograd history. Call model.backward inside the step.",
