@@ -235,5 +235,3 @@ def test_a_scaler_is_pytorchs_own():
     scaler = smp.amp.GradScaler(init_scale=4.0, enabled=False)
     assert isinstance(scaler, torch.amp.GradScaler)
     assert not scaler.is_enabled()
-
-

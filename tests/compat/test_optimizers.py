@@ -379,9 +379,10 @@ def test_lamb_is_the_published_algorithm(weight_decay, max_grad_norm):
             g = g * scale
             first[index] = beta1 * first[index] + (1 - beta1) * g
             second[index] = beta2 * second[index] + (1 - beta2) * g**2
-            direction = first[index] / (1 - beta1**step) / (
-                (second[index] / (1 - beta2**step)) ** 0.5 + eps
-            ) + weight_decay * expected[index]
+            direction = (
+                first[index] / (1 - beta1**step) / ((second[index] / (1 - beta2**step)) ** 0.5 + eps)
+                + weight_decay * expected[index]
+            )
             expected[index] = expected[index] - lr * expected[index].norm() / direction.norm() * direction
         optimizer.step()
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))

@@ -150,9 +150,7 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     assert "step 4 |" in text  # it was saved after step 3
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGUSR1]
-)
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGUSR1])
 def test_every_process_is_told_at_once(number: signal.Signals, tmp_path: Path) -> None:
     """As a scheduler does: the launcher, supervisors, ranks and workers of data loaders get the signal."""
     process = _started(_command(tmp_path, "0.3", "workers", ranks=1), tmp_path)

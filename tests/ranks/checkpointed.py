@@ -95,7 +95,10 @@ def training(
     model = sw.DistributedModel(Dropped(blocks, dropout).to(dtype))
     updates = sw.DistributedOptimizer(optimizer_of(optimizer, model))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        updates, max_lr=[1e-2, 2e-2], total_steps=50, cycle_momentum=optimizer != "Adafactor"  # it has none
+        updates,
+        max_lr=[1e-2, 2e-2],
+        total_steps=50,
+        cycle_momentum=optimizer != "Adafactor",  # it has none
     )
     loader = sw.data_loader(Tokens(), GLOBAL_BATCH, seed=3)
     checkpoints = sw.Checkpoints(

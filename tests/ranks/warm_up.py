@@ -22,9 +22,7 @@ from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.tracing import trace_parts
 
 # Engines import ray, which starts a thread: a process with threads cannot be forked.
-_NOT_FOR_RANKS = tuple(
-    f"shardwright.{name}" for name in ("cli", "__main__", "testing", "launch.engines")
-)
+_NOT_FOR_RANKS = tuple(f"shardwright.{name}" for name in ("cli", "__main__", "testing", "launch.engines"))
 _TRACED = ("MLP", "ResNet", "tied embeddings")
 _TRACED_OF_TRANSFORMERS = ("GPT-NeoX",)
 _OF_TRANSFORMERS = "albert bert bloom gpt2 gpt_neo gpt_neox gptj llama mixtral roberta t5".split()

@@ -195,9 +195,7 @@ def _by_index(folder: Path, name: str) -> FoundModel:
 def _config(folder: Path) -> Mapping[str, Any] | None:
     if not (folder / CONFIG).exists():
         return None
-    found = parse(
-        read_regular(_place(folder, CONFIG), most_bytes=_LARGEST_CONFIG), name=str(folder / CONFIG)
-    )
+    found = parse(read_regular(_place(folder, CONFIG), most_bytes=_LARGEST_CONFIG), name=str(folder / CONFIG))
     if not isinstance(found, dict):
         raise CorruptCheckpointError(f"{folder / CONFIG} is no configuration: it has no object with names.")
     return found

@@ -23,6 +23,7 @@ from shardwright.plan import Plan
 
 __all__ = ["run"]
 
+
 class Device(StrEnum):
     """Where ranks compute."""
 

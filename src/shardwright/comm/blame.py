@@ -99,6 +99,10 @@ class Blame:
         self._has_note = True
         self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
 
+    def has_failed(self, rank: int) -> bool:
+        """Whether a rank has said that it fails."""
+        return bool(self._ask(lambda: self._store.check([_key(rank)])))
+
     def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
         """The rank where it began, as far as the notes tell.
 

@@ -263,9 +263,7 @@ def _sagemaker_hosts(text: str) -> list[str]:
     except ValueError:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
-        raise LaunchError(
-            f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it."
-        )
+        raise LaunchError(f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it.")
     return sorted(hosts)
 
 

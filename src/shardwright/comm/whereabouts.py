@@ -115,9 +115,7 @@ class Whereabouts:
             self._place = before
             self._move()
 
-    def inside(
-        self, where: str, ranks: Sequence[int], *, hint: str = ""
-    ) -> AbstractContextManager[Place]:
+    def inside(self, where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Place]:
         """Counts a call that others make, too, and says that this rank is in it; see `begin`."""
         return self.at(self.begin(where, ranks, hint=hint))
 

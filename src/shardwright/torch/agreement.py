@@ -139,6 +139,12 @@ class Agreement:
                 + ". Build the same model with the same settings on every rank."
             )
 
+    def on_end(self, place: float) -> float:
+        """The first of the places at which the traces of the ranks end."""
+        assert self._context.replica is not None
+        mine = torch.tensor(place, dtype=torch.float64, device=self._context.device)
+        return float(self._context.replica.gather(mine, Purpose.AGREEMENT).min())
+
     def on_random_numbers(self, generators: Sequence[torch.Generator] = ()) -> None:
         """Gives all ranks of the replica the generators of its first.
 

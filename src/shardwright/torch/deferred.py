@@ -7,6 +7,8 @@ import torch
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import TensorSpec
 from shardwright.torch._private import disabled_torch_function, make_wrapper
+from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.step_code import in_step_code
 
 __all__ = ["DeferredTensor", "spec_of"]
 
@@ -52,10 +54,20 @@ class DeferredTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        handler = active_handler()
+        if handler is not None and in_step_code():
+            with plain_torch():
+                text: str = handler.operation(torch.Tensor.__repr__, (self,), {})
+                return text
         # A script that prints its loss inside the step sees this on the ranks that do not compute it.
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, its value is on another rank)"
 
     def __format__(self, format_spec: str) -> str:
+        handler = active_handler()
+        if handler is not None and in_step_code():
+            with plain_torch():
+                text: str = handler.operation(torch.Tensor.__format__, (self, format_spec), {})
+                return text
         return repr(self)
 
 

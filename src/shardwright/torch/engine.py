@@ -1,11 +1,15 @@
 """Runs step functions over the stages of a pipeline."""
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from shardwright.comm.process_group import default_store
+from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
@@ -22,7 +26,7 @@ from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.distributions import distributions_unchecked
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
-from shardwright.torch.exchange import exchange_outputs
+from shardwright.torch.exchange import Returned, exchange_outputs
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import batch_running, intercept_calls
 from shardwright.torch.glue_buffers import GlueBuffers
@@ -47,6 +51,7 @@ from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
+from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
 
@@ -55,6 +60,9 @@ if TYPE_CHECKING:
     from shardwright.torch.planning import Planner
 
 __all__ = ["PipelineEngine"]
+
+
+_ENGINES = itertools.count()
 
 
 class _Known(NamedTuple):
@@ -97,6 +105,8 @@ class PipelineEngine:
         self._recompute: frozenset[str] = frozenset()
         self._attributes = AttributeWatch(model.get_module())
         self._failure = ""
+        self._board: ValueBoard | None = None
+        self._number = next(_ENGINES)
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
@@ -150,14 +160,16 @@ class PipelineEngine:
         state = homes_of_buffers(programs)
         buffers = GlueBuffers(self._model.get_module(), state) if state else None
         try:
-            results, train = self._execute(schedule, programs, function, own, gradients, buffers)
+            returned, train = self._execute(schedule, programs, function, own, gradients, buffers)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
         if changes_batch:
             for part, changed in zip(parts, own, strict=True):
                 copy_back(part, changed)
-        results, losses = exchange_outputs(context, results, programs)
+        results, losses = exchange_outputs(context, returned, programs)
+        if self._board is not None:
+            self._board.clear()
         assert self.executor is not None
         return EngineRun(
             results=results,
@@ -179,7 +191,7 @@ class PipelineEngine:
         parts: list[Arguments],
         gradients: BatchGradients,
         buffers: GlueBuffers | None,
-    ) -> tuple[list[Any], bool]:
+    ) -> tuple[list[Returned], bool]:
         """Computes all microbatches and sums what ranks share.
 
         Returns:
@@ -193,7 +205,7 @@ class PipelineEngine:
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
         with batch_running(), self._model.replicas.saving():
-            results = self.executor.run(
+            returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,
                 programs,
@@ -204,7 +216,9 @@ class PipelineEngine:
                 model=self._model.get_module(),
                 buffers=buffers,
                 watch_memory=context.reporter is not None and context.reporter.draws_next_step,
+                board=self._board_for(function),
             )
+        train = any(each.trains for each in returned)
         if buffers is not None:
             assert context.pipeline_group is not None
             buffers.agree(context.pipeline_rank, tuple(context.pipeline_ranks), context.pipeline_group)
@@ -215,7 +229,34 @@ class PipelineEngine:
             train = train or self._agreement.on_any(found)
         if self._replica_buffers is not None:
             self._replica_buffers.agree()
-        return results, train
+        return returned, train
+
+    def _board_for(self, function: Callable[..., Any]) -> ValueBoard | None:
+        """Where the ranks of the replica put up what a step function reads; None if it may read nothing."""
+        if not isinstance(function, ReadingStep):
+            return None
+        context = self._context
+        if self._board is None:
+            store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
+            name = f"values of replica {context.data_rank} in run {self._number}"
+            store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
+            self._board = ValueBoard(
+                store,
+                context.pipeline_ranks,
+                rank=context.pipeline_rank,
+                has_ended=self._has_ended,
+                timeout_s=context.config.timeout_s,
+            )
+        self._board.begin()
+        return self._board
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether another rank is known to have failed, or to be at the end of its script."""
+        context = self._context
+        local = context.local_peers
+        if local is not None and rank in local and local.has_ended(rank):
+            return True
+        return context.blame is not None and context.blame.has_failed(rank)
 
     @property
     def reduced(self) -> set[int]:
@@ -267,7 +308,7 @@ class PipelineEngine:
         marked = marked_inside(module, set(self._unit_map.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         if trace is None or marked or set(trace.unit_names) != set(names):
-            trace = trace_step(self._unit_map, function, part, device=context.device)
+            trace = self._trace(function, part)
         self._agreement.on_trace(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
@@ -364,7 +405,7 @@ class PipelineEngine:
             if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
                 trace = known.trace
             else:
-                trace = trace_step(self._unit_map, function, part, device=self._context.device)
+                trace = self._trace(function, part)
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,
@@ -383,6 +424,11 @@ class PipelineEngine:
         warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
         self._attributes.traced(plain, trace.digest)
         return program
+
+    def _trace(self, function: Callable[..., Any], part: Arguments) -> Trace:
+        assert self._unit_map is not None
+        device, agree = self._context.device, self._agreement.on_end
+        return trace_step(self._unit_map, function, part, device=device, agree_on_end=agree)
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
         """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""

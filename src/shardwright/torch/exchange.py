@@ -1,6 +1,7 @@
 """Gives every rank of a replica the tensors that a step function returned."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -15,18 +16,36 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.program import Program
 from shardwright.torch.tree import flatten
 
-__all__ = ["exchange_outputs"]
+__all__ = ["Returned", "exchange_outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a step function returned for one microbatch.
+
+    Attributes:
+        result: with deferred tensors where another rank has the value.
+        values: (position among its leaves, value) of what only one rank has.
+        loss_at: position of what was given to ``backward``; None if that was not returned.
+        trains: it has called ``backward``.
+        alone: it went on behind the end of its program.
+    """
+
+    result: Any
+    values: tuple[tuple[int, int], ...]
+    loss_at: int | None
+    trains: bool
+    alone: bool = False
 
 
 def exchange_outputs(
-    context: Context, results: Sequence[Any], programs: Sequence[Program]
+    context: Context, returned: Sequence[Returned], programs: Sequence[Program]
 ) -> tuple[list[Any], list[Tensor]]:
     """Broadcasts what each rank of the replica made; collective over the replica.
 
     Args:
         context: the run.
-        results: what the step function returned on this rank, by microbatch; deferred tensors where
-            another rank has the value.
+        returned: what the step function returned on this rank, by microbatch.
         programs: of each microbatch.
 
     Returns:
@@ -36,11 +55,10 @@ def exchange_outputs(
         TraceMismatchError: ranks of the replica have computed other things in this step.
     """
     assert context.replica is not None
-    _refuse_other_paths(context, programs)
-    flat = [flatten(result) for result in results]
-    losses: list[Tensor] = []
+    _refuse_other_paths(context, returned, programs)
+    flat = [flatten(each.result) for each in returned]
     for owner in range(context.mesh.pipeline):
-        places = _places(programs, owner)
+        places = _places(returned, programs, owner)
         if not places:
             continue
         specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
@@ -51,21 +69,27 @@ def exchange_outputs(
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
         context.replica.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
         offset = 0
-        for (microbatch, position, value), spec in zip(places, specs, strict=True):
+        for (microbatch, position, _), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
             flat[microbatch][0][position] = piece.view(spec.shape)
             offset += spec.num_bytes
-            if value == programs[microbatch].loss:
-                losses.append(flat[microbatch][0][position])
-    return [structure.rebuild([_detach(item) for item in items]) for items, structure in flat], losses
+    flat = [([_detach(item) for item in items], structure) for items, structure in flat]
+    losses = [
+        items[each.loss_at]
+        for (items, _), each in zip(flat, returned, strict=True)
+        if each.loss_at is not None
+    ]
+    return [structure.rebuild(items) for items, structure in flat], losses
 
 
-def _places(programs: Sequence[Program], owner: int) -> list[tuple[int, int, int]]:
+def _places(
+    returned: Sequence[Returned], programs: Sequence[Program], owner: int
+) -> list[tuple[int, int, int]]:
     """(microbatch, position in the result, value) of everything that one pipeline rank made."""
     return [
         (microbatch, position, value)
-        for microbatch, program in enumerate(programs)
-        for position, value in program.result_values
+        for microbatch, (each, program) in enumerate(zip(returned, programs, strict=True))
+        for position, value in each.values
         if program.stage_ranks[program.home_of[value]] == owner
     ]
 
@@ -74,10 +98,13 @@ def _detach(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
 
 
-def _refuse_other_paths(context: Context, programs: Sequence[Program]) -> None:
+def _refuse_other_paths(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> None:
     """Refuses what ranks have computed if it was not the same microbatches, each by the same graph."""
     assert context.replica is not None
-    paths = [program.fingerprint for program in programs]
+    paths = [
+        (program.fingerprint, each.alone, each.trains, each.values)
+        for program, each in zip(programs, returned, strict=True)
+    ]
     mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)
     different = (context.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
     if different:

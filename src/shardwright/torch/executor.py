@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.transport import Receipt, Transport
+from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.crossings import Crossing
+from shardwright.torch.exchange import Returned
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Place
 from shardwright.torch.layout import from_memory_order, in_memory_order
@@ -78,7 +80,7 @@ class Executor:
         self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
         self._waited_s = 0.0
         self._watches_memory = False
-        self._results: list[Any] = []
+        self._results: list[Returned] = []
         self.timeline = Timeline()
 
     def run(
@@ -93,7 +95,8 @@ class Executor:
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
         watch_memory: bool = False,
-    ) -> list[Any]:
+        board: ValueBoard | None = None,
+    ) -> list[Returned]:
         """Runs all microbatches.
 
         Args:
@@ -106,10 +109,10 @@ class Executor:
             model: the model, for step functions that register hooks on it.
             buffers: its buffers, for step functions that change them between modules.
             watch_memory: look after each action how much is in use.
+            board: where ranks put up values that a `ReadingStep` reads.
 
         Returns:
-            What the step function returned for each microbatch; deferred tensors where another rank has the
-            value.
+            What the step function returned for each microbatch.
         """
         self._begin(schedule, rank, loss_scale=loss_scale)
         self._watches_memory = watch_memory
@@ -127,6 +130,7 @@ class Executor:
                 model=model,
                 buffers=buffers,
                 attributes=attributes,
+                board=board,
             )
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
@@ -140,6 +144,8 @@ class Executor:
                 self._act(action)
             for microbatch in self._microbatches:
                 self._finish(microbatch)
+            if board is not None:
+                board.done()
             self._transport.flush()
             if attributes is not None:
                 attributes.finish()
@@ -165,7 +171,7 @@ class Executor:
             for action in schedule.actions[rank]
             if action.kind is Kind.BACKWARD_INPUT
         }
-        self._results = [None] * schedule.num_microbatches
+        self._results = []
 
     def _run_generators_ahead(self, programs: Sequence[Program]) -> GeneratorState | None:
         """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""
@@ -240,7 +246,7 @@ class Executor:
         target = microbatch.program.stage_ranks[action.peer]
         for crossing in microbatch.program.crossings.get(edge, ()):
             if not backward:
-                tensor = microbatch.tensors.values[crossing.value]
+                tensor = microbatch.to_send(crossing)
             elif crossing.has_gradient:
                 tensor = microbatch.tensors.gradients.pop((crossing.value, crossing.target))
             else:
@@ -261,7 +267,10 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
         program = microbatch.program
+        trains = microbatch.come_to_backward()
         roots, gradients = self._roots(stage, microbatch)
+        if not trains:
+            roots = []
         last = not split and self._is_last(stage)
         if not split and self._on_backward:
             self._on_backward(stage, begins=True, last=last)
@@ -326,8 +335,9 @@ class Executor:
                 gradient = self._receive(microbatch.index, crossing, backward=True)
             known = gradients.get(crossing.value)
             gradients[crossing.value] = gradient if known is None else known + gradient
-        pairs = [(microbatch.tensors.values[value], gradient) for value, gradient in gradients.items()]
-        if stage == program.loss_stage:
+        values = microbatch.tensors.values
+        pairs = [(values[value], gradient) for value, gradient in gradients.items() if value in values]
+        if stage == program.loss_stage and microbatch.reached_backward:
             loss = microbatch.loss
             assert loss is not None
             given = microbatch.loss_gradient
@@ -349,7 +359,7 @@ class Executor:
                 del kept[value]
 
     def _finish(self, microbatch: Microbatch) -> None:
-        self._results[microbatch.index] = microbatch.finish()
+        self._results.append(microbatch.finish())
 
 
 def _parameters_of(model: nn.Module) -> frozenset[int]:

@@ -30,6 +30,7 @@ from shardwright.torch._private import (
 from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
 from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.source_line import user_line
+from shardwright.torch.step_code import in_step_code, writes_text
 from shardwright.torch.tree import map_tree
 
 __all__ = [
@@ -62,6 +63,14 @@ class Handler(Protocol):
         ...
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None: ...
+
+    def model_begins(self) -> None:
+        """The step function calls the wrapped model."""
+        ...
+
+    def model_returned(self, result: Any) -> None:
+        """The wrapped model has returned this to the step function."""
+        ...
 
 
 class _Active:
@@ -157,12 +166,13 @@ class GlueMode(TorchFunctionMode):
         self._shape_asked = shape_asked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_metadata(func) or _Active.handler is not self.handler:
-            if _Active.handler is self.handler and args:
+        mine = _Active.handler is self.handler
+        if not mine or (is_metadata(func) and not (writes_text(func) and in_step_code())):
+            if mine and args:
                 answer = answer_for_released(func, args[0])
                 if answer is not None:
                     return answer
-            if self._shape_asked is not None and _Active.handler is self.handler and asks_for_shape(func):
+            if self._shape_asked is not None and mine and asks_for_shape(func):
                 self._shape_asked(args[0])
             return func(*args, **(kwargs or {}))
         return self.handler.operation(func, args, kwargs or {})

@@ -61,9 +61,7 @@ class GradientsOfBucket:
     def gradients(self) -> list[Tensor]:
         """Views of them, in the shapes of the parameters."""
         parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-        return [
-            part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)
-        ]
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
         """Whose they are."""

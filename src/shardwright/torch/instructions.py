@@ -1,6 +1,6 @@
 """The steps of a traced step function as one rank executes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -50,6 +50,8 @@ class Instruction:
         fills: the unit is given containers that units change.
         own_results: positions of results of the unit that its next call overwrites.
         finds: attributes inside the unit that the step function sets, for a recomputation to find again.
+        values: position among the leaves of the result, and of `attributes` behind them -> value.
+        spoils: positions of arguments that every rank has, and of which only one has what they become.
     """
 
     func: Any
@@ -73,6 +75,13 @@ class Instruction:
     fills: bool = False
     own_results: tuple[int, ...] = ()
     finds: tuple[tuple[nn.Module, str], ...] = ()
+    values: Mapping[int, int] = field(default_factory=dict)
+    spoils: tuple[int, ...] = ()
+
+    @property
+    def num_results(self) -> int:
+        """Leaves of the result."""
+        return len(self.result)
 
 
 def instructions_of(
@@ -151,4 +160,11 @@ def _instruction(
         attributes=step.attributes,
         passed_attributes=step.passed_attributes,
         fills=step.fills,
+        values=dict(step.writes),
+        spoils=_spoilt(step, flow),
     )
+
+
+def _spoilt(step: Step, flow: StepFlow) -> tuple[int, ...]:
+    changed = (change.position for change in step.changes if change.before is None)
+    return (*(place for place in changed if place is not None), *(place for place, _ in flow.buffers))

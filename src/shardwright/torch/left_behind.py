@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_content import content_of, put_content
-from shardwright.torch.late_values import is_unknown
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
 
@@ -104,10 +103,7 @@ class NothingLeftBehind:
                 _take_fakes_out(container, content, self._is_new_fake)
             _put_plain_back(container, content)
         for cell, content in self._cells:
-            if not _has(cell):
-                continue
-            now = cell.cell_contents
-            if is_unknown(now) or (type(now) in _PLAIN and type(content) in _PLAIN):
+            if _has(cell) and type(cell.cell_contents) in _PLAIN and type(content) in _PLAIN:
                 cell.cell_contents = content
         for kind, names in self._classes:
             for name, item in list(vars(kind).items()):
@@ -171,10 +167,10 @@ class NothingLeftBehind:
             self._look_into(inner, depth - 1, owned=owned)
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
-        """Whether it is a fake tensor or what was read of one, or a container of some that was not there."""
+        """Whether it is a fake tensor, or a container of some that was not there."""
         if type(item) in _PLAIN:
             return False
-        if isinstance(item, FakeTensor) or is_unknown(item):
+        if isinstance(item, FakeTensor):
             return True
         if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False

@@ -10,18 +10,20 @@ import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
-from shardwright.errors import TraceMismatchError
+from shardwright.comm.value_board import ValueBoard
+from shardwright.errors import TraceError, TraceMismatchError, UsageError
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, called_as_now, held_again
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.exchange import Returned
 from shardwright.torch.filled_containers import FilledLists, given_the_same
 from shardwright.torch.functions import gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Instruction, Place
-from shardwright.torch.late_values import late_value, reads_late
+from shardwright.torch.known_values import KnownValues
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
@@ -29,7 +31,8 @@ from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
-from shardwright.torch.tree import flatten
+from shardwright.torch.step_code import in_step_code, reads_values
+from shardwright.torch.tree import flatten, map_tree
 from shardwright.torch.unforeseen_changes import refusing_changes
 
 __all__ = ["Microbatch"]
@@ -66,6 +69,7 @@ class Microbatch:
         model: nn.Module | None = None,
         buffers: GlueBuffers | None = None,
         attributes: OwnAttributes | None = None,
+        board: ValueBoard | None = None,
     ):
         self.index = index
         self.program = program
@@ -92,6 +96,14 @@ class Microbatch:
         self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
         self._lists = FilledLists()
         self._closing = False
+        # Of a `ReadingStep`: what it knows of other ranks, and whether it waits, or may wait, for that.
+        self._known: KnownValues | None = None
+        self._waits = self._may_wait = False
+        self._given_loss: Tensor | None = None
+        if board is not None:
+            self._known = KnownValues(
+                index, program, self._cursor, self.tensors, board, self._wait_for_others, device
+            )
 
     # ---- driven by the executor ----
 
@@ -99,24 +111,60 @@ class Microbatch:
         """Runs the step function up to work of another stage of this rank, or backward, or the end."""
         if self._coroutine.finished or self.reached_backward:
             return
+        if self._waits:
+            self.stage = stage
+            if self._cursor.has_work_here:
+                self._resume(may_wait=True)
+            return
         if self.waiting_for is not None and self.waiting_for != stage:
             return  # the stage has nothing to compute
         self.stage = stage
         self._resume()
 
-    def finish(self) -> Any:
+    def to_send(self, crossing: Crossing) -> Tensor:
+        """A value for another stage; zeros where the step function has left its program before."""
+        tensor = self.tensors.values.get(crossing.value)
+        if tensor is None and self._known is not None and self._known.goes_on_alone:
+            spec = crossing.spec
+            return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        return self.tensors.values[crossing.value]
+
+    def come_to_backward(self) -> bool:
+        """Goes on with a step function that waits for other ranks; whether it has a backward."""
+        if not self._coroutine.finished and not self.reached_backward:
+            self._resume(may_wait=True)
+        return self.reached_backward
+
+    def finish(self) -> Returned:
         """Runs what follows ``backward``, and gives back what the step function returned.
 
         Lets go of the rest: references in a circle (this object, its coroutine, its function) would keep
         tensors until Python's garbage collector comes by.
         """
         if not self._coroutine.finished:
-            self._resume()
-        result = self.tensors.in_result(self._coroutine.result)
+            self._resume(may_wait=True)
+        returned = self._returned(self._coroutine.result)
         self.close()
-        return result
+        return returned
 
-    def _resume(self) -> None:
+    def _returned(self, result: Any) -> Returned:
+        known = self._known
+        if known is None or not known.goes_on_alone:
+            values = self.program.result_values
+            loss_at = next((place for place, value in values if value == self.program.loss), None)
+            return Returned(self.tensors.in_result(result), values, loss_at, self.reached_backward)
+        items, structure = flatten(result)
+        valued = [(place, known.value_of(item)) for place, item in enumerate(items)]
+        return Returned(
+            result=structure.rebuild([known.returned(item) for item in items]),
+            values=tuple((place, value) for place, value in valued if value is not None),
+            loss_at=next((place for place, item in enumerate(items) if item is self._given_loss), None),
+            trains=self.reached_backward,
+            alone=True,
+        )
+
+    def _resume(self, *, may_wait: bool = False) -> None:
+        self._may_wait = may_wait
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
         with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()
@@ -169,7 +217,9 @@ class Microbatch:
         self._lists.clear()
         self._cursor.clear()
         self.tensors.clear()
-        self.loss = self.loss_gradient = None
+        if self._known is not None:
+            self._known.clear()
+        self.loss = self.loss_gradient = self._given_loss = None
 
     # ---- called by the step function ----
 
@@ -179,9 +229,23 @@ class Microbatch:
             return _while_leaving(func, args, kwargs)
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
-        if (reader := reads_late(func)) is not None and not self._cursor.is_free(args[0]):
-            return late_value(self.operation(Tensor.clone, (args[0],), {}), reader)  # as it is now
-        instruction = self._cursor.operation(func, args, kwargs)
+        known = self._known if in_step_code() else None
+        if known is not None:
+            reads = reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs)
+            if reads and not known.goes_on_alone:
+                args, kwargs = map_tree(known.read, (args, kwargs))
+                return func(*args, **kwargs)
+            if not known.goes_on_alone and self._cursor.is_at_end:
+                self._end_program()
+            if known.goes_on_alone:
+                return self._operate_alone(func, args, kwargs)
+        try:
+            instruction = self._cursor.operation(func, args, kwargs)
+        except TraceMismatchError:
+            if known is None or not known.has_read:
+                raise
+            self._end_program()
+            return self._operate_alone(func, args, kwargs)
         if instruction is None:
             return self._cursor.run_unknown(func, args, kwargs)
         position = self._cursor.position
@@ -192,14 +256,24 @@ class Microbatch:
             return result
         if instruction.expects:
             self._compare_arguments(instruction, args, kwargs)
+        if instruction.spoils:
+            self._cursor.note_spoilt(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         result = func(*args, **kwargs)
         self._check_generators(instruction)
-        self._cursor.note_made(result, given)
+        self._cursor.note_made(result, given, instruction.values)
+        if known is not None:
+            known.note(result)
         return self.tensors.keep(instruction, result, args, kwargs, copied)
+
+    def _operate_alone(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Executes an operation that is no part of the program, as every rank does."""
+        assert self._known is not None
+        args, kwargs = map_tree(self._known.here, (args, kwargs))
+        return self._cursor.run_unknown(func, args, kwargs)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
@@ -211,6 +285,8 @@ class Microbatch:
         args, kwargs = self._lists.without_appended(own)
         if instruction.expects:
             self._compare_arguments(instruction, args, kwargs)
+        if instruction.spoils:
+            self._cursor.note_spoilt(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
@@ -239,9 +315,9 @@ class Microbatch:
             self._check_generators(instruction)
             if instruction.own_results:
                 result = _copied_out(result, instruction.own_results)
-            self._cursor.note_made(result, given)
-            for owner, key, _ in instruction.attributes:
-                self._cursor.note_made(vars(owner)[key], ())
+            self._cursor.note_made(result, given, instruction.values)
+            for place, (owner, key, _) in enumerate(instruction.attributes, start=instruction.num_results):
+                self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             if instruction.leaves and self.program.backward_at is not None:
                 left = self._left.setdefault(instruction.stage, {})
                 left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)
@@ -251,14 +327,90 @@ class Microbatch:
         """Hands the loss to the executor; comes back when this microbatch has no backward left here."""
         if self._closing:
             raise GreenletExit
-        self._cursor.backward()
-        self._compare(loss, self.program.loss, "the loss")
-        if self.program.loss_stage in self.program.stages:
-            assert self.program.loss is not None
-            self.loss = self.tensors.values[self.program.loss]
+        self._given_loss = loss
+        if self._goes_on_alone_to_backward():
+            loss, gradient = self._loss_made_alone(loss, gradient)
+        else:
+            self._cursor.backward()
+            self._compare(loss, self.program.loss, "the loss")
+            if self.program.loss_stage in self.program.stages:
+                assert self.program.loss is not None
+                self.loss = self.tensors.values[self.program.loss]
+        if self._known is not None:
+            self._known.pass_backward()
         self.loss_gradient = gradient
         self.reached_backward = True
         self._coroutine.pause()
+
+    def model_begins(self) -> None:
+        """The step function calls the model."""
+        known = self._known
+        if known is not None and (known.goes_on_alone or self._cursor.is_at_end):
+            raise UsageError(
+                f"{user_line()}: the model is called again behind backward(), or behind a value that the "
+                "step function has read, so that nobody could know what the stages have to do. Call the "
+                "model first, and read values then; or read them in another step function."
+            )
+
+    def model_returned(self, result: Any) -> None:
+        """Takes note of what the step function gets to see."""
+        if self._known is not None and in_step_code():
+            self._known.note(result)
+
+    # ---- behind the end of the program ----
+
+    def _wait_for_others(self) -> None:
+        """Leaves the step function until this rank has nothing else to do."""
+        while not self._may_wait:
+            self._waits = True
+            self._coroutine.pause()
+        self._waits = False
+
+    def _end_program(self) -> None:
+        """What follows is run by every rank, as it is; takes what stages have sent for the rest before."""
+        assert self._known is not None
+        for instruction in self._cursor.rest:
+            if isinstance(instruction.func, nn.Module):
+                self._cursor.mismatch("something else")
+            if instruction.place is Place.HERE:
+                if instruction.stage != self.stage:
+                    self._enter(instruction.stage)
+                for _, value in instruction.flow.cuts:
+                    self.tensors.leaf(value, instruction.stage)
+        self._known.end_program()
+
+    def _goes_on_alone_to_backward(self) -> bool:
+        """Whether ``backward`` is called by what every rank runs; the program has ended then."""
+        known = self._known if in_step_code() else None
+        if known is None:
+            return False
+        off_path = known.has_read and not self._cursor.is_at_backward
+        if not known.goes_on_alone and (self._cursor.is_at_end or off_path):
+            self._end_program()
+        return known.goes_on_alone
+
+    def _loss_made_alone(self, loss: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The loss and its gradient as this rank has them; the rank that computes it notes it."""
+        assert self._known is not None
+        if self.reached_backward:
+            raise UsageError(
+                f"{user_line()}: backward is called a second time in one step function. Add the losses and "
+                "call backward once."
+            )
+        if self.program.loss_stage is None:
+            raise TraceError(
+                f"{user_line()}: backward is called, but what the model returned does not depend on any "
+                "trained parameter, so there is nothing to train. Do not call the model under no_grad()."
+            )
+        if self.program.loss_stage in self.program.stages:
+            loss = self._known.here(loss)
+            if not loss.requires_grad:
+                raise TraceError(
+                    f"{user_line()}: the loss does not depend on any trained parameter of the model, so "
+                    "there is nothing to train. Compute it from what the model returns, without detach()."
+                )
+            self.loss, gradient = loss, self._known.here(gradient)
+        return loss, gradient
 
     # ---- inside ----
 
@@ -267,8 +419,20 @@ class Microbatch:
         args, kwargs = self._arguments
         self._arguments = None
         set_active_handler(self)
-        with GlueMode(self):
-            result = self._function(*args, **kwargs)
+        try:
+            with GlueMode(self):
+                result = self._function(*args, **kwargs)
+        except Exception:
+            if self._known is not None:
+                self._known.pass_backward()  # what other ranks need to come to the same error
+            raise
+        known = self._known
+        if known is not None:
+            if not known.goes_on_alone and (self._cursor.is_at_end or (known.has_read and self._cursor.rest)):
+                self._end_program()
+            known.pass_backward()
+            if known.goes_on_alone:
+                return result
         self._cursor.end()
         items = flatten(result)[0] if self.program.result_values else []
         for position, value in self.program.result_values:

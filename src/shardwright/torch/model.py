@@ -27,7 +27,6 @@ from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.gradient_scaling import GradientScaling
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
-from shardwright.torch.late_values import in_code_of_model
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
@@ -39,6 +38,7 @@ from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.state_gathering import gather_state, rank_that_runs
+from shardwright.torch.step_code import code_of_model
 from shardwright.torch.tracer import Tracer
 
 __all__ = ["DistributedModel"]
@@ -168,8 +168,13 @@ class DistributedModel(nn.Module):
         if active_handler() is None and self.replicas.sharding is not None:
             result = self._whole_for_a_call(*args, **kwargs)
         else:
-            with in_code_of_model():
+            handler = active_handler()
+            if handler is not None:
+                handler.model_begins()
+            with code_of_model():
                 result = self.get_module()(*args, **kwargs)
+            if handler is not None:
+                handler.model_returned(result)
         if active_handler() is None and torch.is_grad_enabled():
             self.called_outside(result)
         return result if self._low_precision is None else cast_outputs(result)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
+from shardwright.comm.process_group import tell_all
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -140,6 +141,7 @@ class Planner:
             splitter=splitter,
             prepare=self._materialiser.buffers_outside,
             count_memory=True,
+            agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
 
     def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
@@ -169,6 +171,10 @@ class Planner:
                     placement[name] = rank
                     break
         return placement
+
+
+def _first_of_all_ranks(place: float) -> float:
+    return float(min(tell_all(place)))
 
 
 def _correction(context: Context, graph: ModelGraph, *, samples: int) -> Correction:

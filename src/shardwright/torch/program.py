@@ -76,6 +76,9 @@ class Program:
         repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
             it is changed just so, once in the forward.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
+        rank: the pipeline rank of this program.
+        ends: the step function goes on behind the last instruction; every rank runs that (see `step_code`).
+        displaced: values whose tensor is not in the user's variables, as their stand-ins name them.
     """
 
     instructions: list[Instruction]
@@ -104,6 +107,9 @@ class Program:
     takes_unknown: bool
     stand_ins: tuple[int | None, ...]
     fingerprint: str
+    rank: int
+    ends: bool
+    displaced: frozenset[int | None]
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
     as_planned: bool = True
 
@@ -204,6 +210,9 @@ def build_program(
         takes_unknown=len(local) == 1 and not trace.recomputes,
         stand_ins=trace.stand_ins,
         fingerprint=graph.fingerprint,
+        rank=rank,
+        ends=trace.ends,
+        displaced=frozenset(trace.stand_ins[value] for value in dataflow.displaced),
         repeated_buffers=trace.repeated_buffers,
     )
 

@@ -13,19 +13,21 @@ So a table may be computed once and kept: in an attribute, a buffer, a dictionar
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
+from shardwright.torch._private import storage_key
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.program import Program
 from shardwright.torch.rng import get_state, same_state
 from shardwright.torch.source_line import user_line
+from shardwright.torch.step_code import assumed_loss
 from shardwright.torch.tree import leaves
 
 __all__ = ["ProgramCursor"]
@@ -57,8 +59,9 @@ class ProgramCursor:
         self._parameters = parameters
         self._device = device
         self._behind_backward = False
-        # Tensors that steps of this rank gave: id -> the tensor, as long as it lives.
-        self._made: dict[int, weakref.ref[Tensor]] = {}
+        # Tensors that steps of this rank gave: id -> the tensor, as long as it lives, and its value.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+        self._spoilt: set[int] = set()  # memory that every rank has, and of which one has another content
 
     # ---- calls ----
 
@@ -66,7 +69,7 @@ class ProgramCursor:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Instruction | None:
         """The instruction of a torch function; None for a free one that the trace does not have."""
-        if self._program.changes_free_tensors or not self._rests_on_nothing(args, kwargs):
+        if self._program.changes_free_tensors or not self.rests_on_nothing(args, kwargs):
             return self._placed(func)
         found = self._find_free(func)
         if found is None and not self._program.takes_unknown:
@@ -93,6 +96,31 @@ class ProgramCursor:
             line = self._program.instructions[self.position].line
             self.mismatch("nothing more", line or "the end of the step function")
 
+    @property
+    def rest(self) -> list[Instruction]:
+        """What has not been called."""
+        return self._program.instructions[self.position :]
+
+    @property
+    def has_work_here(self) -> bool:
+        """Whether anything is left that this rank computes, but for what stands for code behind the end."""
+        return any(each.place is Place.HERE and each.func is not assumed_loss for each in self.rest)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the step function has come to where its program ends: nothing more is called by it."""
+        if not self._program.ends:
+            return False
+        position = self._behind_free()
+        if position == self._end:
+            return True
+        return self._program.instructions[position].func is assumed_loss
+
+    @property
+    def is_at_backward(self) -> bool:
+        """Whether the program calls ``backward`` next."""
+        return not self._behind_backward and self._behind_free() == self._program.backward_at
+
     def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a free operation that the trace does not have: it may not take random numbers.
 
@@ -106,17 +134,24 @@ class ProgramCursor:
 
     # ---- what came of them ----
 
-    def note_made(self, result: Any, given: Iterable[Any]) -> None:
+    def note_made(self, result: Any, given: Iterable[Any], values: Mapping[int, int]) -> None:
         """Takes note of what a step of this rank gave.
 
         Args:
             result: with tensors in it.
             given: free tensors that it may have given back as they were.
+            values: position among the leaves of the result -> value.
         """
         free = {id(item) for item in given}
-        for item in [result] if isinstance(result, Tensor) else leaves(result):
+        for position, item in enumerate([result] if isinstance(result, Tensor) else leaves(result)):
             if isinstance(item, Tensor) and id(item) not in free:
-                self._made[id(item)] = weakref.ref(item)
+                value = values.get(position, self.value_of(item))  # a step may give back what it was given
+                self._made[id(item)] = weakref.ref(item), value
+
+    def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Takes note of tensors that every rank has, and of which only one will have the content."""
+        items = leaves((args, kwargs))
+        self._spoilt.update(storage_key(items[position]) for position in instruction.spoils)
 
     def is_free(self, item: Any) -> bool:
         """Whether every rank has it: it does not come from a unit, and it is no parameter."""
@@ -125,9 +160,30 @@ class ProgramCursor:
         if isinstance(item, DeferredTensor):
             return False
         made = self._made.get(id(item))
-        if made is not None and made() is item:
+        if made is not None and made[0]() is item:
             return False
         return not isinstance(item, nn.Parameter) or id(item) not in self._parameters()
+
+    def value_of(self, item: Any) -> int | None:
+        """The value of a tensor that a step of this rank gave; None for anything else."""
+        made = self._made.get(id(item))
+        return made[1] if made is not None and made[0]() is item else None
+
+    def refuse_placed(self, item: Any) -> None:
+        """Refuses a tensor that not every rank has, and that is no value.
+
+        Raises:
+            TraceMismatchError: it is a parameter, or what a step has changed on its rank alone.
+        """
+        if not isinstance(item, Tensor):
+            return
+        spoilt = bool(self._spoilt) and storage_key(item) in self._spoilt
+        if spoilt or not self.is_free(item):
+            what = "a tensor that a module has changed in place" if spoilt else "a parameter"
+            raise TraceMismatchError(
+                f"{user_line()}: {what} is used by the step function, behind a value that was read. Only one "
+                "rank has it. Compute what you need of it before anything is read."
+            )
 
     def clear(self) -> None:
         """Forgets all tensors."""
@@ -174,7 +230,8 @@ class ProgramCursor:
             return len(self._program.instructions)
         return backward_at
 
-    def _rests_on_nothing(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+    def rests_on_nothing(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether every rank has all tensors among the arguments of an operation."""
         return all(map(self._is_all_free, args)) and (
             not kwargs or all(map(self._is_all_free, kwargs.values()))
         )
@@ -211,14 +268,19 @@ class ProgramCursor:
         return None
 
     def _pass_over_free(self) -> None:
+        self.position = self._behind_free()
+
+    def _behind_free(self) -> int:
+        """Where the next instruction is that cannot be left out."""
+        position, end = self.position, self._end
         if self._program.changes_free_tensors:
-            return
-        instructions, end = self._program.instructions, self._end
-        while self.position < end:
-            instruction = instructions[self.position]
+            return position
+        while position < end:
+            instruction = self._program.instructions[position]
             if instruction.place is not Place.FREE or instruction.draws:
-                return
-            self.position += 1
+                break
+            position += 1
+        return position
 
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})

@@ -1,6 +1,7 @@
 """What a trace writes down: every intercepted step, the graph they form, samples of what to time."""
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -198,6 +199,9 @@ class Trace:
             it is changed just so, once in the forward.
         generators_set_at: where the step function has set PyTorch's generators so that ranks would not draw
             what a plain loop draws; empty if it has not.
+        end: the place (see `Tracer.place`) behind which the step function goes on as every rank runs it
+            (see `step_code`); infinite where all that it does is traced.
+        wanted_end: the place where it would have to end, for what this rank reads and changes.
     """
 
     graph: ModelGraph
@@ -223,6 +227,13 @@ class Trace:
     stand_ins: tuple[int | None, ...] = ()
     generators_set_at: str = ""
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
+    end: float = math.inf
+    wanted_end: float = math.inf
+
+    @property
+    def ends(self) -> bool:
+        """Whether the step function goes on behind the last step."""
+        return math.isfinite(self.end)
 
     def holds_for(self, part: Arguments) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""
@@ -245,7 +256,13 @@ class Trace:
     def digest(self) -> str:
         """A hash of all that makes a difference to a program: equal where the same one serves."""
         memories: dict[int, int] = {}  # as they come up: others in every trace
-        rows: list[Any] = [self.graph.fingerprint, self.backward_at, self.result_values, self.orders]
+        rows: list[Any] = [
+            self.graph.fingerprint,
+            self.backward_at,
+            self.result_values,
+            self.orders,
+            self.ends,
+        ]
         rows.append(sorted(self.repeated_buffers.items()))
         for step in self.steps:
             changes = [

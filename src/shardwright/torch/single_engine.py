@@ -233,6 +233,12 @@ class _Plain:
             self._reducer.on_backward(0, begins=False, last=self._is_last)
         self.backward_s = (begin_s, self._moment())
 
+    def model_begins(self) -> None:
+        """Nothing has to be known of it."""
+
+    def model_returned(self, result: Any) -> None:
+        """Every value is here."""
+
     def _moment(self) -> float:
         """Now; notes what is in use."""
         now_s = time.perf_counter()

@@ -11,7 +11,7 @@ from shardwright.torch.batch import Splitter
 from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
-from shardwright.torch.late_results import WithLateValues, gather_late_outputs
+from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.step_output import gather_outputs
 
 __all__ = ["step"]
@@ -67,7 +67,7 @@ def step_function(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
-    reads_late: bool = False,
+    reads_values: bool = False,
 ) -> Callable[..., Any]:
     """What `step` does, with its options, and one more.
 
@@ -75,7 +75,7 @@ def step_function(
         function: the step function.
         non_split_inputs: see `step`.
         input_split_axes: see `step`.
-        reads_late: its own code may read values of tensors that are on another rank, see `late_values`.
+        reads_values: its own code may read values of tensors that are on another rank, see `step_code`.
     """
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
@@ -96,7 +96,7 @@ def step_function(
         axes=dict(input_split_axes or {}),
     )
 
-    called = WithLateValues(function) if reads_late else function
+    called = ReadingStep(function) if reads_values else function
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,8 +106,7 @@ def step_function(
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
         refuse_wrapped_model((*args, *kwargs.values()), current.model)
-        results = current.model.run_step(called, (args, kwargs), splitter)
-        return gather_late_outputs(results) if reads_late else gather_outputs(results)
+        return gather_outputs(current.model.run_step(called, (args, kwargs), splitter))
 
     return run
 

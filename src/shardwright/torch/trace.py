@@ -1,7 +1,8 @@
 """Runs a step function once on tensors without data, and writes down what it does (see `tracer`)."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
+from shardwright.torch.step_code import ReadingStep, TraceEnds
 from shardwright.torch.trace_guard import OpenModules, Unchanged
 from shardwright.torch.tracer import Tracer
 from shardwright.torch.tree import flatten
@@ -34,6 +36,7 @@ def trace_step(
     device: torch.device | str = "cpu",
     batch_size: int = 1,
     count_memory: bool = False,
+    agree_on_end: Callable[[float], float] | None = None,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -45,6 +48,8 @@ def trace_step(
         batch_size: samples in the microbatch.
         count_memory: find out what units need for a moment; takes three more forwards on fake tensors for
             each cost class.
+        agree_on_end: for a `ReadingStep`: gives the first place of all ranks at which a trace ends, to be
+            called by all of them; None for what this rank alone finds.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
@@ -52,7 +57,11 @@ def trace_step(
     """
     run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
     with fake_failures_unlogged():
-        return _traced(run)
+        trace = _traced(run)
+        if not isinstance(function, ReadingStep):
+            return trace
+        end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
+        return trace if end == trace.end else _traced(replace(run, ends_at=end))
 
 
 def _traced(run: "_Run") -> Trace:
@@ -89,6 +98,7 @@ class _Run:
     device: torch.device
     batch_size: int
     count_memory: bool
+    ends_at: float = math.inf
 
     def trace(
         self,
@@ -120,6 +130,8 @@ class _Run:
             counters=counters,
             was_there=nothing_left.was_there,
             count_memory=self.count_memory,
+            ends_at=self.ends_at,
+            may_read=isinstance(self.function, ReadingStep) and self.function.may_read,
         )
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
@@ -143,7 +155,15 @@ class _Run:
                 tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
                 with use.watching(), tracer.watching():
-                    result = self.function(*args, **kwargs)
+                    try:
+                        result = self.function(*args, **kwargs)
+                        tracer.step_returned()
+                    except TraceEnds:
+                        result = None
+                    if tracer.end < math.inf:
+                        result = None
+                        set_active_handler(None)
+                        tracer.assume_loss()
                 registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
                 tracer.python_draws.look()

@@ -5,6 +5,7 @@ no unit and no parameter (*free*: masks, positions) run for real, so Python may 
 unit returns is a `DeferredTensor`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +27,6 @@ from shardwright.torch.filled_containers import append_again, give_back_changes,
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
-from shardwright.torch.late_values import late_value, reads_late
 from shardwright.torch.layout import order_of
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -35,6 +35,7 @@ from shardwright.torch.recomputed_statistics import RepeatedBuffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.source_line import called_from, user_line
+from shardwright.torch.step_code import TraceEnds, assumed_loss, in_step_code, reads_values, writes_text
 from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
@@ -60,6 +61,8 @@ class Tracer:
         counters: changed buffers that every rank keeps.
         was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
         count_memory: find out what calls need for a moment.
+        ends_at: the `place` at which code of a `ReadingStep` is left; infinite for the first read.
+        may_read: it is left behind its backward, or at its end, if it has read nothing before.
 
     Attributes:
         before_step: called before every call and before ``backward``.
@@ -67,6 +70,8 @@ class Tracer:
         samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
         draws: PyTorch's.
+        end: the `place` at which the step function was left, or is to be; infinite where it is not.
+        changed_at: the first place at which code of a `ReadingStep` changes a tensor in place.
     """
 
     before_step: Callable[[], None]
@@ -83,7 +88,13 @@ class Tracer:
         counters: Collection[str],
         was_there: Callable[[Tensor], bool],
         count_memory: bool,
+        ends_at: float = math.inf,
+        may_read: bool = False,
     ):
+        self.end = ends_at
+        self.changed_at = math.inf
+        self._may_read = may_read
+        self._seen_by_step: list[Tensor] = []
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
@@ -124,6 +135,11 @@ class Tracer:
         """Number of steps so far, and a quarter more behind ``backward``."""
         return len(self._recorder.steps) + (0.0 if self._backward_at is None else 0.25)
 
+    @property
+    def place(self) -> float:
+        """Number of nodes so far, and a quarter more behind ``backward``: the same on all ranks."""
+        return self._recorder.num_nodes + (0.0 if self._backward_at is None else 0.25)
+
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor in place of a parameter or buffer."""
         return self._values.lend(tensor)
@@ -149,10 +165,11 @@ class Tracer:
         self._hidden.read_between(items)
         point_out_foreign(items, self._values.names, self._was_there)
         if not reads and not parameters:
+            if writes_text(func):
+                return func(*args, **kwargs)
             return self._free_operation(func, args, kwargs, items, structure)
+        self._end_in_step_code(reads=reads_values(func))
         line = user_line()
-        if (reader := reads_late(func)) is not None:
-            return late_value(self.operation(Tensor.clone, (args[0],), {}), reader)  # as it is now
         if func in functions.READS_DATA:
             raise self._unreadable(
                 f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank "
@@ -165,6 +182,7 @@ class Tracer:
         self.draws.before_step(self._recorder.num_nodes)
         outcome = self._execution.operation(call)
         if outcome is None:
+            self._end_in_step_code(reads=True)
             raise self._unreadable(
                 f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
                 f"tensor that only one rank has. {REMEDY}",
@@ -185,7 +203,12 @@ class Tracer:
             random=outcome.cost.random,
             line=line,
         )
-        return self._recorder.record(node, call, outcome)
+        if in_step_code() and call.changed(outcome):
+            self.changed_at = min(self.changed_at, self.place)
+        result = self._recorder.record(node, call, outcome)
+        if in_step_code():
+            self._note_seen(result)
+        return result
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
@@ -251,8 +274,18 @@ class Tracer:
         )
         return self._recorder.record(node, call, outcome, recomputed=recomputed, fills=fills)
 
+    def model_begins(self) -> None:
+        """Ends the trace, if it is to end before the model is called again."""
+        self._end_in_step_code()
+
+    def model_returned(self, result: Any) -> None:
+        """Takes note of what the step function gets to see."""
+        if in_step_code():
+            self._note_seen(result)
+
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
+        self._end_in_step_code()
         self.before_step()
         if self._backward_at is not None:
             raise UsageError(
@@ -272,6 +305,39 @@ class Tracer:
             )
         self._loss = value
         self._backward_at = len(self._recorder.steps)
+
+    # ---- where the trace ends ----
+
+    def _end_in_step_code(self, *, reads: bool = False) -> None:
+        """Leaves a `ReadingStep` at its end, be it where it reads or where another rank does."""
+        if not in_step_code():
+            return
+        if reads or (self._may_read and self._backward_at is not None):
+            self.end = min(self.end, self.place)
+        if self.place >= self.end:
+            raise TraceEnds
+
+    def step_returned(self) -> None:
+        """The step function has come to its own end."""
+        if self._may_read:
+            self.end = min(self.end, self.place)
+
+    def _note_seen(self, result: Any) -> None:
+        self._seen_by_step += [item for item in leaves(result) if self._values.find(item) is not None]
+
+    def assume_loss(self) -> None:
+        """Adds a loss of all that the step function has seen, and that may get gradients behind the end."""
+        if self._backward_at is not None or not torch.is_grad_enabled():
+            return
+        values, nodes = self._values, self._recorder.nodes()
+        trained = (node for node in nodes if any(values[v].had_gradient for v in node.outputs))
+        read = {value for node in trained for value in node.inputs}
+        seen = dict.fromkeys(values.find(item) for item in self._seen_by_step)
+        last = [v for v in seen if v is not None and values[v].had_gradient and v not in read]
+        if last:
+            loss = self.operation(assumed_loss, tuple(values[v].holder for v in last), {})
+            self._loss = self._values.find(loss)
+            self._backward_at = len(self._recorder.steps)
 
     # ---- calls ----
 
@@ -388,6 +454,8 @@ class Tracer:
             python_draws=tuple(self.python_draws.places),
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
+            end=self.end,
+            wanted_end=self.end if math.isinf(self.end) else min(self.end, self.changed_at),
             generators_set_at=self.draws.set_at,
             repeated_buffers=self._repeated_buffers.names(graph.contributing()),
             orders={

@@ -33,6 +33,7 @@ def trace_parts(
     splitter: Splitter | None = None,
     prepare: Callable[[UnitMap], None] | None = None,
     count_memory: bool = False,
+    agree_on_end: Callable[[float], float] | None = None,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
 
@@ -45,6 +46,7 @@ def trace_parts(
         splitter: knows how many samples are in a part.
         prepare: called with the units before a trace is tried.
         count_memory: work out what every call needs for a moment.
+        agree_on_end: see `trace_step`.
 
     Raises:
         TraceError: the step function cannot be traced; the line is named.
@@ -78,6 +80,7 @@ def trace_parts(
                     device=device,
                     batch_size=splitter.batch_size(part) or 1,
                     count_memory=count_memory,
+                    agree_on_end=agree_on_end,
                 )
                 for m, part in parts.items()
             }

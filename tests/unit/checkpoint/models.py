@@ -26,9 +26,7 @@ def save_model(
     for number, (name, tensor) in enumerate(state.items()):
         for rank, box in enumerate(_boxes(tuple(tensor.shape), dim=number % max(1, tensor.dim()))):
             piece = stored(tensor[box.slices])
-            parts[rank].append(
-                TensorPart(f"model/{name}", whole=tuple(tensor.shape), box=box, stored=piece)
-            )
+            parts[rank].append(TensorPart(f"model/{name}", whole=tuple(tensor.shape), box=box, stored=piece))
     names = [f"rank-{rank:05}.safetensors" for rank in range(len(parts))]
     written = [add_tensors(draft, names[rank], own, disk=disk) for rank, own in enumerate(parts)]
     index = TensorIndex.joined([tensors for _, tensors in written])

@@ -152,9 +152,7 @@ def test_configurations(tmp_path, capsys):
         made = json.loads((tmp_path / f"{number}" / "config.json").read_text())
         assert made == {"torch_dtype": "float64", "limits": [0.0, float("inf")]}
     given.write_text("[1]")
-    code, _, err = call(
-        capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "x", "--config", given
-    )
+    code, _, err = call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "x", "--config", given)
     assert (code, "is no configuration" in err) == (2, True)
     assert not (tmp_path / "x").exists()
 

@@ -125,6 +125,7 @@ def test_other_objects_are_refused_by_name(kind, refuses, tmp_path):
 
     path = tmp_path / "x.pt"
     if kind == "script":
+
         class Doubles(torch.nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return 2 * x

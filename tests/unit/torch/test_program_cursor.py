@@ -111,7 +111,8 @@ def test_backward_comes_where_it_came_in_the_trace():
 def test_what_a_step_of_this_rank_gave_is_not_free():
     at = cursor()
     made, given_back = torch.ones(2), torch.ones(2)
-    at.note_made({"made": made, "mask": given_back}, [given_back])
+    at.note_made({"made": made, "mask": given_back}, [given_back], {0: 7})
+    assert at.value_of(made) == 7
     assert not at.is_free(made)
     assert at.is_free(given_back)
     assert at.is_free(torch.ones(2))
@@ -123,7 +124,7 @@ def test_a_tensor_that_died_does_not_make_another_one_bound():
     at, identities = cursor(), set()
     for _ in range(1000):
         made = torch.empty(1)
-        at.note_made(made, ())
+        at.note_made(made, (), {})
         identities.add(id(made))
         del made
         other = torch.empty(1)
@@ -150,7 +151,7 @@ arguments = st.recursive(
 def test_one_bound_tensor_anywhere_binds_the_call(args, kwargs):
     at = cursor((torch.add, ELSEWHERE))
     made = torch.ones(1)
-    at.note_made(made, ())
+    at.note_made(made, (), {})
     tensors = {"free": torch.ones(1), "deferred": deferred(1), "made": made}
 
     def fill(item):

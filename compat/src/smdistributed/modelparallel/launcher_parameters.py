@@ -57,7 +57,7 @@ def contradictions(environ: Mapping[str, str], *, local_size: int) -> list[str]:
     if not isinstance(said, dict):
         raise ConfigError(
             f"{FRAMEWORK_VARIABLE} is {text[:80]!r}, which is not a JSON object. Correct or unset it: "
-            f'{FRAMEWORK_VARIABLE}=\'{{"sagemaker_mpi_enabled": true}}\''
+            f"{FRAMEWORK_VARIABLE}='{{\"sagemaker_mpi_enabled\": true}}'"
         )
     found: list[str] = []
     per_host = said.get("sagemaker_mpi_num_of_processes_per_host")

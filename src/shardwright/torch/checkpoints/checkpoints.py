@@ -117,9 +117,7 @@ class Checkpoints:
 
     # ---- resuming ----
 
-    def resume(
-        self, name: str | None = None, *, allow_older: bool | None = None, strict: bool = True
-    ) -> int:
+    def resume(self, name: str | None = None, *, allow_older: bool | None = None, strict: bool = True) -> int:
         """Goes on from the newest checkpoint, if there is one; call it on all ranks, before the first step.
 
         Args:

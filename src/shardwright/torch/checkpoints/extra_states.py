@@ -17,9 +17,7 @@ def own_extra_states(model: DistributedModel) -> dict[str, Any]:
     if context().data_rank:
         return {}
     return {
-        name: module.get_extra_state()
-        for name, module in _with_extra_states(model)
-        if model.runs_here(name)
+        name: module.get_extra_state() for name, module in _with_extra_states(model) if model.runs_here(name)
     }
 
 

@@ -158,4 +158,3 @@ def _optimizer_document(
         for group in optimizer.param_groups
     ]
     return {"groups": encoded_groups, "members": members, "others": others}
-

@@ -168,9 +168,7 @@ class SaveUnderWay:
 
     # ---- between ranks ----
 
-    def _report(
-        self, entry: FileEntry, tensors: Mapping[str, TensorEntry], document: RankDocument
-    ) -> None:
+    def _report(self, entry: FileEntry, tensors: Mapping[str, TensorEntry], document: RankDocument) -> None:
         """Says what this rank has written: in a file, as a store takes no large values."""
         said = {
             "file": entry.model_dump(),

@@ -97,9 +97,7 @@ class State:
     @property
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
         """The same, from positions to names."""
-        return [
-            {index: name for name, index in names.items()} for names in self.param_name_to_index_tp_group
-        ]
+        return [{index: name for name, index in names.items()} for names in self.param_name_to_index_tp_group]
 
     @property
     def objects_group(self) -> dist.ProcessGroup:

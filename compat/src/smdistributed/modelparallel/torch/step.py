@@ -49,7 +49,7 @@ def step(
         function,
         non_split_inputs=tuple(non_split_inputs or ()),
         input_split_axes=input_split_axes,
-        reads_late=True,
+        reads_values=True,
     )
 
     @functools.wraps(function)

@@ -1,0 +1,280 @@
+"""The tensors that the code of a step function reads or computes with, on ranks that have not made them.
+
+A `ReadingStep` runs on every rank of a replica. What its trace covers is computed where the program says;
+of what it touches besides, the rank that made it puts up the values, and each other rank takes them::
+
+    rank 1, which has the loss                rank 0
+    loss.item()   puts it up, goes on         loss.item()   leaves the microbatch, until nothing else is left
+    loss * 2      on every rank               loss * 2      to do but its backward; then takes it
+
+Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
+(``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.tensor_bytes import bytes_of
+from shardwright.comm.value_board import ValueBoard
+from shardwright.errors import DeferredReadError, ShardwrightError, TraceMismatchError
+from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.microbatch_tensors import MicrobatchTensors
+from shardwright.torch.program import Program
+from shardwright.torch.program_cursor import ProgramCursor
+from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves
+
+__all__ = ["KnownValues"]
+
+_SMALL_BYTES = 2**16
+
+
+class KnownValues:
+    """What one microbatch knows of the tensors of other ranks.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        cursor: knows the tensors that were made here.
+        tensors: what came in for the stages of this rank.
+        board: where values are put up.
+        wait: leaves the microbatch until the rank has nothing else to do.
+        device: where this rank computes.
+
+    Attributes:
+        goes_on_alone: the program has ended for this microbatch: every rank runs what follows.
+        has_read: a value was read.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        cursor: ProgramCursor,
+        tensors: MicrobatchTensors,
+        board: ValueBoard,
+        wait: Callable[[], None],
+        device: torch.device,
+    ):
+        self.goes_on_alone = False
+        self.has_read = False
+        self._index = index
+        self._program = program
+        self._cursor = cursor
+        self._tensors = tensors
+        self._board = board
+        self._wait = wait
+        self._device = device
+        self._known: dict[int, Tensor] = {}
+        self._small: dict[int, Tensor] = {}  # made here, to be put up
+        self._in_bundle: set[int] = set()  # what was put up so, or will be
+        self._num_put_up = 0
+        self._owns_any = False  # the step function has seen a tensor that was made here
+        self._is_behind_backward = False
+        self._bundles: dict[int, list[_Bundle]] = {}  # what each rank has put up, as far as it came
+        self._turns: dict[int, int] = {}  # how often a value was put up, or taken, by itself
+
+    def clear(self) -> None:
+        """Lets go of all tensors."""
+        self._known.clear()
+        self._small.clear()
+        self._bundles.clear()
+
+    # ---- what was made here ----
+
+    def note(self, result: Any) -> None:
+        """Takes note of what code of the step function gets to see."""
+        if self._program.ends:
+            for item in leaves(result):
+                value = self.value_of(item)
+                if value is None or isinstance(item, DeferredTensor):
+                    continue
+                self._owns_any = True
+                if self._is_small(value):
+                    self._small[value] = item
+                    self._in_bundle.add(value)
+
+    def pass_backward(self) -> None:
+        """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
+        if not self._is_behind_backward:
+            self._put_up(is_last=self._owns_any)
+            self._is_behind_backward = True
+
+    def _put_up(self, *, is_last: bool = False) -> None:
+        if self._small or is_last:
+            parts = {value: _bytes(tensor) for value, tensor in self._small.items()}
+            bundle = _Bundle(parts, is_last)
+            self._board.put(self._bundle_of(self._program.rank, self._num_put_up), bundle.packed())
+            self._num_put_up += 1
+            self._small.clear()
+
+    def end_program(self) -> None:
+        """What follows runs on every rank."""
+        self._put_up()
+        self.goes_on_alone = True
+
+    def value_of(self, item: Any) -> int | None:
+        """The value that a tensor stands for, or that it is on the rank that made it; None for others."""
+        if isinstance(item, DeferredTensor):
+            return item.value
+        return self._cursor.value_of(item)
+
+    # ---- what others made ----
+
+    def read(self, item: Any) -> Any:
+        """The same tensor with its values; anything else as it is."""
+        self.has_read |= isinstance(item, Tensor)
+        return self.here(item)
+
+    def here(self, item: Any) -> Any:
+        """The same tensor as this rank computes with it; anything else as it is.
+
+        Raises:
+            TraceMismatchError: other ranks know more of it than can be told.
+        """
+        value = self.value_of(item)
+        if value is None:
+            self._cursor.refuse_placed(item)
+            return item
+        if value in self._program.displaced:
+            raise DeferredReadError(
+                f"{user_line()}: a tensor that one stage has made and another changed in place is used by "
+                "the step function, behind a value that was read. Use a clone() of it, made before."
+            )
+        if value not in self._known:
+            found = self._find(value, item)
+            if not self.goes_on_alone:
+                return found  # it may be changed before it is read again
+            self._known[value] = found
+        return self._known[value]
+
+    def returned(self, item: Any) -> Any:
+        """What the step function returns, as far as this rank knows it."""
+        value = self.value_of(item)
+        return item if value is None else self._known.get(value, item)
+
+    def _find(self, value: int, item: Tensor) -> Tensor:
+        leaf = self._received(value) if self.goes_on_alone else None
+        if not isinstance(item, DeferredTensor):
+            if value not in self._in_bundle:
+                self._board.put(self._key(value), _bytes(item))
+                self._turns[value] = self._turns.get(value, 0) + 1
+            return item if leaf is None else leaf
+        if leaf is not None:
+            return leaf
+        self._put_up()
+        self._wait()
+        return self._unpacked(value, self._taken(value))
+
+    def _key(self, value: int) -> str:
+        """Of a value that is put up by itself, each time that it is used."""
+        return f"{self._index}/{value}/{self._turns.get(value, 0)}"
+
+    def _received(self, value: int) -> Tensor | None:
+        """On the rank that computes the loss: what came in for it, with the way back for its gradient."""
+        stage, home = self._program.loss_stage, self._program.home_of[value]
+        if stage is None or stage == home or stage not in self._program.stages:
+            return None
+        leaf = self._tensors.leaves.get((value, stage))
+        with torch.enable_grad():  # also where no_grad() is in force: it may be used again
+            return None if leaf is None else leaf.clone()
+
+    def _taken(self, value: int) -> bytes:
+        """What the rank that has a value puts up, by itself or with others."""
+        source = self._program.stage_ranks[self._program.home_of[value]]
+        bundles = self._bundles.setdefault(source, [])
+        for bundle in bundles:
+            if value in bundle.parts:
+                return bundle.parts[value]
+        key = self._key(value)
+        while True:
+            # What is put up before the backward is there by now, if the other rank has come to that.
+            late = any(bundle.is_last for bundle in bundles) and not self._is_behind_backward
+            keys = (key,) if late else (key, self._bundle_of(source, len(bundles)))
+            found, packed = self._board.get(keys, source, self._not_put_up(source), is_late=late)
+            if found == key:
+                self._turns[value] = self._turns.get(value, 0) + 1
+                return packed
+            bundles.append(_Bundle.of(packed))
+            if value in bundles[-1].parts:
+                return bundles[-1].parts[value]
+
+    def _unpacked(self, value: int, packed: bytes) -> Tensor:
+        spec = self._program.specs[value]
+        dtype = getattr(torch, spec.dtype)
+        buffer = torch.frombuffer(bytearray(packed), dtype=dtype) if packed else torch.empty(0, dtype=dtype)
+        tensor = buffer.view(spec.shape).to(self._device)
+        if not spec.requires_grad:
+            return tensor
+        # The code may change it in place. Of the rank that has the loss, only what came in has a way back.
+        has_loss = self._program.loss_stage in self._program.stages
+        with torch.enable_grad():
+            tensor.requires_grad_()
+            here: Tensor = _WithoutWayBack.apply(tensor) if has_loss else tensor.clone()  # type: ignore[no-untyped-call]
+            return here
+
+    def _is_small(self, value: int) -> bool:
+        return self._program.specs[value].num_bytes <= _SMALL_BYTES
+
+    def _bundle_of(self, rank: int, number: int) -> str:
+        return f"{self._index} of {rank}, {number}"
+
+    def _not_put_up(self, source: int) -> ShardwrightError:
+        return TraceMismatchError(
+            f"{user_line()}: this rank uses a tensor here that pipeline rank {source} has, whose step "
+            "function has ended without coming by. Use large tensors on all ranks, or on none; one rank "
+            "alone may read small ones, in steps that say so: loss.item()."
+        )
+
+
+class _Bundle(NamedTuple):
+    """Small tensors that a rank puts up together.
+
+    Attributes:
+        parts: value -> its bytes.
+        is_last: those that the rank makes before its backward were put up.
+    """
+
+    parts: dict[int, bytes]
+    is_last: bool
+
+    def packed(self) -> bytes:
+        """A line of JSON, and the bytes."""
+        header = [self.is_last, [(value, len(part)) for value, part in self.parts.items()]]
+        return json.dumps(header).encode() + b"\n" + b"".join(self.parts.values())
+
+    @classmethod
+    def of(cls, packed: bytes) -> "_Bundle":
+        """Reads what `packed` has made."""
+        header, _, rest = packed.partition(b"\n")
+        is_last, sizes = json.loads(header)
+        parts, at = {}, 0
+        for value, size in sizes:
+            parts[value] = rest[at : at + size]
+            at += size
+        return cls(parts, is_last)
+
+
+class _WithoutWayBack(torch.autograd.Function):
+    """A tensor whose gradient would have to go to another rank, which does not expect one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.line = user_line()
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise TraceMismatchError(
+            f"{ctx.line}: the loss is computed of a tensor that another stage has made, behind a value that "
+            "the step function has read, and its gradient cannot go back there. Compute the loss before "
+            "anything is read, or detach() the tensor."
+        )
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes_of(tensor).cpu().numpy().tobytes()

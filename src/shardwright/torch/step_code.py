@@ -1,0 +1,122 @@
+"""Code of a step function itself, in which values of tensors may be read, as opposed to code of the model.
+
+Code of the model runs where its tensors are: a module that looks at values is placed whole. A step function
+runs on every rank of a replica, and so what it reads must be known on all of them. That takes messages in the
+middle of a microbatch, and a trace cannot know what will be read. So there are two kinds of step functions:
+
+- others read nothing: what they return is known when the step is over;
+- a `ReadingStep` reads where it likes (``loss.item()``, ``if torch.isnan(loss)``), and goes on by what it
+  has read. Its trace ends at the first read, of whatever rank (`TraceEnds`). What follows is no part of the
+  program: every rank runs it as it is, with the tensors that it needs (`known_values`).
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.torch.functions import READS_DATA
+
+__all__ = [
+    "ReadingStep",
+    "TraceEnds",
+    "assumed_loss",
+    "code_of_model",
+    "in_step_code",
+    "reads_values",
+    "writes_text",
+]
+
+# Greenlets have contexts of their own, so that microbatches do not see each other's.
+_in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)
+
+_WRITES_TEXT = frozenset({Tensor.__repr__, Tensor.__format__})
+# What a function calls, by name, that reads tensors. (Conditions are seen in the trace.)
+_NAMES_OF_READERS = frozenset(
+    "item tolist numpy float int bool print format isnan isfinite isinf allclose equal nonzero".split()
+)
+_DEPTH = 3
+
+
+class TraceEnds(BaseException):
+    """Leaves a step function that is traced, where its program ends."""
+
+
+class ReadingStep:
+    """A step function whose own code may read values of tensors, wherever these are.
+
+    Args:
+        function: the step function.
+
+    Attributes:
+        may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self._function = function
+        self.may_read = _mentions_readers(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        token = _in_step_code.set(True)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _in_step_code.reset(token)
+
+
+def assumed_loss(*outputs: Tensor) -> Tensor:
+    """Stands in a trace for what the step function computes of these where the trace has ended."""
+    return torch.stack([output.sum().abs().double() for output in outputs]).sum()
+
+
+def in_step_code() -> bool:
+    """Whether code of a `ReadingStep` runs, and none of the model."""
+    return _in_step_code.get()
+
+
+@contextmanager
+def code_of_model() -> Iterator[None]:
+    """Inside, code of the model runs."""
+    token = _in_step_code.set(False)
+    try:
+        yield
+    finally:
+        _in_step_code.reset(token)
+
+
+def reads_values(func: Any) -> bool:
+    """Whether a torch function gives Python the values of a tensor."""
+    return func in READS_DATA or func in _WRITES_TEXT
+
+
+def writes_text(func: Any) -> bool:
+    """Whether a torch function writes the values of a tensor."""
+    return func in _WRITES_TEXT
+
+
+def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
+    """Whether a function calls what reads tensors, or a function of its own file does that it calls."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    function = getattr(function, "__func__", function)
+    function = getattr(function, "__wrapped__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    names = _names_in(code)
+    if not names.isdisjoint(_NAMES_OF_READERS):
+        return True
+    around = getattr(function, "__globals__", {})
+    called = (around[name] for name in names if name in around)
+    own = (each for each in called if getattr(each, "__globals__", None) is around)
+    return depth > 0 and any(_mentions_readers(each, depth - 1) for each in own)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))

@@ -1,0 +1,538 @@
+"""Step functions that read values of tensors, wherever these are, and go on by what they have read."""
+
+import operator
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import QUIET, Net, batches, loss_of
+from torch import Tensor, nn
+
+from shardwright.errors import TraceError, TraceMismatchError, UsageError
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+MICROBATCHES = 4
+
+
+class TwoHeads(nn.Module):
+    """Has an output of an early stage, which nothing but the step function uses, and one of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.early = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        early = self.early(self.net.embedding(x))
+        return {"early": early, "logits": self.net(x)}
+
+
+def outcome(
+    function: Callable[..., Any],
+    *,
+    model: Callable[[], nn.Module] = Net,
+    steps: int = 2,
+    trains: bool = True,
+    **settings: Any,
+) -> Any:
+    """What each step returns, gradients of the last, and weights behind it."""
+    import shardwright.torch as sw
+    from shardwright.torch.step import step_function
+
+    sw.init({**QUIET, "microbatches": MICROBATCHES, **settings})
+    torch.manual_seed(0)
+    wrapped = sw.DistributedModel(model().double()).train(trains)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01))
+    step = step_function(function, reads_values=True)
+    results = []
+    for x, y in batches(steps):
+        x, y = (part.chunk(sw.dp_size())[sw.dp_rank()] for part in (x, y))
+        optimizer.zero_grad()
+        results.append(plain(step(wrapped, x, y)))
+        optimizer.step()
+    gradients = {n: p.grad for n, p in wrapped.local_named_parameters() if p.grad is not None}
+    return results, gradients, wrapped.state_dict()
+
+
+def plain(tree: Any) -> Any:
+    """Results without `StepOutput`."""
+    if isinstance(tree, dict):
+        return {key: plain(item) for key, item in tree.items()}
+    if isinstance(tree, tuple | list):
+        return [plain(item) for item in tree]
+    return [each.tolist() for each in tree.outputs] if hasattr(tree, "outputs") else tree
+
+
+def same_as_on_one_rank(function: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> None:
+    """Compares results on every rank, and weights, with those of one rank."""
+    how = {name: settings.pop(name) for name in ("model", "trains") if name in settings}
+    (results, gradients, weights) = run_ranks(outcome, 1, function, **how)[0]
+    settings = {"pipeline_parallel_degree": ranks, **settings}
+    for others in run_ranks(outcome, ranks, function, **settings, **how):
+        assert_close(others[0], results)
+        for name, gradient in others[1].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-14)
+        for name, weight in others[2].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Compares trees of numbers and texts."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_close(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-10)
+    else:
+        assert found == expected
+
+
+# ---- what is read ----
+
+
+def reads_all(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads before its backward and behind it, in all ways."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if torch.isnan(loss) or not torch.isfinite(loss).all():
+        raise RuntimeError("the loss is not finite")
+    before = loss.item()
+    model.backward(loss)
+    correct = logits.argmax(-1).eq(y).sum().item()
+    ten = loss.detach() * 10
+    shown = f"{ten:.3f}"
+    ten.zero_()
+    return {
+        "loss": loss,
+        "numbers": [
+            before,
+            2 * loss.item() / 3,
+            round(loss.item(), 2),
+            correct,
+            int(loss.item()),
+            float(ten),
+        ],
+        "texts": [
+            f"{loss.item():.3f}",
+            "%.3f" % loss.item(),  # noqa: UP031
+            str(correct),
+            shown,
+            f"{loss.detach():.6f}",
+            repr(ten),
+        ],
+        "lists": logits.argmax(-1).tolist(),
+        "array": float(loss.detach().cpu().numpy()) + float(loss.detach()),
+        "of": {f"at most {max(correct, 0) * 0}": loss.item() > 3},
+        "rows": [logits[y == y.max()].shape[-1], len(logits), x.sum().item()],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
+    same_as_on_one_rank(reads_all, ranks=ranks)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
+def test_they_are_in_every_schedule(kind: str) -> None:
+    stages = {"virtual_stages": 2} if kind in ("interleaved_1f1b", "zb_v") else {}
+    same_as_on_one_rank(reads_all, pipeline=kind, **stages)
+
+
+def evaluates(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads the loss and counts what is right, as test functions do."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+    predicted = logits.argmax(dim=-1, keepdim=True)
+    return loss, predicted.eq(y.view_as(predicted)).sum().item()
+
+
+def evaluates_without_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The same, under no_grad()."""
+    with torch.no_grad():
+        return evaluates(model, x, y)
+
+
+@pytest.mark.parametrize("function", [evaluates, evaluates_without_gradients])
+def test_evaluations_read(function: Any) -> None:
+    same_as_on_one_rank(function, trains=False)
+
+
+# ---- what is decided by it ----
+
+
+def decides(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Weighs its loss by what it is, in its own way in each microbatch."""
+    loss = loss_of(model, x, y)
+    if loss > 16:
+        loss = loss / loss.detach()
+    elif loss.item() > 14.5:
+        loss = (loss - 1).clamp(min=0) * 2
+    model.backward(loss)
+    return loss, "large" if loss.item() > 1 else "small"
+
+
+def skips(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with some microbatches alone."""
+    loss = loss_of(model, x, y)
+    if loss.item() < 15:
+        model.backward(loss)
+    return loss.detach()
+
+
+def skips_what_is_not_finite(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A microbatch of a loss that is not finite has no part in the gradients."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss > 16:
+        loss = loss * float("inf") - loss * float("inf")
+    if torch.isnan(loss):
+        return torch.nan_to_num(loss.detach())
+    model.backward(loss)
+    return loss
+
+
+def computes_its_loss_last(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Counts first."""
+    logits = model(x)
+    with torch.no_grad():
+        right = logits.argmax(-1).eq(y).float().mean().item()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss *= 1 + right
+    model.backward(loss)
+    return loss, right
+
+
+def changes_what_it_has_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Changes tensors in place before and after they are read."""
+    logits = model(x).clone()
+    logits[..., 0] += 1
+    first = logits.sum().item()
+    logits.mul_(2)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return first, logits.sum().item(), loss
+
+
+@pytest.mark.parametrize(
+    "function", [decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read]
+)
+def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
+    same_as_on_one_rank(function, ranks=2)
+
+
+def test_replicas_decide_for_themselves() -> None:
+    """Some microbatches of each are left out; weights are as with one replica of all."""
+    (results, _, weights) = run_ranks(outcome, 1, skips)[0]
+    layout = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2, "microbatches": MICROBATCHES // 2}
+    found = run_ranks(outcome, 4, skips, **layout)
+    of_replicas = [found[0][0], found[-1][0]]
+    joined = [first + second for first, second in zip(*of_replicas, strict=True)]
+    assert_close(joined, results)
+    for _, _, others in found:
+        for name, weight in others.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
+
+
+def uses_both_heads(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Its loss, computed behind a read, has gradients for two stages."""
+    out = model(x)
+    with torch.no_grad():
+        scale = out["early"].abs().max().item()
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    if scale > 0.1:
+        loss = loss + out["early"].square().mean() / scale
+    model.backward(loss)
+    return loss, scale
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_a_loss_of_several_stages_behind_a_read(kind: str) -> None:
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(uses_both_heads, model=TwoHeads, pipeline=kind, **stages)
+
+
+# ---- on some ranks, in some calls ----
+
+calls = [0]
+
+
+def some_rank_reads(rank: int, every: int) -> Callable[..., Any]:
+    """A step function, of which one rank reads, in some calls."""
+
+    def step(model: Any, x: Tensor, y: Tensor) -> Any:
+        import shardwright.torch as sw
+
+        calls[0] += 1
+        logits = model(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if sw.rank() in (rank, -rank) and calls[0] % every == every - 1:
+            print(f"alone: {loss.item():.6f} {logits.argmax(-1).float().mean().item():.6f}")
+        model.backward(loss)
+        if sw.rank() == rank:
+            print(f"behind: {loss.item():.6f}")
+        return loss
+
+    return step
+
+
+class Kept:
+    """A terminal that keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_rank_may_read_alone(rank: int, every: int) -> None:
+    def run() -> tuple[Any, str]:
+        before, kept = sys.stdout, Kept()
+        sys.stdout = kept  # type: ignore[assignment]
+        try:
+            step = some_rank_reads(rank, every)
+            return outcome(step, steps=3, pipeline_parallel_degree=2), kept.text
+        finally:
+            sys.stdout = before
+
+    found = run_ranks(run, 2)
+    (results, _, _), text = found[rank]
+    losses = [f"{each:.6f}" for step in results for each in step]
+    lines = text.splitlines()
+    behind = [line.split()[1] for line in lines if line.startswith("behind")]
+    assert behind == losses
+    alone = [line.split()[1] for line in lines if line.startswith("alone")]
+    assert len(alone) >= len(losses) // every - 1
+    assert set(alone) <= set(losses)
+    assert not [line for line in found[1 - rank][1].splitlines() if "alone" in line]
+
+
+value_of = operator.methodcaller("item")  # a name that tells nothing
+
+
+def reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads in later calls, by a function that does not look like it, and decides."""
+    calls[0] += 1
+    loss = loss_of(model, x, y)
+    twice = loss * 2
+    if calls[0] > MICROBATCHES + 2 and value_of(twice) > 25:
+        twice = twice.log()
+    model.backward(twice)
+    return twice
+
+
+def test_values_may_be_read_in_later_calls_alone() -> None:
+    from shardwright.torch.step_code import ReadingStep
+
+    assert not ReadingStep(reads_later).may_read
+    assert ReadingStep(reads_all).may_read
+
+    def run() -> Any:
+        calls[0] = 0
+        return outcome(reads_later, steps=3, pipeline_parallel_degree=2)[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+    # The trace was one call.
+    assert all(each > 20 for each in one[0])
+    assert any(each < 4 for each in one[2])
+
+
+# ---- what cannot be ----
+
+
+def alone_with_much(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One rank reads a large tensor."""
+    import shardwright.torch as sw
+
+    logits = model(x.repeat(1, 100))
+    if sw.rank() == 0:
+        print(logits.tolist()[0])
+    return logits.mean()
+
+
+def calls_the_model_again(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read."""
+    first = model(x).mean()
+    if first.item() < 1e9:
+        first = first + model(x).sum()
+    return first
+
+
+def draws_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Ranks would not draw the same."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss * torch.rand(())
+    model.backward(loss)
+    return loss
+
+
+def uses_a_parameter(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read, one that another rank has."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss + model.module.mix.weight.sum() + model.module.embedding.weight.sum()
+    model.backward(loss)
+    return loss
+
+
+def trains_twice(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Two backwards."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        model.backward(loss)
+    model.backward(loss)
+
+
+def trains_nothing(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A loss without history."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss.detach()
+    model.backward(loss)
+
+
+REFUSED = {
+    alone_with_much: (TraceMismatchError, "Use large tensors on all ranks, or on none"),
+    calls_the_model_again: (UsageError, "the model is called again behind"),
+    draws_behind_a_read: (TraceMismatchError, "random"),
+    uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
+    trains_twice: (UsageError, "backward is called a second time"),
+    trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_what_cannot_be_known_is_refused(function: Any) -> None:
+    error, message = REFUSED[function]
+    trains = function is not alone_with_much
+    with pytest.raises(RanksFailedError, match=rf"{error.__name__}: (?s:.*){message}"):
+        run_ranks(outcome, 2, function, trains=trains, pipeline_parallel_degree=2, pipeline="1f1b")
+
+
+def raises(model: Any, x: Tensor, y: Tensor) -> Any:
+    """An error by a value that one rank has."""
+    loss = loss_of(model, x, y)
+    if loss > 0:
+        raise ValueError(f"a loss of {loss.item():.3f}")
+    model.backward(loss)
+
+
+def test_an_error_by_a_value_is_raised_on_every_rank() -> None:
+    def run() -> str:
+        with pytest.raises(ValueError, match="a loss of 1") as caught:
+            outcome(raises, pipeline_parallel_degree=2, pipeline="1f1b")
+        return str(caught.value)
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+
+
+def ends(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank that has the loss ends before others know it."""
+    import shardwright.torch as sw
+
+    loss = loss_of(model, x, y)
+    if sw.rank() == 1 and model.partitioned:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.backward(loss * (1 + loss.item()))
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_says_so() -> None:
+    settings = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
+    waits, killed = run_ranks_outcomes(outcome, 2, ends, steps=1, timeout_s=30, **settings)
+    assert killed.exit_code == -signal.SIGKILL
+    assert "PeerLostError" in waits.error
+    assert "rank 1 failed first (it left without a word" in waits.error
+
+
+# ---- sizes and kinds ----
+
+
+def reads_much(model: Any, x: Tensor, y: Tensor) -> Any:
+    """More than one message of the store takes, of several types."""
+    logits = model(x.repeat(1, 800)).float()
+    first = logits[0, 0, 0].item()
+    big = logits.repeat(2, 1, 1)
+    total = big.double().sum() + logits.to(torch.bfloat16).double().mean() + (big[:0].numel())
+    return round(total.item(), 3), round(first, 5), logits[:0].tolist()
+
+
+def test_large_tensors_are_used_on_all_ranks() -> None:
+    def run() -> Any:
+        with torch.no_grad():
+            return outcome(reads_much, steps=1, pipeline_parallel_degree=2)[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+
+
+class Meter:
+    """Adds up, as meters of scripts do."""
+
+    total = 0.0
+    values: tuple[float, ...] = ()
+
+
+def test_what_a_step_leaves_elsewhere_is_none_of_its_trace() -> None:
+    def run() -> Any:
+        meter = Meter()
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            loss = loss_of(model, x, y)
+            model.backward(loss)
+            meter.total += loss.item()
+            meter.values += (loss.item(),)
+            return loss
+
+        results = outcome(step, pipeline_parallel_degree=2)[0]
+        assert list(meter.values) == [each for step in results for each in step]
+        assert meter.total == pytest.approx(sum(meter.values))
+
+    run_ranks(run, 2)
+
+
+class Looks(nn.Module):
+    """Decides by what it computes, as a router may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x) if x.sum().item() > -1e9 else x
+
+
+def four_that_look() -> nn.Module:
+    """A model of them."""
+    return nn.Sequential(Looks(), Looks(), Looks(), Looks())
+
+
+def reads_what_a_router_gives(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with `Looks`."""
+    loss = model(x.double()).square().mean()
+    model.backward(loss)
+    return loss.item()
+
+
+def test_a_module_that_looks_at_values_is_placed_whole() -> None:
+    same_as_on_one_rank(reads_what_a_router_gives, model=four_that_look)
