@@ -409,6 +409,26 @@ def trains_nothing(model: Any, x: Tensor, y: Tensor) -> Any:
     model.backward(loss)
 
 
+class Deep(TwoHeads):
+    """Gives away what goes on to later stages."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        early = self.net.embedding(x)
+        late = early
+        for block in self.net.blocks:
+            late = block(late)
+        return {"early": early, "late": late}
+
+
+def trains_an_early_output(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Whose gradient would have to go to its stage by a way that is not there."""
+    out = model(x)
+    scale = out["late"].sum().item()
+    loss = out["late"].square().mean() + out["early"].square().mean() * (scale != 1)
+    model.backward(loss)
+    return loss
+
+
 REFUSED = {
     alone_with_much: (TraceMismatchError, "Use large tensors on all ranks, or on none"),
     calls_the_model_again: (UsageError, "the model is called again behind"),
@@ -416,6 +436,7 @@ REFUSED = {
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
     trains_twice: (UsageError, "backward is called a second time"),
     trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
+    trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
 }
 
 
@@ -423,8 +444,15 @@ REFUSED = {
 def test_what_cannot_be_known_is_refused(function: Any) -> None:
     error, message = REFUSED[function]
     trains = function is not alone_with_much
+    model = Deep if function is trains_an_early_output else Net
     with pytest.raises(RanksFailedError, match=rf"{error.__name__}: (?s:.*){message}"):
-        run_ranks(outcome, 2, function, trains=trains, pipeline_parallel_degree=2, pipeline="1f1b")
+        run_ranks(
+            *(outcome, 2, function),
+            model=model,
+            trains=trains,
+            pipeline_parallel_degree=2,
+            pipeline="1f1b",
+        )
 
 
 def raises(model: Any, x: Tensor, y: Tensor) -> Any:

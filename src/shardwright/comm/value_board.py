@@ -43,6 +43,9 @@ class ValueBoard:
         has_ended: tells whether a rank of the world is known to have failed, or to be at the end of its
             script.
         timeout_s: the longest wait.
+
+    Attributes:
+        waited_s: for values, since it was set to zero.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ValueBoard:
         self._rank = rank
         self._has_ended = has_ended
         self._timeout_s = timeout_s
+        self.waited_s = 0.0
         self._batch = -1
         self._mine: list[str] = []
 
@@ -91,7 +95,9 @@ class ValueBoard:
         Raises:
             PeerLostError: the rank has ended, or does not answer.
         """
+        begin_s = time.monotonic()
         key = self._first_of(keys, source, absent, is_through=is_late)
+        self.waited_s += time.monotonic() - begin_s
         num_further, _, first = self._store.get(self._name(key)).partition(b"\n")
         further = (self._store.get(self._name(f"{key}/{number}")) for number in range(int(num_further)))
         return key, b"".join((first, *further))

@@ -80,6 +80,7 @@ class Executor:
         self._inbox: dict[tuple[int, int, int, bool], Receipt] = {}
         self._waited_s = 0.0
         self._watches_memory = False
+        self._board: ValueBoard | None = None
         self._results: list[Returned] = []
         self.timeline = Timeline()
 
@@ -116,6 +117,7 @@ class Executor:
         """
         self._begin(schedule, rank, loss_scale=loss_scale)
         self._watches_memory = watch_memory
+        self._board = board
         attributes = OwnAttributes(programs) if any(program.attributes for program in programs) else None
         parameters = cache(lambda: frozenset() if model is None else _parameters_of(model))
         self._microbatches = [
@@ -197,11 +199,15 @@ class Executor:
             return
         start = time.perf_counter()
         self._waited_s = 0.0
+        if self._board is not None:
+            self._board.waited_s = 0.0
         if self._statistics is None:
             self._compute(action, microbatch)
         else:
             with self._statistics.updated(forward=kind is Kind.FORWARD):
                 self._compute(action, microbatch)
+        if self._board is not None:
+            self._waited_s += self._board.waited_s
         self.timeline.events.append((action, start, time.perf_counter(), self._waited_s))
         if self._watches_memory:
             self.timeline.memory.append(memory_in_use(self._device))

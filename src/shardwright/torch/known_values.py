@@ -163,7 +163,7 @@ class KnownValues:
             if value not in self._in_bundle:
                 self._board.put(self._key(value), _bytes(item))
                 self._turns[value] = self._turns.get(value, 0) + 1
-            return item if leaf is None else leaf
+            return self._as_leaf(value, item) if leaf is None else leaf
         if leaf is not None:
             return leaf
         self._put_up()
@@ -182,6 +182,14 @@ class KnownValues:
         leaf = self._tensors.leaves.get((value, stage))
         with torch.enable_grad():  # also where no_grad() is in force: it may be used again
             return None if leaf is None else leaf.clone()
+
+    def _as_leaf(self, value: int, item: Tensor) -> Tensor:
+        """A tensor of this rank; the backward of the loss must not go on into another stage by itself."""
+        stage = self._program.loss_stage
+        elsewhere = stage in self._program.stages and stage != self._program.home_of[value]
+        if not self.goes_on_alone or not elsewhere or not item.requires_grad:
+            return item
+        return _without_way_back(item.detach())
 
     def _taken(self, value: int) -> bytes:
         """What the rank that has a value puts up, by itself or with others."""
@@ -205,17 +213,21 @@ class KnownValues:
 
     def _unpacked(self, value: int, packed: bytes) -> Tensor:
         spec = self._program.specs[value]
+        if len(packed) != spec.num_bytes:
+            raise TraceMismatchError(
+                f"{user_line()}: this tensor has another shape in microbatch {self._index} than in the trace "
+                f"({spec.shape}). Shapes must follow from those of the batch alone."
+            )
         dtype = getattr(torch, spec.dtype)
         buffer = torch.frombuffer(bytearray(packed), dtype=dtype) if packed else torch.empty(0, dtype=dtype)
         tensor = buffer.view(spec.shape).to(self._device)
         if not spec.requires_grad:
             return tensor
         # The code may change it in place. Of the rank that has the loss, only what came in has a way back.
-        has_loss = self._program.loss_stage in self._program.stages
+        if self._program.loss_stage in self._program.stages:
+            return _without_way_back(tensor)
         with torch.enable_grad():
-            tensor.requires_grad_()
-            here: Tensor = _WithoutWayBack.apply(tensor) if has_loss else tensor.clone()  # type: ignore[no-untyped-call]
-            return here
+            return tensor.requires_grad_().clone()
 
     def _is_small(self, value: int) -> bool:
         return self._program.specs[value].num_bytes <= _SMALL_BYTES
@@ -274,6 +286,12 @@ class _WithoutWayBack(torch.autograd.Function):
             "the step function has read, and its gradient cannot go back there. Compute the loss before "
             "anything is read, or detach() the tensor."
         )
+
+
+def _without_way_back(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():
+        made: Tensor = _WithoutWayBack.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+        return made
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -420,7 +420,10 @@ class Tracer:
         refuse_returned(leaves(result), self._values)
         recorder.reads(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
-        outputs = tuple(dict.fromkeys(value for _, value in result_values))
+        # Behind its end, it may use all that it has seen.
+        seen = (values.find(item) for item in self._seen_by_step) if math.isfinite(self.end) else ()
+        returned = (value for _, value in result_values)
+        outputs = tuple(dict.fromkeys((*returned, *(value for value in seen if value is not None))))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
         graph = ModelGraph(
             nodes=recorder.nodes(),
