@@ -21,6 +21,11 @@
 Each message says what was asked, what is true (with numbers), and what to do.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -37,11 +42,39 @@ __all__ = [
     "TraceError",
     "TraceMismatchError",
     "UsageError",
+    "library_named",
 ]
 
 
+# What scripts may know under the name of another library, too.
+_SHARED_NAMES = (
+    "DistributedModel DistributedOptimizer barrier delay_param_initialization init partition rank "
+    "set_activation_checkpointing set_partition shutdown step"
+).split()
+_OUR_NAME = re.compile(rf"\bsw\.(?=(?:{'|'.join(_SHARED_NAMES)})\b)")
+
+
 class ShardwrightError(Exception):
-    """Base of every error in this tree."""
+    """Base of every error in this tree.
+
+    Attributes:
+        library: the name by which the script knows the library, for messages.
+    """
+
+    library: ClassVar[str] = "sw"
+
+    def __str__(self) -> str:
+        return _OUR_NAME.sub(f"{self.library}.", super().__str__())
+
+
+@contextmanager
+def library_named(name: str) -> Iterator[None]:
+    """Inside, errors say ``smp.step`` in the place of ``sw.step``, for scripts that know no other name."""
+    before, ShardwrightError.library = ShardwrightError.library, name
+    try:
+        yield
+    finally:
+        ShardwrightError.library = before
 
 
 class ConfigError(ShardwrightError, ValueError):

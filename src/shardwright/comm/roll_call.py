@@ -24,7 +24,7 @@ from shardwright.comm.place import Place
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.rank_set import digest, listed
 from shardwright.comm.whereabouts import Store, Whereabouts
-from shardwright.errors import PeerLostError, TraceMismatchError, UsageError
+from shardwright.errors import PeerLostError, ShardwrightError, TraceMismatchError, UsageError
 
 __all__ = ["Call", "RollCall"]
 
@@ -85,9 +85,6 @@ class RollCall:
         timeout_s: when to give up.
         local: ways to the other ranks of this host.
         tell: gets a warning.
-
-    Attributes:
-        library: the name under which the script knows the library, for messages.
     """
 
     def __init__(
@@ -101,7 +98,6 @@ class RollCall:
         local: LocalPeers | None,
         tell: Callable[[str], None],
     ):
-        self.library = "sw"
         self._store = store
         self._whereabouts = whereabouts
         self._rank = rank
@@ -171,7 +167,8 @@ class RollCall:
     def _terms(self, call: Call) -> Terms:
         return call.terms or Terms(
             f"{call.where} is to be called by all of ranks {listed(call.ranks)}",
-            f"Call it on all of them, in the same order, and not under `if {self.library}.rank() == 0:`.",
+            "Call it on all of them, in the same order, and not under "
+            f"`if {ShardwrightError.library}.rank() == 0:`.",
         )
 
     def _missing(self, begun: _Begun, absent: Callable[[], Sequence[int]]) -> MissingRanks:

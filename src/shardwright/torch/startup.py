@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.config import Config
-from shardwright.errors import ConfigError, UsageError
+from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.plan import Plan
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
@@ -72,8 +72,8 @@ def shutdown() -> None:
     """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
     if is_initialized():
         current = context()
-        if current.whereabouts is not None and current.roll_call is not None:
-            current.whereabouts.close(f"has called {current.roll_call.library}.shutdown()")
+        if current.whereabouts is not None:
+            current.whereabouts.close(f"has called {ShardwrightError.library}.shutdown()")
         if current.reporter is not None:
             current.reporter.close()
         current.cleanup.close()  # a save under way is waited for, with messages between ranks

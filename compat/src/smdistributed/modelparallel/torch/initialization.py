@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwright.torch as sw
 from shardwright.comm.environment import detect
 from shardwright.comm.process_group import group_of, init_process_group
-from shardwright.errors import ConfigError, UsageError
+from shardwright.errors import ConfigError, UsageError, library_named
 from shardwright.torch.context import Context, context
 from shardwright.torch.glue import batch_is_running
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
@@ -46,8 +46,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     sw.init(settings_with_partition(configuration.settings, configuration.values))
     let_trainer_load()
     current = context()
-    if current.roll_call is not None:
-        current.roll_call.library = "smp"
+    current.cleanup.enter_context(library_named("smp"))
     try:
         remarks = [*configuration.remarks, *_remarks_on(current, configuration)]
         _prepare_groups(current, configuration)

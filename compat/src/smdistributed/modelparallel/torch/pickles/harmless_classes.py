@@ -84,8 +84,6 @@ _KNOWN: _Named = {
     "datetime.datetime": datetime.datetime,
     "datetime.timedelta": datetime.timedelta,
     "datetime.timezone": datetime.timezone,
-    # A number that was read in a step function is saved as a call.
-    **{f"builtins.{kind.__name__}": kind for kind in (bool, float, int)},
     "builtins.frozenset": _frozen,
     "builtins.bytes": _no_bytes,
     "builtins.slice": slice,
