@@ -224,8 +224,36 @@ def changes_what_it_has_read(model: Any, x: Tensor, y: Tensor) -> Any:
     return first, logits.sum().item(), loss
 
 
+def gives_back_as_it_was(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Operations that have nothing to do, behind a read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()).double()
+    first = loss.item()
+    same = loss.double().contiguous().cpu()
+    model.backward(same)
+    return same, loss.to(loss.device), logits.double().sum(), first, (same.cpu(), loss)
+
+
+def calls_a_part_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Modules inside the model, from the step function."""
+    net = model.module
+    hidden = net.blocks[0](net.embedding(x))
+    for block in net.blocks[1:]:
+        hidden = block(hidden)
+    loss = net.mix(hidden).square().mean()
+    size = hidden.detach().abs().max().item()
+    if size > 0:
+        loss = loss / size
+    model.backward(loss)
+    return loss, size
+
+
 @pytest.mark.parametrize(
-    "function", [decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read]
+    "function",
+    [
+        *(decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read),
+        *(gives_back_as_it_was, calls_a_part_of_the_model),
+    ],
 )
 def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
     same_as_on_one_rank(function, ranks=2)

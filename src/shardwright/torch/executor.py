@@ -274,9 +274,7 @@ class Executor:
     def _backward(self, stage: int, microbatch: Microbatch, *, split: bool) -> None:
         program = microbatch.program
         trains = microbatch.come_to_backward()
-        roots, gradients = self._roots(stage, microbatch)
-        if not trains:
-            roots = []
+        roots, gradients = self._roots(stage, microbatch, trains=trains)
         last = not split and self._is_last(stage)
         if not split and self._on_backward:
             self._on_backward(stage, begins=True, last=last)
@@ -328,8 +326,16 @@ class Executor:
         self._gradients_left[stage] -= 1
         return self._gradients_left[stage] == 0
 
-    def _roots(self, stage: int, microbatch: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
-        """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss."""
+    def _roots(
+        self, stage: int, microbatch: Microbatch, *, trains: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss.
+
+        Args:
+            stage: whose backward it is.
+            microbatch: the microbatch.
+            trains: it has a backward; else gradients are taken in alone.
+        """
         program = microbatch.program
         gradients: dict[int, Tensor] = {}
         for crossing in program.sends[stage]:
@@ -341,9 +347,11 @@ class Executor:
                 gradient = self._receive(microbatch.index, crossing, backward=True)
             known = gradients.get(crossing.value)
             gradients[crossing.value] = gradient if known is None else known + gradient
+        if not trains:
+            return [], []
         values = microbatch.tensors.values
         pairs = [(values[value], gradient) for value, gradient in gradients.items() if value in values]
-        if stage == program.loss_stage and microbatch.reached_backward:
+        if stage == program.loss_stage:
             loss = microbatch.loss
             assert loss is not None
             given = microbatch.loss_gradient

@@ -163,7 +163,7 @@ class KnownValues:
             if value not in self._in_bundle:
                 self._board.put(self._key(value), _bytes(item))
                 self._turns[value] = self._turns.get(value, 0) + 1
-            return self._as_leaf(value, item) if leaf is None else leaf
+            return self._own(value, item) if leaf is None else leaf
         if leaf is not None:
             return leaf
         self._put_up()
@@ -183,13 +183,17 @@ class KnownValues:
         with torch.enable_grad():  # also where no_grad() is in force: it may be used again
             return None if leaf is None else leaf.clone()
 
-    def _as_leaf(self, value: int, item: Tensor) -> Tensor:
+    def _own(self, value: int, item: Tensor) -> Tensor:
         """A tensor of this rank; the backward of the loss must not go on into another stage by itself."""
+        if not self.goes_on_alone:
+            return item
         stage = self._program.loss_stage
         elsewhere = stage in self._program.stages and stage != self._program.home_of[value]
-        if not self.goes_on_alone or not elsewhere or not item.requires_grad:
-            return item
-        return _without_way_back(item.detach())
+        if elsewhere and item.requires_grad:
+            return _without_way_back(item.detach())
+        # Another object: what gives it back as it is (x.float()) gives none of the program, as on all ranks.
+        alias: Tensor = torch.ops.aten.alias(item)
+        return alias
 
     def _taken(self, value: int) -> bytes:
         """What the rank that has a value puts up, by itself or with others."""

@@ -130,10 +130,10 @@ class Microbatch:
         return self.tensors.values[crossing.value]
 
     def come_to_backward(self) -> bool:
-        """Goes on with a step function that waits for other ranks; whether it has a backward."""
-        if not self._coroutine.finished and not self.reached_backward:
+        """Goes on with a step function that waits for other ranks; False where it ends without a backward."""
+        if self._waits:
             self._resume(may_wait=True)
-        return self.reached_backward
+        return self.reached_backward or not self._coroutine.finished
 
     def finish(self) -> Returned:
         """Runs what follows ``backward``, and gives back what the step function returned.
@@ -279,6 +279,7 @@ class Microbatch:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         if self._closing:
             raise GreenletExit
+        self._refuse_behind_end()
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
         own = args, kwargs
@@ -316,6 +317,7 @@ class Microbatch:
             if instruction.own_results:
                 result = _copied_out(result, instruction.own_results)
             self._cursor.note_made(result, given, instruction.values)
+            self.model_returned(result)  # to the step function, if that has called it itself
             for place, (owner, key, _) in enumerate(instruction.attributes, start=instruction.num_results):
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             if instruction.leaves and self.program.backward_at is not None:
@@ -344,6 +346,10 @@ class Microbatch:
 
     def model_begins(self) -> None:
         """The step function calls the model."""
+        self._refuse_behind_end()
+
+    def _refuse_behind_end(self) -> None:
+        """Refuses calls of modules behind the end of the program."""
         known = self._known
         if known is not None and (known.goes_on_alone or self._cursor.is_at_end):
             raise UsageError(

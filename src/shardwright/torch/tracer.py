@@ -212,10 +212,12 @@ class Tracer:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
+        self._end_in_step_code()
         self.before_step()
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():
             result = self._unit_call(module, args, kwargs)
         self.after_unit()
+        self.model_returned(result)  # to the step function, if that has called it itself
         return result
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
