@@ -130,8 +130,10 @@ class RollCall:
             PeerTimeoutError: one of them has not come within the timeout.
             PeerLostError: one of them has ended.
         """
-        self._refuse_in_a_child(calls)
-        for begun in [self._begin(call) for call in calls if set(call.ranks) != {self._rank}]:
+        joint = [call for call in calls if set(call.ranks) != {self._rank}]
+        for call in joint:
+            self.refuse_in_a_child(call.where)
+        for begun in [self._begin(call) for call in joint]:
             with self._whereabouts.at(begun.place):
                 if begun.attendance is None:
                     self._finish_on_this_host(begun)
@@ -155,13 +157,20 @@ class RollCall:
         with _store_answers(self._terms(call)):
             return _Begun(call, place, others, attendance, attendance.come())
 
-    def _refuse_in_a_child(self, calls: Sequence[Call]) -> None:
-        """A fork has the connections of its rank: what both say over them would be mixed up."""
-        if os.getpid() != self._process_id and calls:
+    def refuse_in_a_child(self, where: str) -> None:
+        """A fork has the connections of its rank: what both say over them would be mixed up.
+
+        Args:
+            where: a call of several ranks, for the message.
+
+        Raises:
+            UsageError: this is no process of a rank.
+        """
+        if os.getpid() != self._process_id:
             raise UsageError(
-                f"{calls[0].where} is called in process {os.getpid()}, which rank {self._rank} has started "
-                "(a worker of a DataLoader, or of a pool), and only a rank itself can wait for others. Call "
-                "it in the script's own process."
+                f"{where} is called in process {os.getpid()}, which rank {self._rank} has started (a worker "
+                "of a DataLoader, or of a pool), and only a rank itself can talk to others. Call it in the "
+                "script's own process, and give what came of it to the worker."
             )
 
     def _terms(self, call: Call) -> Terms:

@@ -294,6 +294,7 @@ def test_a_process_that_a_rank_has_started_does_not_come_for_it(monkeypatch):
     with pytest.raises(UsageError, match=r"which rank 0 has started .*Call it in the script's own process"):
         ranks.meet(0)
     assert ranks.at[0]._counts == {}
+    ranks.calls[0].meet("save", (0,))  # with nobody else
 
 
 def test_one_rank_keeps_the_turn_where_a_look_takes_long():

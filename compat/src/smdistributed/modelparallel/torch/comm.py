@@ -8,7 +8,6 @@ message is sent when its receiver takes it: both wait for each other::
 """
 
 import io
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +57,6 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     """
     source = _other(src_rank, rank_type, "recv_from")
     rank = current_run().rank
-    _refuse_in_a_child("smp.recv_from()", [rank, source])
     needs = f"smp.recv_from() on rank {rank} needs smp.send() or smp.broadcast() on rank {source}"
     meet_each([_passing("smp.recv_from()", source, rank, needs)])
     return _receive(source)
@@ -83,7 +81,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """
     current = current_run()
     ranks = members(group)
-    _meet("smp.allgather()", ranks)
+    meet("smp.allgather()", ranks)
     under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
     found = [obj if other == current.rank else _receive(other) for other in ranks]
     _wait(under_way)
@@ -92,17 +90,17 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits for all ranks of a group, which call it too."""
-    _meet("smp.barrier()", members(group))
+    meet("smp.barrier()", members(group))
 
 
 def dp_barrier() -> None:
     """Waits for all ranks of this stage."""
-    _meet("smp.dp_barrier()", members(CommGroup.DP_GROUP))
+    meet("smp.dp_barrier()", members(CommGroup.DP_GROUP))
 
 
 def mp_barrier() -> None:
     """Waits for all ranks of this replica."""
-    _meet("smp.mp_barrier()", members(CommGroup.MP_GROUP))
+    meet("smp.mp_barrier()", members(CommGroup.MP_GROUP))
 
 
 def _other(rank: int, rank_type: RankType, call: str) -> int:
@@ -121,16 +119,12 @@ def _other(rank: int, rank_type: RankType, call: str) -> int:
     return ranks[rank]
 
 
-def _meet(where: str, ranks: Sequence[int]) -> None:
-    """Waits for all of these ranks to make the same call."""
-    _refuse_in_a_child(where, ranks)
-    meet(where, ranks)
-
-
 def _give(where: str, obj: Any, others: Sequence[int]) -> None:
     """Sends an object to ranks that take it, each when it comes to that."""
-    rank = current_run().rank
-    _refuse_in_a_child(where, [rank, *others])
+    current = current_run()
+    rank = current.rank
+    if others and current.roll_call is not None:
+        current.roll_call.refuse_in_a_child(where)  # before anything is sent
     under_way = _start(_packed(obj), others)  # before: whoever has met this rank waits for nobody else
     needs = f"{where} on rank {rank} needs smp.recv_from() on rank"
     try:
@@ -150,16 +144,6 @@ def _passing(where: str, source: int, target: int, needs: str) -> Call:
         name=f"an object from rank {source} to rank {target}",
         terms=Terms(needs, _REMEDY),
     )
-
-
-def _refuse_in_a_child(where: str, ranks: Sequence[int]) -> None:
-    """A fork has the connections of its rank: what both send and receive over them would be mixed up."""
-    if len(ranks) > 1 and state.is_in_a_child:
-        raise UsageError(
-            f"{where} was called in process {os.getpid()}, which rank {current_run().rank} has started (a "
-            "worker of a DataLoader, or of a pool), and only a rank itself can talk to others. Call it in "
-            "the script's own process, and give what came of it to the worker."
-        )
 
 
 def _packed(obj: Any) -> Tensor:

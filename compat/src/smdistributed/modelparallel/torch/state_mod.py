@@ -1,6 +1,5 @@
 """The state of a run under the names that scripts look for: ``smp.state``."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +46,6 @@ class State:
         self._objects_group: dist.ProcessGroup | None = None
         self._lost_object = ""
         self._alone: dist.ProcessGroup | None = None
-        self._process_id = os.getpid()
 
     def begin(self, configuration: Configuration, objects_group: dist.ProcessGroup | None) -> None:
         """Takes note of a run.
@@ -64,11 +62,6 @@ class State:
     def initialized(self) -> bool:
         """Whether ``smp.init`` was called."""
         return is_initialized() and self.configuration is not None
-
-    @property
-    def is_in_a_child(self) -> bool:
-        """Whether this is a process that the rank has forked, as workers of a loader or of a pool are."""
-        return os.getpid() != self._process_id
 
     @property
     def cfg(self) -> Settings:
