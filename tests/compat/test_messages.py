@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardwright.errors import UsageError, library_named
+from shardwright.testing import run_ranks
 
 
 def test_the_library_has_the_name_that_the_script_gives_it() -> None:
@@ -16,12 +17,14 @@ def test_the_library_has_the_name_that_the_script_gives_it() -> None:
 
 
 def test_errors_of_a_run_name_smp() -> None:
-    import smdistributed.modelparallel.torch as smp
+    def run() -> None:
+        import smdistributed.modelparallel.torch as smp
 
-    smp.init({"partitions": 1, "run_dir": "off"})
-    try:
+        smp.init({"partitions": 1, "run_dir": "off"})
         step = smp.step(lambda model, x: model(x))
         with pytest.raises(UsageError, match=r"Call smp\.DistributedModel\(model\) before the first step"):
             step(None, torch.ones(2))
-    finally:
         smp.shutdown()
+        assert str(UsageError("sw.step")) == "sw.step"
+
+    run_ranks(run, 1)
