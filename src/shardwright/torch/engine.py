@@ -396,13 +396,20 @@ class PipelineEngine:
         plain = (path, signature_of(part))
         signature = (plain, attributes)
         found = self._programs.find(signature, part)
+        # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
+        reads = isinstance(function, ReadingStep)
+        if reads and self._agreement.on_any(found is None):
+            found = None
         if found is not None:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
         with self._model.replicas.shapes_at_hand():
             self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-            if known is not None and known.signature == plain[1] and known.trace.holds_for(part):
+            is_known = known is not None and known.signature == plain[1] and known.trace.holds_for(part)
+            if reads:
+                is_known = not self._agreement.on_any(not is_known)
+            if known is not None and is_known:
                 trace = known.trace
             else:
                 trace = self._trace(function, part)
