@@ -110,8 +110,8 @@ def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, nu
             by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for gradients in by_type.values():
         packed = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        packed.div_(num_replicas)  # before: large numbers have a mean in float16, and no sum
         dist.all_reduce(packed, group=group)
-        packed.div_(num_replicas)
         parts = torch.split(packed, [gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
