@@ -224,6 +224,16 @@ def changes_what_it_has_read(model: Any, x: Tensor, y: Tensor) -> Any:
     return first, logits.sum().item(), loss
 
 
+def looks_without_gradients_first(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What was used under no_grad() behind a read has its history afterwards."""
+    logits = model(x)
+    with torch.no_grad():
+        most, mean = logits.abs().max().item(), logits.abs().mean().item()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.square().mean() / most
+    model.backward(loss)
+    return loss, most, mean
+
+
 def gives_back_as_it_was(model: Any, x: Tensor, y: Tensor) -> Any:
     """Operations that have nothing to do, behind a read."""
     logits = model(x)
@@ -252,7 +262,7 @@ def calls_a_part_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
     "function",
     [
         *(decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read),
-        *(gives_back_as_it_was, calls_a_part_of_the_model),
+        *(gives_back_as_it_was, calls_a_part_of_the_model, looks_without_gradients_first),
     ],
 )
 def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
@@ -437,6 +447,13 @@ def trains_nothing(model: Any, x: Tensor, y: Tensor) -> Any:
     model.backward(loss)
 
 
+def trains_many_losses(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One for each token: plain PyTorch refuses it."""
+    logits = model(x)
+    if logits.abs().max().item() > 0:
+        model.backward(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"))
+
+
 class Deep(TwoHeads):
     """Gives away what goes on to later stages."""
 
@@ -464,6 +481,7 @@ REFUSED = {
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
     trains_twice: (UsageError, "backward is called a second time"),
     trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
+    trains_many_losses: (UsageError, "Reduce it to one number"),
     trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
 }
 

@@ -192,8 +192,9 @@ class KnownValues:
         if elsewhere and item.requires_grad:
             return _without_way_back(item.detach())
         # Another object: what gives it back as it is (x.float()) gives none of the program, as on all ranks.
-        alias: Tensor = torch.ops.aten.alias(item)
-        return alias
+        with torch.enable_grad():  # also where no_grad() is in force: it may be used again
+            alias: Tensor = torch.ops.aten.alias(item)
+            return alias
 
     def _taken(self, value: int) -> bytes:
         """What the rank that has a value puts up, by itself or with others."""

@@ -403,6 +403,11 @@ class Microbatch:
                 f"{user_line()}: backward is called a second time in one step function. Add the losses and "
                 "call backward once."
             )
+        if gradient is None and loss.numel() != 1:
+            raise UsageError(
+                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for "
+                "example with loss.mean()."
+            )
         if self.program.loss_stage is None:
             raise TraceError(
                 f"{user_line()}: backward is called, but what the model returned does not depend on any "
