@@ -565,6 +565,36 @@ class Meter:
     values: tuple[float, ...] = ()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+def test_sums_and_counts_are_those_of_a_plain_loop(kind: str, trains: bool) -> None:
+    """A microbatch was left at its first read, so that others added to the same total meanwhile."""
+
+    def run() -> None:
+        meter, seen, count = Meter(), [], [0]
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            loss = loss_of(model, x, y)
+            number = count[0]
+            meter.total += loss.item()
+            meter.values = (*meter.values, float(loss.detach()))
+            seen.append(number)
+            count[0] = number + 1
+            if trains:
+                model.backward(loss)
+            return loss
+
+        stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+        settings = {"pipeline_parallel_degree": 2, "pipeline": kind, **stages}
+        results = outcome(step, trains=trains, **settings)[0]
+        losses = [each for step in results for each in step]
+        assert list(meter.values) == losses
+        assert meter.total == pytest.approx(sum(losses))
+        assert seen == list(range(2 * MICROBATCHES))
+
+    run_ranks(run, 2)
+
+
 def test_what_a_step_leaves_elsewhere_is_none_of_its_trace() -> None:
     def run() -> Any:
         meter = Meter()

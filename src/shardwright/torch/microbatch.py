@@ -32,7 +32,7 @@ from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import in_step_code, reads_values
-from shardwright.torch.tree import flatten, map_tree
+from shardwright.torch.tree import flatten, leaves, map_tree
 from shardwright.torch.unforeseen_changes import refusing_changes
 
 __all__ = ["Microbatch"]
@@ -317,7 +317,7 @@ class Microbatch:
             if instruction.own_results:
                 result = _copied_out(result, instruction.own_results)
             self._cursor.note_made(result, given, instruction.values)
-            self.model_returned(result)  # to the step function, if that has called it itself
+            self._note_seen(result)  # by the step function, if that has called it itself
             for place, (owner, key, _) in enumerate(instruction.attributes, start=instruction.num_results):
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             if instruction.leaves and self.program.backward_at is not None:
@@ -359,7 +359,19 @@ class Microbatch:
             )
 
     def model_returned(self, result: Any) -> None:
-        """Takes note of what the step function gets to see."""
+        """Takes note of what the step function gets to see; leaves it here where it will have to wait.
+
+        Not in the middle of what follows: ``total += loss.item()`` would add to a total of before, if another
+        microbatch came in between.
+        """
+        self._note_seen(result)
+        if self._known is None or not self.program.ends or not in_step_code():
+            return
+        waits = any(isinstance(item, DeferredTensor) for item in leaves(result))
+        if waits and not self._cursor.has_work_here:
+            self._wait_for_others()
+
+    def _note_seen(self, result: Any) -> None:
         if self._known is not None and in_step_code():
             self._known.note(result)
 
