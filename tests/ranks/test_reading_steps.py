@@ -2,6 +2,7 @@
 
 import operator
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -234,6 +235,17 @@ def looks_without_gradients_first(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, most, mean
 
 
+def changes_under_two_names(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A view, made before its base is changed."""
+    logits = model(x).clone()
+    shift = logits[:, :-1]
+    logits.div_(2.0)
+    loss = F.cross_entropy(shift.flatten(0, 1), y[:, 1:].flatten())
+    first = loss.item()
+    model.backward(loss)
+    return loss, first
+
+
 def gives_back_as_it_was(model: Any, x: Tensor, y: Tensor) -> Any:
     """Operations that have nothing to do, behind a read."""
     logits = model(x)
@@ -263,6 +275,7 @@ def calls_a_part_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
     [
         *(decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read),
         *(gives_back_as_it_was, calls_a_part_of_the_model, looks_without_gradients_first),
+        changes_under_two_names,
     ],
 )
 def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
@@ -361,6 +374,48 @@ def test_one_rank_may_read_alone(rank: int, every: int) -> None:
     assert not [line for line in found[1 - rank][1].splitlines() if "alone" in line]
 
 
+def decides_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A condition that the trace did not come by."""
+    calls[0] += 1
+    loss = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and loss > 16:
+        loss = loss.log()
+    model.backward(loss)
+    return loss
+
+
+def test_a_condition_may_come_in_later_calls_alone() -> None:
+    def run() -> Any:
+        calls[0] = 0
+        return outcome(decides_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+    assert all(each > 10 for each in one[0])
+    assert any(each < 4 for each in one[2])
+
+
+def one_reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One rank alone, by a function that does not look like it, in later calls."""
+    import shardwright.torch as sw
+
+    calls[0] += 1
+    loss = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+        value_of(loss)
+    model.backward(loss)
+    return loss
+
+
+def test_a_read_that_nobody_could_foresee_is_refused_and_not_waited_for() -> None:
+    def run() -> None:
+        calls[0] = 0
+        outcome(one_reads_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")
+
+    with pytest.raises(RanksFailedError, match=r"TraceMismatchError: (?s:.*)ended without coming by"):
+        run_ranks(run, 2, timeout_s=30)
+
+
 value_of = operator.methodcaller("item")  # a name that tells nothing
 
 
@@ -400,9 +455,10 @@ def alone_with_much(model: Any, x: Tensor, y: Tensor) -> Any:
     import shardwright.torch as sw
 
     logits = model(x.repeat(1, 100))
+    mean = logits.mean()
     if sw.rank() == 0:
         print(logits.tolist()[0])
-    return logits.mean()
+    return mean
 
 
 def calls_the_model_again(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -447,6 +503,24 @@ def trains_nothing(model: Any, x: Tensor, y: Tensor) -> Any:
     model.backward(loss)
 
 
+def changes_a_view_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Only the rank that has made both would see it in both."""
+    logits = model(x)
+    first = logits.detach()
+    most = logits.abs().max().item()
+    first.div_(most)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+
+
+def draws_in_python(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read, each rank its own number."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss * random.random()
+    model.backward(loss)
+
+
 def trains_many_losses(model: Any, x: Tensor, y: Tensor) -> Any:
     """One for each token: plain PyTorch refuses it."""
     logits = model(x)
@@ -477,10 +551,12 @@ def trains_an_early_output(model: Any, x: Tensor, y: Tensor) -> Any:
 REFUSED = {
     alone_with_much: (TraceMismatchError, "Use large tensors on all ranks, or on none"),
     calls_the_model_again: (UsageError, "the model is called again behind"),
-    draws_behind_a_read: (TraceMismatchError, "random"),
+    draws_behind_a_read: (TraceMismatchError, "draws random numbers behind"),
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
     trains_twice: (UsageError, "backward is called a second time"),
     trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
+    changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),
+    draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
     trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
 }

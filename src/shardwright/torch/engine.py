@@ -26,7 +26,7 @@ from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
 from shardwright.torch.distributions import distributions_unchecked
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
-from shardwright.torch.exchange import Returned, exchange_outputs
+from shardwright.torch.exchange import Returned, exchange_outputs, refuse_other_paths
 from shardwright.torch.executor import Executor
 from shardwright.torch.glue import batch_running, intercept_calls
 from shardwright.torch.glue_buffers import GlueBuffers
@@ -218,6 +218,7 @@ class PipelineEngine:
                 watch_memory=context.reporter is not None and context.reporter.draws_next_step,
                 board=self._board_for(function),
             )
+        refuse_other_paths(context, returned, programs)
         train = any(each.trains for each in returned)
         if buffers is not None:
             assert context.pipeline_group is not None

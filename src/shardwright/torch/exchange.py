@@ -16,7 +16,7 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.program import Program
 from shardwright.torch.tree import flatten
 
-__all__ = ["Returned", "exchange_outputs"]
+__all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,8 @@ def exchange_outputs(
 
     Returns:
         The results with all tensors in place, without autograd history; and the loss of each microbatch.
-
-    Raises:
-        TraceMismatchError: ranks of the replica have computed other things in this step.
     """
     assert context.replica is not None
-    _refuse_other_paths(context, returned, programs)
     flat = [flatten(each.result) for each in returned]
     for owner in range(context.mesh.pipeline):
         places = _places(returned, programs, owner)
@@ -98,8 +94,14 @@ def _detach(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
 
 
-def _refuse_other_paths(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> None:
-    """Refuses what ranks have computed if it was not the same microbatches, each by the same graph."""
+def refuse_other_paths(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> None:
+    """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
+
+    Collective over the replica; to be called before anything else that depends on what was computed.
+
+    Raises:
+        TraceMismatchError: ranks of the replica have computed other things in this step.
+    """
     assert context.replica is not None
     paths = [
         (program.fingerprint, each.alone, each.trains, each.values)

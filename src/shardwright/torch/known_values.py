@@ -12,7 +12,8 @@ Small tensors are put up where the program ends, whether anybody asks or not: so
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.comm.value_board import ValueBoard
-from shardwright.errors import DeferredReadError, ShardwrightError, TraceMismatchError
+from shardwright.errors import ShardwrightError, TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.program import Program
@@ -47,7 +48,6 @@ class KnownValues:
 
     Attributes:
         goes_on_alone: the program has ended for this microbatch: every rank runs what follows.
-        has_read: a value was read.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class KnownValues:
         device: torch.device,
     ):
         self.goes_on_alone = False
-        self.has_read = False
         self._index = index
         self._program = program
         self._cursor = cursor
@@ -88,15 +87,14 @@ class KnownValues:
 
     def note(self, result: Any) -> None:
         """Takes note of what code of the step function gets to see."""
-        if self._program.ends:
-            for item in leaves(result):
-                value = self.value_of(item)
-                if value is None or isinstance(item, DeferredTensor):
-                    continue
-                self._owns_any = True
-                if self._is_small(value):
-                    self._small[value] = item
-                    self._in_bundle.add(value)
+        for item in leaves(result):
+            value = self.value_of(item)
+            if value is None or isinstance(item, DeferredTensor):
+                continue
+            self._owns_any = True
+            if self._program.ends and self._is_small(value):
+                self._small[value] = item
+                self._in_bundle.add(value)
 
     def pass_backward(self) -> None:
         """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
@@ -125,23 +123,18 @@ class KnownValues:
 
     # ---- what others made ----
 
-    def read(self, item: Any) -> Any:
-        """The same tensor with its values; anything else as it is."""
-        self.has_read |= isinstance(item, Tensor)
-        return self.here(item)
-
     def here(self, item: Any) -> Any:
         """The same tensor as this rank computes with it; anything else as it is.
 
         Raises:
-            TraceMismatchError: other ranks know more of it than can be told.
+            TraceMismatchError: it is a parameter, or a tensor that ranks have changed each in its own way.
         """
         value = self.value_of(item)
         if value is None:
             self._cursor.refuse_placed(item)
             return item
         if value in self._program.displaced:
-            raise DeferredReadError(
+            raise TraceMismatchError(
                 f"{user_line()}: a tensor that one stage has made and another changed in place is used by "
                 "the step function, behind a value that was read. Use a clone() of it, made before."
             )
@@ -152,6 +145,27 @@ class KnownValues:
             self._known[value] = found
         return self._known[value]
 
+    @contextmanager
+    def refusing_changes(self) -> Iterator[None]:
+        """Refuses a change in place of what has other names: other ranks have a copy for each of them.
+
+        Raises:
+            TraceMismatchError: there was one.
+        """
+        shared = [
+            (tensor, tensor._version)
+            for value, tensor in self._known.items()
+            if value in self._program.in_shared_memory
+        ]
+        yield
+        if any(tensor._version != version for tensor, version in shared):
+            raise TraceMismatchError(
+                f"{user_line()}: a tensor is changed in place that shares memory with another one which the "
+                "step function has (a view of it, or detach()), behind a value that was read, or to be read. "
+                "Only the rank that has made them would change both. Write x = x + y in place of x += y, or "
+                "change a clone()."
+            )
+
     def returned(self, item: Any) -> Any:
         """What the step function returns, as far as this rank knows it."""
         value = self.value_of(item)
@@ -160,6 +174,7 @@ class KnownValues:
     def _find(self, value: int, item: Tensor) -> Tensor:
         leaf = self._received(value) if self.goes_on_alone else None
         if not isinstance(item, DeferredTensor):
+            self._put_up()  # others may read it now, and units may change it later
             if value not in self._in_bundle:
                 self._board.put(self._key(value), _bytes(item))
                 self._turns[value] = self._turns.get(value, 0) + 1
@@ -193,6 +208,8 @@ class KnownValues:
             return _without_way_back(item.detach())
         # Another object: what gives it back as it is (x.float()) gives none of the program, as on all ranks.
         with torch.enable_grad():  # also where no_grad() is in force: it may be used again
+            if value in self._tensors.values:  # what is sent must stay as it is
+                return item.clone()
             alias: Tensor = torch.ops.aten.alias(item)
             return alias
 

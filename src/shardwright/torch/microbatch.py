@@ -29,6 +29,7 @@ from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
+from shardwright.torch.python_random import get_python_mark
 from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import in_step_code, reads_values
@@ -100,6 +101,7 @@ class Microbatch:
         self._known: KnownValues | None = None
         self._waits = self._may_wait = False
         self._given_loss: Tensor | None = None
+        self._python_state: Any = None  # of the random numbers of Python, where every rank goes on
         if board is not None:
             self._known = KnownValues(
                 index, program, self._cursor, self.tensors, board, self._wait_for_others, device
@@ -165,9 +167,14 @@ class Microbatch:
 
     def _resume(self, *, may_wait: bool = False) -> None:
         self._may_wait = may_wait
+        known = self._known
+        if known is not None and known.goes_on_alone:
+            self._python_state = get_python_mark()
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
         with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()
+        if known is not None and known.goes_on_alone and get_python_mark() != self._python_state:
+            self._cursor.refuse_draws()
         if self.reached_backward and self._attributes is not None:
             self._attributes.backward_reached(self.index)
 
@@ -231,18 +238,17 @@ class Microbatch:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         known = self._known if in_step_code() else None
         if known is not None:
-            reads = reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs)
-            if reads and not known.goes_on_alone:
-                args, kwargs = map_tree(known.read, (args, kwargs))
-                return func(*args, **kwargs)
             if not known.goes_on_alone and self._cursor.is_at_end:
                 self._end_program()
             if known.goes_on_alone:
                 return self._operate_alone(func, args, kwargs)
+            if reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs):
+                args, kwargs = map_tree(known.here, (args, kwargs))
+                return func(*args, **kwargs)
         try:
             instruction = self._cursor.operation(func, args, kwargs)
         except TraceMismatchError:
-            if known is None or not known.has_read:
+            if known is None or self._cursor.has_units_left:
                 raise
             self._end_program()
             return self._operate_alone(func, args, kwargs)
@@ -273,7 +279,9 @@ class Microbatch:
         """Executes an operation that is no part of the program, as every rank does."""
         assert self._known is not None
         args, kwargs = map_tree(self._known.here, (args, kwargs))
-        return self._cursor.run_unknown(func, args, kwargs)
+        generators = [item for item in flatten((args, kwargs))[0] if isinstance(item, torch.Generator)]
+        with self._known.refusing_changes():
+            return self._cursor.run_behind_end(func, args, kwargs, generators)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
@@ -389,20 +397,21 @@ class Microbatch:
         assert self._known is not None
         for instruction in self._cursor.rest:
             if isinstance(instruction.func, nn.Module):
-                self._cursor.mismatch("something else")
+                self._cursor.mismatch("nothing more")
             if instruction.place is Place.HERE:
                 if instruction.stage != self.stage:
                     self._enter(instruction.stage)
                 for _, value in instruction.flow.cuts:
                     self.tensors.leaf(value, instruction.stage)
         self._known.end_program()
+        self._python_state = get_python_mark()
 
     def _goes_on_alone_to_backward(self) -> bool:
         """Whether ``backward`` is called by what every rank runs; the program has ended then."""
         known = self._known if in_step_code() else None
         if known is None:
             return False
-        off_path = known.has_read and not self._cursor.is_at_backward
+        off_path = not self._cursor.is_at_backward and not self._cursor.has_units_left
         if not known.goes_on_alone and (self._cursor.is_at_end or off_path):
             self._end_program()
         return known.goes_on_alone
@@ -451,7 +460,8 @@ class Microbatch:
             raise
         known = self._known
         if known is not None:
-            if not known.goes_on_alone and (self._cursor.is_at_end or (known.has_read and self._cursor.rest)):
+            comes_early = not self._cursor.is_through and not self._cursor.has_units_left
+            if not known.goes_on_alone and (self._cursor.is_at_end or comes_early):
                 self._end_program()
             known.pass_backward()
             if known.goes_on_alone:

@@ -79,6 +79,7 @@ class Program:
         rank: the pipeline rank of this program.
         ends: the step function goes on behind the last instruction; every rank runs that (see `step_code`).
         displaced: values whose tensor is not in the user's variables, as their stand-ins name them.
+        in_shared_memory: values that the step function sees and that share memory, as stand-ins name them.
     """
 
     instructions: list[Instruction]
@@ -110,6 +111,7 @@ class Program:
     rank: int
     ends: bool
     displaced: frozenset[int | None]
+    in_shared_memory: frozenset[int | None]
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
     as_planned: bool = True
 
@@ -213,6 +215,7 @@ def build_program(
         rank=rank,
         ends=trace.ends,
         displaced=frozenset(trace.stand_ins[value] for value in dataflow.displaced),
+        in_shared_memory=_in_shared_memory(trace),
         repeated_buffers=trace.repeated_buffers,
     )
 
@@ -223,6 +226,15 @@ def _changes_free_tensors(trace: Trace) -> bool:
     return bool(trace.initial or any(graph.parameters[name].is_buffer for name in read)) or any(
         change.before is None for step in trace.steps for change in (*step.changes, *step.bases)
     )
+
+
+def _in_shared_memory(trace: Trace) -> frozenset[int | None]:
+    """Of values that may be used behind the end of a program, those that are other names of others."""
+    seen = trace.graph.outputs if trace.ends else range(len(trace.graph.values))
+    names: dict[int, set[int | None]] = {}
+    for value in seen:
+        names.setdefault(trace.memory[value], set()).add(trace.stand_ins[value])
+    return frozenset(name for group in names.values() if len(group) > 1 for name in group)
 
 
 def _read_in(trace: Trace, pauses: Sequence[int]) -> dict[tuple[int, str], int]:

@@ -13,7 +13,7 @@ So a table may be computed once and kept: in an attribute, a buffer, a dictionar
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -117,9 +117,42 @@ class ProgramCursor:
         return self._program.instructions[position].func is assumed_loss
 
     @property
+    def is_through(self) -> bool:
+        """Whether the program has nothing left that must be called."""
+        backward_left = self._program.backward_at is not None and not self._behind_backward
+        return not backward_left and self._behind_free() == len(self._program.instructions)
+
+    @property
     def is_at_backward(self) -> bool:
         """Whether the program calls ``backward`` next."""
         return not self._behind_backward and self._behind_free() == self._program.backward_at
+
+    @property
+    def has_units_left(self) -> bool:
+        """Whether the program calls units that have not been called."""
+        return any(isinstance(each.func, nn.Module) for each in self.rest)
+
+    def run_behind_end(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        generators: Sequence[torch.Generator],
+    ) -> Any:
+        """Runs an operation behind the end of the program, as every rank does: it may draw nothing."""
+        before = get_state(self._device, tuple(generators))
+        result = func(*args, **kwargs)
+        if not same_state(get_state(self._device, tuple(generators)), before):
+            self.refuse_draws()
+        return result
+
+    def refuse_draws(self) -> NoReturn:
+        """Refuses random numbers behind the end of a program: ranks would draw different ones."""
+        raise TraceMismatchError(
+            f"{user_line()}: the step function draws random numbers behind backward(), or behind a value "
+            "that it has read, where ranks would draw different ones. Draw before anything is read, or "
+            "before the step function, and pass them to it."
+        )
 
     def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a free operation that the trace does not have: it may not take random numbers.

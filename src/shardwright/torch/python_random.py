@@ -20,6 +20,7 @@ from torch import Tensor
 __all__ = [
     "DrawsOfPython",
     "PythonState",
+    "get_python_mark",
     "get_python_state",
     "python_random_kept",
     "set_python_state",
@@ -46,11 +47,11 @@ class DrawsOfPython:
         self.places: list[float] = []
         self.in_units = False
         self._position = position
-        self._last = _mark()
+        self._last = get_python_mark()
 
     def look(self) -> None:
         """To be called before every step, and at the end."""
-        now = _mark()
+        now = get_python_mark()
         if now != self._last:
             self.places.append(self._position())
             self._last = now
@@ -61,7 +62,7 @@ class DrawsOfPython:
         try:
             yield
         finally:
-            now = _mark()
+            now = get_python_mark()
             self.in_units = self.in_units or now != self._last
             self._last = now
 
@@ -105,7 +106,7 @@ def state_from_tensor(state: Tensor) -> None:
     np.random.set_state((kind, new, int(position), int(has_cached), cached))
 
 
-def _mark() -> tuple[Any, ...]:
-    """Equal as long as nothing is drawn."""
+def get_python_mark() -> tuple[Any, ...]:
+    """What is equal as long as nothing is drawn."""
     python, (_, keys, *rest) = get_python_state()
     return python, keys.tobytes(), *rest

@@ -39,7 +39,7 @@ from shardwright.torch.step_code import TraceEnds, assumed_loss, in_step_code, r
 from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
-from shardwright.torch.traced_call import TracedCall, is_opaque
+from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.traced_draws import TracedDraws
 from shardwright.torch.traced_execution import TracedExecution
 from shardwright.torch.traced_values import TracedValues
@@ -95,6 +95,7 @@ class Tracer:
         self.changed_at = math.inf
         self._may_read = may_read
         self._seen_by_step: list[Tensor] = []
+        self._places: dict[int, float] = {}  # of the nodes that code of a `ReadingStep` makes
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
@@ -203,8 +204,9 @@ class Tracer:
             random=outcome.cost.random,
             line=line,
         )
-        if in_step_code() and call.changed(outcome):
-            self.changed_at = min(self.changed_at, self.place)
+        if in_step_code():
+            self._note_changes(call, outcome)
+            self._places[self._recorder.num_nodes] = self.place
         result = self._recorder.record(node, call, outcome)
         if in_step_code():
             self._note_seen(result)
@@ -318,6 +320,16 @@ class Tracer:
             self.end = min(self.end, self.place)
         if self.place >= self.end:
             raise TraceEnds
+
+    def _note_changes(self, call: TracedCall, outcome: Outcome) -> None:
+        """A `ReadingStep` changes tensors in place, or makes other names of what it will change."""
+        changed = call.changed(outcome)
+        if changed:
+            self.changed_at = min(self.changed_at, self.place)
+        for value in (value for position, value in call.reads if position in changed):
+            _, *views = self._values.in_memory(self._values.memory_of(value))
+            made = (self._places.get(self._values[view].producer, math.inf) for view in views)
+            self.changed_at = min(self.changed_at, *made, math.inf)
 
     def step_returned(self) -> None:
         """The step function has come to its own end."""
