@@ -332,6 +332,7 @@ def some_rank_reads(rank: int, every: int) -> Callable[..., Any]:
         model.backward(loss)
         if sw.rank() == rank:
             print(f"behind: {loss.item():.6f}")
+            print("tensor:", loss.detach())
         return loss
 
     return step
@@ -368,6 +369,9 @@ def test_one_rank_may_read_alone(rank: int, every: int) -> None:
     lines = text.splitlines()
     behind = [line.split()[1] for line in lines if line.startswith("behind")]
     assert behind == losses
+    # Not one more for the trace, which ends between its words.
+    assert len([line for line in lines if line.startswith("tensor: tensor(")]) == text.count("tensor:")
+    assert text.count("tensor:") == len(losses)
     alone = [line.split()[1] for line in lines if line.startswith("alone")]
     assert len(alone) >= len(losses) // every - 1
     assert set(alone) <= set(losses)
