@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sharded import QUIET, Net, batches, loss_of
+from sharded import QUIET, VOCABULARY, Net, batches, loss_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import TraceError, TraceMismatchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -451,6 +452,89 @@ def test_values_may_be_read_in_later_calls_alone() -> None:
     assert any(each < 4 for each in one[2])
 
 
+class Parts(nn.Module):
+    """Modules that a step function may call one by one; some of them, and the glue, change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.body = nn.ModuleList(Residual() for _ in range(6))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for part in self.body:
+            hidden = F.relu_(part(hidden) + 0.1)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Residual(nn.Module):
+    """Has units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.relu(self.linear(x))
+
+
+def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What no trace could foresee, in the middle of the model."""
+    calls[0] += 1
+    reads, total = calls[0] > MICROBATCHES + 2, 0.0
+    hidden = model.module.embedding(x)
+    for part in model.module.body:
+        hidden = part(hidden)
+        size = hidden.sum()
+        if reads:
+            total += value_of(size)
+    loss = F.cross_entropy(model.module.head(hidden).flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, total
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_values_may_be_read_between_parts_of_the_model(kind: str, ranks: int) -> None:
+    """A rank in the middle sent what it had not computed, because it waited for a value of an earlier one."""
+    stages = {"virtual_stages": 2} if kind != "1f1b" else {}
+    same_as_on_one_rank(reads_between_parts_later, model=Parts, ranks=ranks, pipeline=kind, **stages)
+
+
+def calls_what_is_inside(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The user's own module, whose code is none of the step function."""
+    loss = F.cross_entropy(model.module(x).flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, loss.item()
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_the_module_inside_may_be_called_itself(kind: str) -> None:
+    """A change in place inside it ended the trace."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(calls_what_is_inside, model=Parts, pipeline=kind, **stages)
+
+
+def recomputes_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What an early stage has made."""
+    out = model(x)
+    factor = out["logits"].sum().item()
+    early = checkpoint(lambda tensor: tensor.sin() * factor, out["early"], use_reentrant=False)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten()) + early.mean()
+    model.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_what_is_recomputed_behind_a_read(kind: str) -> None:
+    """The backward got stand-ins for tensors of other ranks."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(recomputes_behind_a_read, model=TwoHeads, pipeline=kind, **stages)
+
+
 # ---- what cannot be ----
 
 
@@ -543,6 +627,32 @@ class Deep(TwoHeads):
         return {"early": early, "late": late}
 
 
+def calls_the_model_behind_backward(model: Any, x: Tensor, y: Tensor) -> Any:
+    """And may read."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    with torch.no_grad():
+        return loss, model(x).sum(), int(x[0, 0])
+
+
+def asks_for_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a tensor that was made before the read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss.item() > 0:
+        loss = loss + torch.autograd.grad(loss, logits, retain_graph=True)[0].norm()
+    model.backward(loss)
+
+
+def retains_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a tensor that was made before the read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss.item() > 0:
+        logits.retain_grad()
+    model.backward(loss)
+
+
 def trains_an_early_output(model: Any, x: Tensor, y: Tensor) -> Any:
     """Whose gradient would have to go to its stage by a way that is not there."""
     out = model(x)
@@ -562,6 +672,9 @@ REFUSED = {
     changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),
     draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
+    calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
+    asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
+    retains_a_gradient: (TraceMismatchError, r"retain_grad\(\) is called behind a value"),
     trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
 from shardwright.torch.materialise import Materialiser
+from shardwright.torch.model_calls import model_calls_marked
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.padded_encoder import padded_encoders
 from shardwright.torch.placement import (
@@ -119,6 +121,7 @@ class PipelineEngine:
             generators_saved_in_turn(),
             padded_encoders(),
             distributions_unchecked(),
+            model_calls_marked() if isinstance(function, ReadingStep) else nullcontext(),
         ):
             try:
                 return self._run(function, arguments, splitter)

@@ -28,14 +28,14 @@ class Returned:
         values: (position among its leaves, value) of what only one rank has.
         loss_at: position of what was given to ``backward``; None if that was not returned.
         trains: it has called ``backward``.
-        alone: it went on behind the end of its program.
+        behind_end: it went on behind the end of its program.
     """
 
     result: Any
     values: tuple[tuple[int, int], ...]
     loss_at: int | None
     trains: bool
-    alone: bool = False
+    behind_end: bool = False
 
 
 def exchange_outputs(
@@ -104,7 +104,7 @@ def refuse_other_paths(context: Context, returned: Sequence[Returned], programs:
     """
     assert context.replica is not None
     paths = [
-        (program.fingerprint, each.alone, each.trains, each.values)
+        (program.fingerprint, each.behind_end, each.trains, each.values)
         for program, each in zip(programs, returned, strict=True)
     ]
     mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)

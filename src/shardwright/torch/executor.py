@@ -279,7 +279,8 @@ class Executor:
         if not split and self._on_backward:
             self._on_backward(stage, begins=True, last=last)
         if roots:
-            again = microbatch.running_again(stage) if program.recomputes else nullcontext()
+            recomputes = program.recomputes or microbatch.is_behind_end
+            again = microbatch.running_again(stage) if recomputes else nullcontext()
             with again, microbatch.as_left(stage):
                 if split:
                     with put_off_weights(root.grad_fn for root in roots) as work:

@@ -41,6 +41,7 @@ __all__ = [
     "batch_is_running",
     "batch_running",
     "call_without_hooks",
+    "has_units_inside",
     "intercept_calls",
     "plain_torch",
     "refuse_inside_step",
@@ -65,11 +66,11 @@ class Handler(Protocol):
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None: ...
 
     def model_begins(self) -> None:
-        """The step function calls the wrapped model."""
+        """A `ReadingStep` calls the wrapped model, or a part of it that has units inside."""
         ...
 
     def model_returned(self, result: Any) -> None:
-        """The wrapped model has returned this to the step function."""
+        """It has returned this to the step function."""
         ...
 
 
@@ -331,6 +332,11 @@ def intercept_calls(module: nn.Module) -> None:
         namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
         _INTERCEPTED[user_class] = type(user_class.__name__, (_UnitCall, user_class), namespace)
     module.__class__ = _INTERCEPTED[user_class]
+
+
+def has_units_inside(module: nn.Module) -> bool:
+    """Whether calls of modules inside this one go through the active handler."""
+    return any(inside in _UNITS for inside in module.modules() if inside is not module)
 
 
 def restore_calls(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import ShardwrightError, TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
+from shardwright.torch.glue import plain_torch
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
@@ -47,7 +48,7 @@ class KnownValues:
         device: where this rank computes.
 
     Attributes:
-        goes_on_alone: the program has ended for this microbatch: every rank runs what follows.
+        is_behind_end: the program has ended for this microbatch: every rank runs what follows.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class KnownValues:
         wait: Callable[[], None],
         device: torch.device,
     ):
-        self.goes_on_alone = False
+        self.is_behind_end = False
         self._index = index
         self._program = program
         self._cursor = cursor
@@ -113,7 +114,7 @@ class KnownValues:
     def end_program(self) -> None:
         """What follows runs on every rank."""
         self._put_up()
-        self.goes_on_alone = True
+        self.is_behind_end = True
 
     def value_of(self, item: Any) -> int | None:
         """The value that a tensor stands for, or that it is on the rank that made it; None for others."""
@@ -140,10 +141,26 @@ class KnownValues:
             )
         if value not in self._known:
             found = self._find(value, item)
-            if not self.goes_on_alone:
+            if not self.is_behind_end:
                 return found  # it may be changed before it is read again
             self._known[value] = found
         return self._known[value]
+
+    def refuse_history(self, name: str, arguments: Any) -> None:
+        """Refuses a call that needs the history of a tensor that stages have made.
+
+        Args:
+            name: of what is called.
+            arguments: with tensors among them.
+
+        Raises:
+            TraceMismatchError: one of them is such a tensor.
+        """
+        if any(self.value_of(item) is not None for item in leaves(arguments)):
+            raise TraceMismatchError(
+                f"{user_line()}: {name} is called behind a value that the step function has read, for a "
+                "tensor whose autograd history only one rank has. Call it before anything is read."
+            )
 
     @contextmanager
     def refusing_changes(self) -> Iterator[None]:
@@ -172,7 +189,7 @@ class KnownValues:
         return item if value is None else self._known.get(value, item)
 
     def _find(self, value: int, item: Tensor) -> Tensor:
-        leaf = self._received(value) if self.goes_on_alone else None
+        leaf = self._received(value) if self.is_behind_end else None
         if not isinstance(item, DeferredTensor):
             self._put_up()  # others may read it now, and units may change it later
             if value not in self._in_bundle:
@@ -200,7 +217,7 @@ class KnownValues:
 
     def _own(self, value: int, item: Tensor) -> Tensor:
         """A tensor of this rank; the backward of the loss must not go on into another stage by itself."""
-        if not self.goes_on_alone:
+        if not self.is_behind_end:
             return item
         stage = self._program.loss_stage
         elsewhere = stage in self._program.stages and stage != self._program.home_of[value]
@@ -311,7 +328,7 @@ class _WithoutWayBack(torch.autograd.Function):
 
 
 def _without_way_back(tensor: Tensor) -> Tensor:
-    with torch.enable_grad():
+    with torch.enable_grad(), plain_torch():
         made: Tensor = _WithoutWayBack.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
         return made
 

@@ -115,8 +115,8 @@ class Microbatch:
             return
         if self._waits:
             self.stage = stage
-            if self._cursor.has_work_here:
-                self._resume(may_wait=True)
+            if self._cursor.has_work(stage):
+                self._resume()
             return
         if self.waiting_for is not None and self.waiting_for != stage:
             return  # the stage has nothing to compute
@@ -126,7 +126,7 @@ class Microbatch:
     def to_send(self, crossing: Crossing) -> Tensor:
         """A value for another stage; zeros where the step function has left its program before."""
         tensor = self.tensors.values.get(crossing.value)
-        if tensor is None and self._known is not None and self._known.goes_on_alone:
+        if tensor is None and self.is_behind_end:
             spec = crossing.spec
             return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
         return self.tensors.values[crossing.value]
@@ -151,7 +151,7 @@ class Microbatch:
 
     def _returned(self, result: Any) -> Returned:
         known = self._known
-        if known is None or not known.goes_on_alone:
+        if known is None or not known.is_behind_end:
             values = self.program.result_values
             loss_at = next((place for place, value in values if value == self.program.loss), None)
             return Returned(self.tensors.in_result(result), values, loss_at, self.reached_backward)
@@ -162,18 +162,17 @@ class Microbatch:
             values=tuple((place, value) for place, value in valued if value is not None),
             loss_at=next((place for place, item in enumerate(items) if item is self._given_loss), None),
             trains=self.reached_backward,
-            alone=True,
+            behind_end=True,
         )
 
     def _resume(self, *, may_wait: bool = False) -> None:
         self._may_wait = may_wait
-        known = self._known
-        if known is not None and known.goes_on_alone:
+        if self.is_behind_end:
             self._python_state = get_python_mark()
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
         with own, nullcontext() if self._hooks is None else self._hooks.in_force():
             self._coroutine.resume()
-        if known is not None and known.goes_on_alone and get_python_mark() != self._python_state:
+        if self.is_behind_end and get_python_mark() != self._python_state:
             self._cursor.refuse_draws()
         if self.reached_backward and self._attributes is not None:
             self._attributes.backward_reached(self.index)
@@ -186,6 +185,8 @@ class Microbatch:
             if not isinstance(item, DeferredTensor):
                 return item
             leaf = self.tensors.leaves.get((item.value, stage))
+            if leaf is None and self._known is not None:
+                return self._known.returned(item)
             return item if leaf is None else leaf
 
         with Realised(realise):
@@ -238,20 +239,17 @@ class Microbatch:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         known = self._known if in_step_code() else None
         if known is not None:
-            if not known.goes_on_alone and self._cursor.is_at_end:
-                self._end_program()
-            if known.goes_on_alone:
-                return self._operate_alone(func, args, kwargs)
+            if self._leaves_program():
+                return self._operate_behind_end(func, args, kwargs)
             if reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs):
                 args, kwargs = map_tree(known.here, (args, kwargs))
                 return func(*args, **kwargs)
         try:
             instruction = self._cursor.operation(func, args, kwargs)
         except TraceMismatchError:
-            if known is None or self._cursor.has_units_left:
+            if known is None or not self._leaves_program(on_path=False):
                 raise
-            self._end_program()
-            return self._operate_alone(func, args, kwargs)
+            return self._operate_behind_end(func, args, kwargs)
         if instruction is None:
             return self._cursor.run_unknown(func, args, kwargs)
         position = self._cursor.position
@@ -275,9 +273,13 @@ class Microbatch:
             known.note(result)
         return self.tensors.keep(instruction, result, args, kwargs, copied)
 
-    def _operate_alone(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operate_behind_end(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Executes an operation that is no part of the program, as every rank does."""
         assert self._known is not None
+        if func in _NEED_HISTORY:
+            self._known.refuse_history(name_of_call(func), (args, kwargs))
         args, kwargs = map_tree(self._known.here, (args, kwargs))
         generators = [item for item in flatten((args, kwargs))[0] if isinstance(item, torch.Generator)]
         with self._known.refusing_changes():
@@ -338,8 +340,8 @@ class Microbatch:
         if self._closing:
             raise GreenletExit
         self._given_loss = loss
-        if self._goes_on_alone_to_backward():
-            loss, gradient = self._loss_made_alone(loss, gradient)
+        if in_step_code() and self._leaves_program(on_path=self._cursor.is_at_backward):
+            loss, gradient = self._loss_behind_end(loss, gradient)
         else:
             self._cursor.backward()
             self._compare(loss, self.program.loss, "the loss")
@@ -358,13 +360,20 @@ class Microbatch:
 
     def _refuse_behind_end(self) -> None:
         """Refuses calls of modules behind the end of the program."""
-        known = self._known
-        if known is not None and (known.goes_on_alone or self._cursor.is_at_end):
+        if self._known is None or not (self.is_behind_end or self._cursor.is_at_end):
+            return
+        if self.reached_backward:
             raise UsageError(
-                f"{user_line()}: the model is called again behind backward(), or behind a value that the "
-                "step function has read, so that nobody could know what the stages have to do. Call the "
-                "model first, and read values then; or read them in another step function."
+                f"{user_line()}: the model is called again behind backward(), in a step function that reads "
+                "values of tensors, or may do so by print(), int(), float() or the like: what stages have to "
+                "do is known up to its backward. Call the model again before backward(), or in another step "
+                "function."
             )
+        raise UsageError(
+            f"{user_line()}: the model is called again behind a value that the step function has read, so "
+            "that nobody could know what the stages have to do. Call the model first, and read values then; "
+            "or read them in another step function."
+        )
 
     def model_returned(self, result: Any) -> None:
         """Takes note of what the step function gets to see; leaves it here where it will have to wait.
@@ -376,7 +385,7 @@ class Microbatch:
         if self._known is None or not self.program.ends or not in_step_code():
             return
         waits = any(isinstance(item, DeferredTensor) for item in leaves(result))
-        if waits and not self._cursor.has_work_here:
+        if waits and not self._cursor.has_work():
             self._wait_for_others()
 
     def _note_seen(self, result: Any) -> None:
@@ -386,8 +395,11 @@ class Microbatch:
     # ---- behind the end of the program ----
 
     def _wait_for_others(self) -> None:
-        """Leaves the step function until this rank has nothing else to do."""
-        while not self._may_wait:
+        """Leaves the step function until this rank has nothing else to do.
+
+        Not where its stage has work left, for which other ranks wait: what it needs was made before that.
+        """
+        while not self._may_wait and not self._cursor.has_work(self.stage):
             self._waits = True
             self._coroutine.pause()
         self._waits = False
@@ -406,17 +418,26 @@ class Microbatch:
         self._known.end_program()
         self._python_state = get_python_mark()
 
-    def _goes_on_alone_to_backward(self) -> bool:
-        """Whether ``backward`` is called by what every rank runs; the program has ended then."""
-        known = self._known if in_step_code() else None
-        if known is None:
-            return False
-        off_path = not self._cursor.is_at_backward and not self._cursor.has_units_left
-        if not known.goes_on_alone and (self._cursor.is_at_end or off_path):
-            self._end_program()
-        return known.goes_on_alone
+    @property
+    def is_behind_end(self) -> bool:
+        """Whether the step function has left its program: every rank runs what follows."""
+        return self._known is not None and self._known.is_behind_end
 
-    def _loss_made_alone(self, loss: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _leaves_program(self, *, on_path: bool = True) -> bool:
+        """Whether code of the step function is behind the end of the program, which it may have come to now.
+
+        Args:
+            on_path: what it does is what the trace has next; the program ends where it is not, if no unit
+                is left.
+        """
+        if self._known is None:
+            return False
+        cursor = self._cursor
+        if not self.is_behind_end and (cursor.is_at_end or (not on_path and not cursor.has_units_left)):
+            self._end_program()
+        return self.is_behind_end
+
+    def _loss_behind_end(self, loss: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss and its gradient as this rank has them; the rank that computes it notes it."""
         assert self._known is not None
         if self.reached_backward:
@@ -460,11 +481,9 @@ class Microbatch:
             raise
         known = self._known
         if known is not None:
-            comes_early = not self._cursor.is_through and not self._cursor.has_units_left
-            if not known.goes_on_alone and (self._cursor.is_at_end or comes_early):
-                self._end_program()
+            is_behind_end = self._leaves_program(on_path=self._cursor.is_through)
             known.pass_backward()
-            if known.goes_on_alone:
+            if is_behind_end:
                 return result
         self._cursor.end()
         items = flatten(result)[0] if self.program.result_values else []
@@ -579,6 +598,7 @@ def _recomputed(module: nn.Module, call: Callable[..., Any], *args: Any, **kwarg
 
 
 _ENDED = Coroutine(lambda: None)
+_NEED_HISTORY = frozenset({torch.autograd.grad, Tensor.retain_grad})
 
 
 def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

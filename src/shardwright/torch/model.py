@@ -38,7 +38,6 @@ from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.state_gathering import gather_state, rank_that_runs
-from shardwright.torch.step_code import code_of_model
 from shardwright.torch.tracer import Tracer
 
 __all__ = ["DistributedModel"]
@@ -168,13 +167,7 @@ class DistributedModel(nn.Module):
         if active_handler() is None and self.replicas.sharding is not None:
             result = self._whole_for_a_call(*args, **kwargs)
         else:
-            handler = active_handler()
-            if handler is not None:
-                handler.model_begins()
-            with code_of_model():
-                result = self.get_module()(*args, **kwargs)
-            if handler is not None:
-                handler.model_returned(result)
+            result = self.get_module()(*args, **kwargs)
         if active_handler() is None and torch.is_grad_enabled():
             self.called_outside(result)
         return result if self._low_precision is None else cast_outputs(result)

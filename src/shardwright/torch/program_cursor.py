@@ -101,10 +101,14 @@ class ProgramCursor:
         """What has not been called."""
         return self._program.instructions[self.position :]
 
-    @property
-    def has_work_here(self) -> bool:
-        """Whether anything is left that this rank computes, but for what stands for code behind the end."""
-        return any(each.place is Place.HERE and each.func is not assumed_loss for each in self.rest)
+    def has_work(self, stage: int | None = None) -> bool:
+        """Whether anything is left that this rank computes, but for what stands for code behind the end.
+
+        Args:
+            stage: in this stage; in any of its stages unless given.
+        """
+        mine = (each for each in self.rest if each.place is Place.HERE and each.func is not assumed_loss)
+        return any(stage is None or each.stage == stage for each in mine)
 
     @property
     def is_at_end(self) -> bool:

@@ -10,6 +10,7 @@ middle of a microbatch, and a trace cannot know what will be read. So there are 
   program: every rank runs it as it is, with the tensors that it needs (`known_values`).
 """
 
+import dis
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ _in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)
 _WRITES_TEXT = frozenset({Tensor.__repr__, Tensor.__format__})
 # What a function calls, by name, that reads tensors. (Conditions are seen in the trace.)
 _NAMES_OF_READERS = frozenset(
-    "item tolist numpy float int bool print format isnan isfinite isinf allclose equal nonzero".split()
+    "item tolist numpy float int bool str repr print format "
+    "isnan isfinite isinf allclose equal nonzero".split()
 )
 _DEPTH = 3
 
@@ -108,15 +110,35 @@ def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
     code = getattr(function, "__code__", None)
     if code is None:
         return False
-    names = _names_in(code)
-    if not names.isdisjoint(_NAMES_OF_READERS):
+    parts = list(_with_inner(code))
+    names = {name for part in parts for name in part.co_names}
+    if not names.isdisjoint(_NAMES_OF_READERS) or any(map(_has_f_string, parts)):
         return True
     around = getattr(function, "__globals__", {})
-    called = (around[name] for name in names if name in around)
+    called = [around[name] for name in names if name in around]
+    called += _contents_of_cells(function)
     own = (each for each in called if getattr(each, "__globals__", None) is around)
     return depth > 0 and any(_mentions_readers(each, depth - 1) for each in own)
 
 
-def _names_in(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of functions, lambdas and comprehensions inside."""
+    yield code
+    for item in code.co_consts:
+        if isinstance(item, CodeType):
+            yield from _with_inner(item)
+
+
+def _has_f_string(code: CodeType) -> bool:
+    return any(each.opname.startswith("FORMAT_") for each in dis.get_instructions(code))
+
+
+def _contents_of_cells(function: Any) -> list[Any]:
+    """What a function has from the functions around it."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            continue  # it has no content yet
+    return found

@@ -1,0 +1,57 @@
+"""Which step functions have calls that may read tensors, by their code."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from shardwright.torch.step_code import ReadingStep
+
+
+def helper(loss: Tensor) -> Any:
+    """Of the same file."""
+    return loss.item()
+
+
+def quiet(loss: Tensor) -> Tensor:
+    """Reads nothing."""
+    return loss.mean() * 2
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has the function in a cell."""
+
+    def inner(loss: Tensor) -> Any:
+        return function(loss)
+
+    return inner
+
+
+READ: dict[str, Callable[..., Any]] = {
+    "item": lambda loss: loss.item(),
+    "print": lambda loss: print(loss),
+    "f-string": lambda loss: f"{loss}",
+    "str": lambda loss: str(loss),
+    "a helper": lambda loss: helper(loss),
+    "inside": lambda losses: [float(loss) for loss in losses],
+    "around": decorated(helper),
+    "partial": functools.partial(helper),
+}
+READ_NOTHING: dict[str, Callable[..., Any]] = {
+    "mean": quiet,
+    "a helper": lambda loss: quiet(loss),
+    "around": decorated(quiet),
+    "no Python code": len,
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_those_that_read_are_found(name: str) -> None:
+    assert ReadingStep(READ[name]).may_read
+
+
+@pytest.mark.parametrize("name", READ_NOTHING)
+def test_those_that_do_not_are_not(name: str) -> None:
+    assert not ReadingStep(READ_NOTHING[name]).may_read
