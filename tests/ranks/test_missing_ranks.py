@@ -4,6 +4,8 @@ The ranks have a timeout of a minute, and a patience of half of one: none of the
 """
 
 import itertools
+import os
+import signal
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 QUIET = {
@@ -179,3 +182,37 @@ def test_an_evaluation_on_one_replica_is_told_what_it_lacks(training):
     _, second = outcomes(job, 2)
     assert "sw.barrier() is to be called by all of ranks 0, 1" in second.cause
     assert ("call it under torch.no_grad()" in second.cause) != training
+
+
+def test_behind_a_call_that_failed_ranks_do_not_pass_each_other():
+    """Rank 0 went on, and the next barrier of rank 1 took its failed one for the next."""
+
+    def job():
+        script = Script(pipeline_parallel_degree=2, missing_ranks_s=0.5)
+        if script.sw.rank() == 1:
+            dist.barrier()
+            return ""
+        with pytest.raises(UsageError, match="will not"), pytest.warns(UserWarning, match="has not come"):
+            script.sw.barrier()
+        dist.barrier()
+        with pytest.raises(UsageError, match="after a call of the same ranks has failed") as caught:
+            script.sw.barrier()
+        return str(caught.value)
+
+    assert "Rank 1 has not come after" in run_ranks(job, 2)[0]
+
+
+def test_a_killed_rank_is_named_though_the_store_has_gone_with_it():
+    """Rank 0 serves the store, which was asked for the last words of that rank."""
+
+    def job():
+        script = Script(pipeline_parallel_degree=2)
+        if script.sw.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        script.sw.barrier()
+
+    killed, waits = outcomes(job, 2)
+    assert killed.exit_code == -signal.SIGKILL
+    assert waits.error_type == "PeerLostError"
+    assert "rank 0" in waits.cause

@@ -14,6 +14,7 @@ that there it must be the very next one, and the rank must have waited in it for
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from shardwright.comm.place import Note, Place
@@ -108,7 +109,8 @@ class MissingRanks:
         """
         now_s = time.monotonic()
         if now_s >= self._next_s:
-            self._whereabouts.publish()
+            with suppress(RuntimeError):  # the store has gone: then the others cannot look, either
+                self._whereabouts.publish()
             if self._takes_turn is None or self._takes_turn():
                 self._look(now_s - self._begin_s)
                 self._next_s = time.monotonic() + self._next_pause_s(time.monotonic() - now_s)
@@ -136,7 +138,7 @@ class MissingRanks:
 
     def lost(self, error: PeerLostError) -> UsageError | PeerLostError:
         """The error where a rank was lost: it may have said before why it ends."""
-        note = None if error.rank is None else self._whereabouts.of(error.rank)
+        note = None if error.rank is None else self._said(error.rank)
         if error.rank is not None and note is not None and note.ended:
             return self._hopeless({error.rank: note}, {error.rank: note}, time.monotonic() - self._begin_s)
         return type(error)(f"{self._terms.needs}: {error}", rank=error.rank)
@@ -174,7 +176,14 @@ class MissingRanks:
 
     def _missing(self) -> dict[int, Note | None]:
         """Ranks that have not come, with what they have said last."""
-        return {rank: self._whereabouts.of(rank) for rank in self._absent()}
+        return {rank: self._said(rank) for rank in self._absent()}
+
+    def _said(self, rank: int) -> Note | None:
+        """What a rank has said last; None also where the store has gone, with the rank that served it."""
+        try:
+            return self._whereabouts.of(rank)
+        except RuntimeError:
+            return None
 
     def _will_not_come(self, rank: int, note: Note) -> bool:
         if note.ended:
@@ -209,7 +218,7 @@ class MissingRanks:
             return [(self._rank, self._whereabouts.note())]
         absent = set(self._absent())
         here = [rank for rank in elsewhere.ranks if rank in self._place.ranks and rank not in absent]
-        notes = ((rank, self._whereabouts.of(rank)) for rank in here[:_MOST_WITNESSES])
+        notes = ((rank, self._said(rank)) for rank in here[:_MOST_WITNESSES])
         return [
             (rank, note)
             for rank, note in notes

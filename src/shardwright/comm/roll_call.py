@@ -107,6 +107,8 @@ class RollCall:
         self._tell = tell
         self._last: dict[tuple[int, ...], Attendance] = {}
         self._meetings: dict[tuple[int, ...], int] = {}
+        # The first call that failed on this rank, and on others maybe not, by ranks.
+        self._failed: dict[tuple[int, ...], Exception] = {}
         self._process_id = os.getpid()
 
     def meet(self, where: str, ranks: Sequence[int]) -> None:
@@ -125,7 +127,8 @@ class RollCall:
             calls: of different ranks, this one among them.
 
         Raises:
-            UsageError: one of them is elsewhere, and will not come; or this is no process of a rank.
+            UsageError: one of them is elsewhere, and will not come; or did not come to an earlier call; or
+                this is no process of a rank.
             TraceMismatchError: one of them is in a step, on this host.
             PeerTimeoutError: one of them has not come within the timeout.
             PeerLostError: one of them has ended.
@@ -133,10 +136,15 @@ class RollCall:
         joint = [call for call in calls if set(call.ranks) != {self._rank}]
         for call in joint:
             self.refuse_in_a_child(call.where)
+            self._refuse_after_failure(call)
         for begun in [self._begin(call) for call in joint]:
             with self._whereabouts.at(begun.place):
                 if begun.attendance is None:
-                    self._finish_on_this_host(begun)
+                    try:
+                        self._finish_on_this_host(begun)
+                    except Exception as error:
+                        self._failed.setdefault(begun.call.ranks, error)
+                        raise
                 else:
                     self._finish_at_store(begun, begun.attendance)
 
@@ -171,6 +179,15 @@ class RollCall:
                 f"{where} is called in process {os.getpid()}, which rank {self._rank} has started (a worker "
                 "of a DataLoader, or of a pool), and only a rank itself can talk to others. Call it in the "
                 "script's own process, and give what came of it to the worker."
+            )
+
+    def _refuse_after_failure(self, call: Call) -> None:
+        """Each rank of a host fails for itself: the others would take this call for the one that failed."""
+        if (failure := self._failed.get(call.ranks)) is not None:
+            raise UsageError(
+                f"{call.where} is called on rank {self._rank} after a call of the same ranks has failed "
+                "there, so that ranks no longer meet in the same calls. Let the script end where a call "
+                f"fails. The failure was {type(failure).__name__}: {failure}"
             )
 
     def _terms(self, call: Call) -> Terms:
@@ -270,9 +287,10 @@ def _store_answers(terms: Terms) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, UsageError | PeerLostError):
             raise
+        first_line = str(error).partition("\n")[0]
         raise PeerLostError(
             f"{terms.needs}: the job's store does not answer: rank 0, or the launcher, serves it, and has "
-            f"ended or cannot be reached ({str(error).splitlines()[0]})"
+            f"ended or cannot be reached ({first_line})"
         ) from error
 
 

@@ -77,9 +77,8 @@ class SummedBucket:
         self._buffer = torch.cat(parts)
         for member in self.members:
             member.parameter.grad = None
-        if self._buffer.dtype is torch.float16:
-            # Scaled losses leave gradients close to 65504, where float16 ends: their mean fits, and no sum.
-            self._divided_by = dist.get_world_size(self._group)
+        self._divided_by = _divided_before(self._buffer.dtype, self._group)
+        if self._divided_by != 1:
             self._buffer.div_(self._divided_by)
         self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
 
@@ -129,6 +128,7 @@ class ShardedBucket:
         shapes = tuple(tuple(member.parameter.shape) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
         self._quantiser = quantiser
+        self._divided_by = 1
         self._work: list[TwoHopSum] = []
         self._total: Tensor | None = None  # of what was started before, and summed
 
@@ -147,6 +147,9 @@ class ShardedBucket:
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(gradient_of(member), data[:, start:stop])
             member.holder.grad = None
+        self._divided_by = _divided_before(data.dtype, *self._groups)
+        if self._divided_by != 1:
+            data.div_(self._divided_by)
         self._work = [self._sum(data, 0, is_last, self._quantiser)]
         if apart:
             self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
@@ -177,6 +180,7 @@ class ShardedBucket:
         output, layout = self._settled(), self._layout
         self._total = None
         flags = output[layout.shard_size :].tolist()
+        divisor /= self._divided_by
         if divisor != 1:
             output.div_(divisor)
         for index, (member, flag) in enumerate(zip(self.members, flags, strict=True)):
@@ -191,6 +195,16 @@ class ShardedBucket:
         sums = [work.wait() for work in self._work]
         self._work = []
         return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def _divided_before(dtype: torch.dtype, *groups: dist.ProcessGroup | None) -> int:
+    """What gradients are divided by before they are summed over all these groups.
+
+    Scaled losses leave gradients close to 65504, where float16 ends: their mean fits, and no sum.
+    """
+    if dtype is not torch.float16:
+        return 1
+    return prod(dist.get_world_size(group) for group in groups if group is not None)
 
 
 def flags_of(members: "Sequence[Reduced]") -> list[float]:
