@@ -15,7 +15,7 @@ import zoo_modules
 from torch import Tensor, nn
 from transparency import EVALUATION, TOO_SMALL, Case, Iteration, Recipe, differences_by_case
 from zoo import TRANSFORMERS, ZOO, classify, features
-from zoo_modules import ChangesWhatAnotherStageReads
+from zoo_modules import AddsToViews, ChangesWhatAnotherStageReads
 
 import shardwright.torch as sw
 from choices import some_combinations
@@ -164,6 +164,12 @@ def test_a_tensor_may_be_changed_after_another_stage_has_read_it():
     recipe = Recipe(build=ChangesWhatAnotherStageReads, batch=features, loss=classify, place=place)
     by_hand = {"auto_partition": False, "default_partition": 1}
     check(recipe, {kind: case({**SCHEDULES[kind], **by_hand}) for kind in ("gpipe", "1f1b", "zb_h1")})
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_units_may_change_the_views_that_they_get(kind):
+    """What a view was before is on no way of gradients then, and so it seemed to get none."""
+    check(Recipe(build=AddsToViews, batch=features, loss=classify), {kind: case(SCHEDULES[kind])})
 
 
 @pytest.mark.parametrize("kind", KINDS)

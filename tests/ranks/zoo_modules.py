@@ -202,6 +202,32 @@ class ChangesWhatAnotherStageReads(nn.Module):
         return self.head(x + shifted)
 
 
+class AddsToWhatItGets(nn.Module):
+    """A residual in place, and nothing but that has a gradient for what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_((x.detach().clone() @ self.weight).relu()).flatten(0, 1).unflatten(0, x.shape[:2])
+
+
+class AddsToViews(nn.Module):
+    """Units that give a view, and get one, which they change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(WIDTH, CLASSES)
+        self.adds = nn.ModuleList(AddsToWhatItGets() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        for add in self.adds:
+            x = add(x)
+        return self.head(x)
+
+
 class ChangesItsInput(Stack):
     """The caller's batch is changed in place, once a microbatch."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["gradient_nodes", "unreached"]
+__all__ = ["base_nodes", "gradient_nodes", "unreached"]
 
 Nodes = Mapping[int, torch.autograd.graph.Node]
 
@@ -25,12 +25,22 @@ def gradient_nodes(items: Sequence[Any]) -> Nodes:
         }
 
 
-def unreached(arguments: Nodes, results: Iterable[Any]) -> frozenset[int]:
+def base_nodes(items: Sequence[Any]) -> Nodes:
+    """Where gradients of the tensors go of which these are views, by position.
+
+    A view that is changed in place is made anew of its base: what it was before is no longer on the way.
+    """
+    bases = [item._base if isinstance(item, Tensor) else None for item in items]
+    return gradient_nodes(bases)
+
+
+def unreached(arguments: Nodes, results: Iterable[Any], bases: Nodes | None = None) -> frozenset[int]:
     """Positions of the arguments that require gradients, and get none from any of the results.
 
     Args:
         arguments: from `gradient_nodes`, before the call: it may change them in place.
         results: what it made and changed.
+        bases: from `base_nodes`, of the arguments that it has changed.
 
     >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> unreached(gradient_nodes([x, y]), [x * 2 + y.detach()])
@@ -39,7 +49,7 @@ def unreached(arguments: Nodes, results: Iterable[Any]) -> frozenset[int]:
     if not arguments:
         return frozenset()
     pending = list(gradient_nodes(list(results)).values())
-    wanted, seen = set(arguments.values()), set()
+    seen: set[torch.autograd.graph.Node | None] = set()
     while pending:
         node = pending.pop()
         if node in seen:
@@ -47,4 +57,9 @@ def unreached(arguments: Nodes, results: Iterable[Any]) -> frozenset[int]:
         seen.add(node)
         # What lies behind an argument was there before the call.
         pending += [following for following, _ in node.next_functions if following is not None]
-    return frozenset(position for position, node in arguments.items() if node not in wanted & seen)
+    changed = bases or {}
+    return frozenset(
+        position
+        for position, node in arguments.items()
+        if node not in seen and changed.get(position) not in seen
+    )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FAKE_FAILURES
 from shardwright.torch.cost import CostCounter
-from shardwright.torch.gradient_reach import gradient_nodes, unreached
+from shardwright.torch.gradient_reach import base_nodes, gradient_nodes, unreached
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.trace_guard import Attributes
@@ -59,7 +59,7 @@ class TracedExecution:
         assert isinstance(module, nn.Module)
         attributes = Attributes(module)
         state = UnitState(module)
-        given = gradient_nodes(call.fakes)
+        given, bases = gradient_nodes(call.fakes), base_nodes(call.fakes)
         try:
             with self._values.fake_mode:
                 outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
@@ -85,8 +85,10 @@ class TracedExecution:
                 own_results=state.own_results(leaves(outcome.output), cost),
             )
             made = [*leaves(outcome.output), *(fake for _, _, fake in outcome.attributes)]
-            made += [call.fakes[position] for position in call.changed(outcome)]
-            outcome = replace(outcome, unreached=unreached(given, made))
+            changed = call.changed(outcome)
+            made += [call.fakes[position] for position in changed]
+            bases = {position: node for position, node in bases.items() if position in changed}
+            outcome = replace(outcome, unreached=unreached(given, made, bases))
         return replace(outcome, written_names=self._values.names_of(outcome.written))
 
     def _with_attributes(self, call: TracedCall, outcome: Outcome, attributes: Attributes) -> Outcome:
