@@ -262,6 +262,26 @@ def test_one_stage_may_train_outside_of_steps(num_ranks, calls):
     assert max(run_ranks(called, num_ranks, calls)) < CLOSE
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_stage_may_keep_its_loss_and_recompute(reentrant):
+    """Where reentrant checkpoints began backwards of their own, nobody averaged."""
+
+    def called(reentrant):
+        from torch.utils.checkpoint import checkpoint
+
+        smp, model, _, _ = wrapped({})
+        x, y = batch(0, smp.dp_rank())
+        inner = model.get_module()
+        forward = inner.forward
+        inner.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)
+        loss = loss_of(model, x.requires_grad_(), y)
+        loss.backward()
+        expected = plain_gradients(net(), [batch(0, r) for r in range(smp.dp_size())], microbatches=1)
+        return largest_difference(model, expected)
+
+    assert max(run_ranks(called, 2, reentrant)) < CLOSE
+
+
 @pytest.mark.parametrize("calls", ["model.backward", "loss.backward"])
 def test_a_loss_that_is_scaled_may_not(calls):
     def called(calls):

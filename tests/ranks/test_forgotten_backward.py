@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.testing import run_ranks
 
@@ -101,3 +102,64 @@ def test_a_backward_outside_of_steps_is_refused_where_replicas_would_come_apart(
         return weight.grad is None
 
     assert run_ranks(called, num_ranks, num_ranks) == [True] * num_ranks
+
+
+class KeepsItsLoss(nn.Module):
+    """Its results do not lead to its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, how):
+        if how == "reentrant":
+            return checkpoint(lambda x: self.second(self.first(x)), x, use_reentrant=True).square().mean()
+        loss = self.second(self.first(x)).square().mean()
+        if how == "attribute":
+            self.loss = loss
+            return None
+        return Held(loss) if how == "object" else self.first.weight
+
+
+class Held:
+    """An object of the script's."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def loss_kept(model, x, how):
+    result = model(x, how)
+    if how == "attribute":
+        return model.get_module().loss
+    if how == "parameter":
+        return result.square().mean()
+    return result.loss if how == "object" else result
+
+
+@pytest.mark.parametrize("how", ["reentrant", "attribute", "object", "parameter"])
+def test_a_backward_outside_of_steps_is_refused_whatever_leads_to_it(how):
+    """Only what the model returned was watched."""
+
+    def called(how):
+        import shardwright.torch as sw
+        from shardwright.errors import UsageError
+
+        sw.init({"pipeline_parallel_degree": 1, "run_dir": "off"})
+        model = sw.DistributedModel(KeepsItsLoss())
+        x = torch.ones(2, 4, requires_grad=True)
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x, "reentrant"))
+
+        for _ in range(2):  # steps go on, before and behind it
+            train(model, x.detach().requires_grad_())
+            assert all(p.grad is not None for p in model.parameters())
+            model.zero_grad()
+            with pytest.raises(UsageError, match="is outside of a step"):
+                loss_kept(model, x, how).backward()
+            assert all(p.grad is None for p in model.parameters())
+        return True
+
+    assert run_ranks(called, 2, how) == [True] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import UsageError
-from shardwright.torch.backward_outside import refuse_backward_of
+from shardwright.torch.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context, context
@@ -115,6 +115,7 @@ class DistributedModel(nn.Module):
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
         self._when_settled: list[Callable[[], None]] = []
+        self._outside = BackwardWatch(refuse_backward_outside)
         self._cores = OwnCores(current)
         # Before anything is measured: giving memory back and taking it again costs time.
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
@@ -169,13 +170,13 @@ class DistributedModel(nn.Module):
         else:
             result = self.get_module()(*args, **kwargs)
         if active_handler() is None and torch.is_grad_enabled():
-            self.called_outside(result)
+            self.called_outside()
         return result if self._low_precision is None else cast_outputs(result)
 
-    def called_outside(self, result: Any) -> None:
+    def called_outside(self) -> None:
         """Takes care of a call outside of steps, with gradients."""
         if context().mesh.data > 1:
-            refuse_backward_of(result, self.get_module())
+            self._outside.watch(self.get_module())
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""

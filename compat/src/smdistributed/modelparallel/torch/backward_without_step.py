@@ -6,7 +6,6 @@ leaves it alone.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import backward_in_progress, call_after_backward
+from shardwright.torch.backward_outside import BackwardWatch
 from shardwright.torch.source_line import user_line
-from shardwright.torch.tree import leaves
 from smdistributed.modelparallel.torch.state_mod import current_run
 
-__all__ = ["BackwardOutside"]
+__all__ = ["BackwardWithoutStep"]
 
 
-class BackwardOutside:
+class BackwardWithoutStep:
     """The backward of a model that is called outside of steps; collective over the replicas.
 
     Args:
@@ -30,6 +29,7 @@ class BackwardOutside:
 
     def __init__(self, module: nn.Module):
         self._module = module
+        self._outside = BackwardWatch(self._reached)
         self._is_ours = False
         self._last: int | None = None
 
@@ -51,18 +51,12 @@ class BackwardOutside:
             self._is_ours = False
         self._agree()
 
-    def watch(self, result: Any) -> None:
-        """Has replicas agree where the script calls ``loss.backward()`` on what the model gave.
+    def watch(self) -> None:
+        """Has replicas agree where the script calls ``loss.backward()``."""
+        self._outside.watch(self._module)
 
-        Args:
-            result: what it gave.
-        """
-        for leaf in leaves(result):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._reached)  # type: ignore[no-untyped-call]
-
-    def _reached(self, gradient: Tensor) -> None:
-        """A backward has come to the model; several of its results may tell."""
+    def _reached(self) -> None:
+        """A backward has come to a parameter; others of it will tell, too."""
         number = backward_in_progress()
         if self._is_ours or number == self._last:
             return

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
-from smdistributed.modelparallel.torch.backward_without_step import BackwardOutside
+from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
 from smdistributed.modelparallel.torch.groups import CommGroup
@@ -78,7 +78,7 @@ class DistributedModel(ModelStates):
                 name_layers(module)
         self._is_whole = self.is_in_step = False
         self._joining: Joining | None = None
-        self._outside = BackwardOutside(module)
+        self._without_step = BackwardWithoutStep(module)
         super().__init__(
             module,
             average_grads_across_microbatches=average_grads_across_microbatches,
@@ -114,9 +114,9 @@ class DistributedModel(ModelStates):
         """Calls the module; with more than one stage, only inside of ``smp.step``."""
         return self.get_module()(*args, **kwargs) if self._is_whole else super().forward(*args, **kwargs)
 
-    def called_outside(self, result: Any) -> None:
+    def called_outside(self) -> None:
         """Has replicas agree after the backward of a call outside of steps."""
-        self._outside.watch(result)
+        self._without_step.watch()
 
     def backward(
         self,
@@ -138,7 +138,7 @@ class DistributedModel(ModelStates):
         if active_handler() is not None:
             super().backward(tensors, grad_tensors)
         else:
-            self._outside.run(tensors, grad_tensors)
+            self._without_step.run(tensors, grad_tensors)
 
     def run_step(self, *args: Any) -> list[Any]:
         """Runs a step function on a batch; ``smp.step`` calls it."""
