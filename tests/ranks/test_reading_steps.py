@@ -535,6 +535,57 @@ def test_what_is_recomputed_behind_a_read(kind: str) -> None:
     same_as_on_one_rank(recomputes_behind_a_read, model=TwoHeads, pipeline=kind, **stages)
 
 
+class Tagged(Net):
+    """Has an attribute that its code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tag = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(self.tag) < 9 else x
+
+
+def test_ranks_trace_together_or_not_at_all() -> None:
+    """One whose model had got another attribute traced alone, and waited for the others."""
+
+    def run() -> tuple[int, list[float]]:
+        import shardwright.torch as sw
+        from shardwright.torch import engine
+        from shardwright.torch.step import step_function
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+        torch.manual_seed(0)
+        model = sw.DistributedModel(Tagged().double())
+        step = step_function(reads_values_behind_backward, reads_values=True)
+        plain_trace, traced = engine.trace_step, []
+
+        def trace_step(*args: Any, **kwargs: Any) -> Any:
+            traced.append(number)
+            return plain_trace(*args, **kwargs)
+
+        engine.trace_step = trace_step
+        losses = []
+        x, y = batches(1)[0]
+        for number in range(4):
+            if number == 2 and sw.rank() == 1:
+                model.get_module().tag = "other"
+            losses.append(step(model, x, y)[0])
+        return traced.count(2), losses
+
+    (times, losses), (others_times, others_losses) = run_ranks(run, 2, timeout_s=60)
+    assert times == others_times == 1
+    assert losses == others_losses
+    assert losses[0] == losses[-1]
+
+
+def reads_values_behind_backward(model: Any, x: Tensor, y: Tensor) -> float:
+    """One number."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return float(loss.item())
+
+
 # ---- what cannot be ----
 
 

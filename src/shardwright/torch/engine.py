@@ -151,7 +151,7 @@ class PipelineEngine:
         assert context.plan is not None
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
-        programs = [self._program(function, part, path, attributes, known) for part in parts]
+        programs = self._programs_of(function, parts, path, attributes, known)
         check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
@@ -389,6 +389,23 @@ class PipelineEngine:
 
     # ---- every step ----
 
+    def _programs_of(
+        self,
+        function: Callable[..., Any],
+        parts: list[Arguments],
+        path: Any,
+        attributes: Hashable,
+        known: _Known | None,
+    ) -> list[Program]:
+        """The program of each microbatch; traces where there is none."""
+        # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
+        together = isinstance(function, ReadingStep)
+        if together:
+            signatures = [((path, signature_of(part)), attributes) for part in parts]
+            found = [self._programs.find(*each) for each in zip(signatures, parts, strict=True)]
+            together = self._agreement.on_any(None in found)
+        return [self._program(function, part, path, attributes, known, together=together) for part in parts]
+
     def _program(
         self,
         function: Callable[..., Any],
@@ -396,13 +413,13 @@ class PipelineEngine:
         path: Any,
         attributes: Hashable,
         known: _Known | None,
+        *,
+        together: bool,
     ) -> Program:
         plain = (path, signature_of(part))
         signature = (plain, attributes)
         found = self._programs.find(signature, part)
-        # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
-        reads = isinstance(function, ReadingStep)
-        if reads and self._agreement.on_any(found is None):
+        if together and self._agreement.on_any(found is None):
             found = None
         if found is not None:
             return found
@@ -411,7 +428,7 @@ class PipelineEngine:
         with self._model.replicas.shapes_at_hand():
             self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
             is_known = known is not None and known.signature == plain[1] and known.trace.holds_for(part)
-            if reads:
+            if together:
                 is_known = not self._agreement.on_any(not is_known)
             if known is not None and is_known:
                 trace = known.trace

@@ -23,6 +23,7 @@ __all__ = ["ProgramCache", "signature_of"]
 # that are others in every step (a step number).
 _PATHS_KEPT = 32
 _SIGNATURES_KEPT = 512
+_NUMBERS_TOLD = 8
 
 _BY_VALUE = frozenset(
     {type(None), bool, int, float, complex, slice, type(Ellipsis)}
@@ -79,6 +80,45 @@ class _Entry:
         return self.path is None or self.path.taken_by(part)
 
 
+class _NumbersGiven:
+    """Tells of a step number among the arguments, which makes every step another one to Python."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, list[list[str]]] = {}  # signatures but for numbers -> the numbers
+        self._warned = False
+
+    def note(self, signature: Hashable) -> None:
+        """A signature is new."""
+        numbers: list[str] = []
+        others = _without_numbers(signature, numbers)
+        if self._warned or not numbers:
+            return
+        seen = self._seen.setdefault(others, [])
+        seen.append(numbers)
+        if len(seen) == _NUMBERS_TOLD:
+            self._warned = True
+            self._seen.clear()
+            changed = next(pair for pair in zip(*seen, strict=True) if len(set(pair)) > 1)
+            log.warning(
+                "The step function was traced %d times, once for each number among its arguments (%s): "
+                "Python may do anything with a number. If it changes in every step, as a step count does, "
+                "pass a tensor (torch.tensor(number)) to compute with, or keep it out of the arguments.",
+                _NUMBERS_TOLD,
+                ", ".join(changed),
+            )
+
+
+def _without_numbers(signature: Hashable, numbers: list[str]) -> Hashable:
+    """A signature in which numbers are left out; these are appended to a list."""
+    if not isinstance(signature, tuple):
+        return signature
+    if len(signature) == 2 and signature[0] in (int, float):
+        kind: Hashable = signature[0]
+        numbers.append(signature[1])
+        return kind
+    return tuple(_without_numbers(part, numbers) for part in signature)
+
+
 class ProgramCache:
     """Programs of microbatches of equal signature, one for each path that was taken so far.
 
@@ -88,6 +128,7 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, list[_Entry]] = {}
+        self._numbers = _NumbersGiven()
         self._warned = False
 
     def find(self, signature: Hashable, part: Arguments) -> Program | None:
@@ -112,6 +153,8 @@ class ProgramCache:
                 )
             self._warned = True
             return
+        if signature not in self._entries:
+            self._numbers.note(signature)
         entries = self._entries.setdefault(signature, [])
         entries.insert(0, _Entry(program, trace.path))
         del entries[_PATHS_KEPT:]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.program_cache import _SIGNATURES_KEPT, ProgramCache, signature_of
+from shardwright.torch.program_cache import _NUMBERS_TOLD, _SIGNATURES_KEPT, ProgramCache, signature_of
 
 
 def signature(*args):
@@ -74,3 +74,25 @@ def test_arguments_that_change_every_step_do_not_fill_the_memory():
     assert len(cache._entries) == _SIGNATURES_KEPT
     assert cache.find(signature(0), ((), {})) is None
     assert cache.find(signature(3 * _SIGNATURES_KEPT - 1), ((), {})) is not None
+
+
+def test_a_number_that_is_another_one_in_every_step_is_told_once(caplog):
+    """Each was a trace, of seconds in large models, without a word."""
+    trace = SimpleNamespace(reads_data=False, path=None)
+    cache, told = ProgramCache(), []
+    for step in range(3 * _NUMBERS_TOLD):
+        cache.keep(("function", signature(torch.zeros(2), step, 0.5)), trace, Program())
+        told.append(len(caplog.records))
+    assert told[_NUMBERS_TOLD - 2 : _NUMBERS_TOLD] == [0, 1]
+    assert told[-1] == 1
+    assert "(0, 1, 2, 3, 4, 5, 6, 7)" in caplog.text
+
+
+def test_shapes_and_functions_are_no_numbers(caplog):
+    trace = SimpleNamespace(reads_data=False, path=None)
+    cache = ProgramCache()
+    for length in range(2 * _NUMBERS_TOLD):
+        cache.keep(("function", signature(torch.zeros(length), 1)), trace, Program())
+        cache.keep((f"function {length}", signature(torch.zeros(2), 1)), trace, Program())
+        cache.keep(("path", signature(torch.zeros(2), 1)), trace, Program())
+    assert not caplog.records
