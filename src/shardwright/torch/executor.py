@@ -185,7 +185,7 @@ class Executor:
         generators = generators_of(programs)
         turns, final = run_ahead(steps, self._device, generators)
         for microbatch, own in zip(self._microbatches, turns, strict=True):
-            microbatch.turns, microbatch.generators = own, generators
+            microbatch.generators.run_ahead(own, generators)
         return final
 
     def _act(self, action: Action) -> None:

@@ -24,13 +24,14 @@ from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.known_values import KnownValues
+from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
+from shardwright.torch.microbatch_generators import MicrobatchGenerators
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.python_random import get_python_mark
-from shardwright.torch.rng import GeneratorState, Turn, get_state, same_state, set_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import in_step_code, reads_values
 from shardwright.torch.tree import flatten, leaves, map_tree
@@ -52,8 +53,7 @@ class Microbatch:
         loss: the loss, on the rank that computes it.
         loss_gradient: gradient that the user gave to ``backward``.
         tensors: what it keeps beside the user's variables.
-        turns: position of a step that draws random numbers -> what it must find, and leave.
-        generators: of the script's own, that are drawn from.
+        generators: random numbers of its steps.
         uses: id of a weight -> contributions to its gradient that are still to come.
     """
 
@@ -83,10 +83,7 @@ class Microbatch:
         self.uses: dict[int, int] = {}
         self._cursor = ProgramCursor(index, program, parameters, device)
         self._device = device
-        self.turns: dict[int, Turn] = {}
-        self.generators: tuple[torch.Generator, ...] = ()
-        # What the step that is running must leave; None where nobody has to know.
-        self._must_leave: GeneratorState | None = None
+        self.generators = MicrobatchGenerators(index, device)
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
@@ -254,9 +251,9 @@ class Microbatch:
             return self._cursor.run_unknown(func, args, kwargs)
         position = self._cursor.position
         if instruction.place is Place.FREE:
-            self._restore_generators(instruction, position)
+            self.generators.before_step(instruction, position - 1)
             result = func(*args, **kwargs)
-            self._check_generators(instruction)
+            self.generators.after_step(instruction)
             return result
         if instruction.expects:
             self._compare_arguments(instruction, args, kwargs)
@@ -267,7 +264,7 @@ class Microbatch:
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         result = func(*args, **kwargs)
-        self._check_generators(instruction)
+        self.generators.after_step(instruction)
         self._cursor.note_made(result, given, instruction.values)
         if known is not None:
             known.note(result)
@@ -323,7 +320,7 @@ class Microbatch:
                 args, kwargs = self._lists.without_appended((args, kwargs))
             else:
                 result = call(*args, **kwargs)
-            self._check_generators(instruction)
+            self.generators.after_step(instruction)
             if instruction.own_results:
                 result = _copied_out(result, instruction.own_results)
             self._cursor.note_made(result, given, instruction.values)
@@ -440,16 +437,8 @@ class Microbatch:
     def _loss_behind_end(self, loss: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The loss and its gradient as this rank has them; the rank that computes it notes it."""
         assert self._known is not None
-        if self.reached_backward:
-            raise UsageError(
-                f"{user_line()}: backward is called a second time in one step function. Add the losses and "
-                "call backward once."
-            )
-        if gradient is None and loss.numel() != 1:
-            raise UsageError(
-                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for "
-                "example with loss.mean()."
-            )
+        refuse_second_backward(self.reached_backward)
+        refuse_several_numbers(loss, gradient)
         if self.program.loss_stage is None:
             raise TraceError(
                 f"{user_line()}: backward is called, but what the model returned does not depend on any "
@@ -457,11 +446,7 @@ class Microbatch:
             )
         if self.program.loss_stage in self.program.stages:
             loss = self._known.here(loss)
-            if not loss.requires_grad:
-                raise TraceError(
-                    f"{user_line()}: the loss does not depend on any trained parameter of the model, so "
-                    "there is nothing to train. Compute it from what the model returns, without detach()."
-                )
+            refuse_untrained(loss.requires_grad)
             self.loss, gradient = loss, self._known.here(gradient)
         return loss, gradient
 
@@ -533,7 +518,7 @@ class Microbatch:
         copied: dict[int, Tensor] = {}
         if instruction.flow.finds:
             args, kwargs, copied = self.tensors.find(instruction, args, kwargs)
-        self._restore_generators(instruction, position)
+        self.generators.before_step(instruction, position - 1)
         return args, kwargs, copied
 
     def _enter(self, stage: int) -> None:
@@ -544,38 +529,7 @@ class Microbatch:
 
     def set_next_generators(self) -> None:
         """Gives the generators the state from which the next step of this rank draws, if one does."""
-        coming = [position for position in self.turns if position >= self._cursor.position]
-        if coming:
-            set_state(self.turns[min(coming)].before, self._device, self.generators)
-
-    def _restore_generators(self, instruction: Instruction, position: int) -> None:
-        """Makes random numbers those that a plain loop would draw here."""
-        self._must_leave = None
-        turn = self.turns.get(position - 1) if instruction.draws else None
-        if turn is not None:
-            set_state(turn.before, self._device, self.generators)
-            self._must_leave = turn.after
-        elif instruction.looks_at_values:
-            self._must_leave = get_state(self._device, self.generators)
-
-    def _check_generators(self, instruction: Instruction) -> None:
-        """Refuses a step that has drawn more or less than was run ahead for all other steps.
-
-        Raises:
-            TraceMismatchError: it has.
-        """
-        if self._must_leave is None:
-            return
-        if same_state(self._must_leave, get_state(self._device, self.generators)):
-            return
-        raise TraceMismatchError(
-            f"{instruction.line or user_line()}: {name_of_call(instruction.func)} takes another amount of "
-            f"random numbers in microbatch {self.index} than in the trace, so other stages would draw other "
-            "numbers than in a single process. How many it takes must not follow from values or from other "
-            "random numbers. Draw always, and choose with torch.where or a mask; numbers whose drawing looks "
-            "at values (RReLU, Poisson, binomial, Gamma, Beta, Dirichlet) can be drawn before the step "
-            "function and passed to it."
-        )
+        self.generators.set_for_next(self._cursor.position)
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.config import Config
-from shardwright.errors import UsageError
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter
@@ -18,6 +17,7 @@ from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
+from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
 from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
@@ -211,16 +211,9 @@ class _Plain:
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Runs autograd, with the loss scaled so that microbatches are averaged."""
-        if self.loss is not None:
-            raise UsageError(
-                "backward is called a second time in one step function. Add the losses and call "
-                "backward once."
-            )
-        if not loss.requires_grad:
-            raise UsageError(
-                "the loss does not depend on any trained parameter of the model, so there is nothing "
-                "to train."
-            )
+        refuse_second_backward(self.loss is not None)
+        refuse_untrained(loss.requires_grad)
+        refuse_several_numbers(loss, gradient)
         self.loss = loss.detach()
         begin_s = self._moment()
         start = torch.ones_like(loss) if gradient is None else gradient

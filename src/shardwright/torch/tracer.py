@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError, TraceError, UsageError
+from shardwright.errors import DeferredReadError
 from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
 from shardwright.torch._private import storage_key
@@ -28,6 +28,7 @@ from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.layout import order_of
+from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
 from shardwright.torch.real_execution import RealExecution
@@ -291,22 +292,10 @@ class Tracer:
         """Records where the backward starts."""
         self._end_in_step_code()
         self.before_step()
-        if self._backward_at is not None:
-            raise UsageError(
-                f"{user_line()}: backward is called a second time in one step function. "
-                "Add the losses and call backward once."
-            )
+        refuse_second_backward(self._backward_at is not None)
         value = self._values.find(loss)
-        if value is None or not self._values[value].fake.requires_grad:
-            raise TraceError(
-                f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
-                "nothing to train. Compute it from what the model returns, without detach() or no_grad()."
-            )
-        if gradient is None and self._values[value].fake.numel() != 1:
-            raise UsageError(
-                f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for "
-                "example with loss.mean()."
-            )
+        refuse_untrained(value is not None and self._values[value].fake.requires_grad)
+        refuse_several_numbers(loss, gradient)
         self._loss = value
         self._backward_at = len(self._recorder.steps)
 

@@ -1,0 +1,53 @@
+"""Whether a loss can be trained by; the same words in a trace, behind its end, and on a single rank."""
+
+from torch import Tensor
+
+from shardwright.errors import TraceError, UsageError
+from shardwright.torch.source_line import user_line
+
+__all__ = ["refuse_second_backward", "refuse_several_numbers", "refuse_untrained"]
+
+
+def refuse_second_backward(already: bool) -> None:
+    """Refuses a second backward in one step function.
+
+    Args:
+        already: there was one.
+
+    Raises:
+        UsageError: there was.
+    """
+    if already:
+        raise UsageError(
+            f"{user_line()}: backward is called a second time in one step function. Add the losses and call "
+            "backward once."
+        )
+
+
+def refuse_untrained(trained: bool) -> None:
+    """Refuses a loss without a gradient.
+
+    Args:
+        trained: it has one.
+
+    Raises:
+        TraceError: it has none.
+    """
+    if not trained:
+        raise TraceError(
+            f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
+            "nothing to train. Compute it from what the model returns, without detach() or no_grad()."
+        )
+
+
+def refuse_several_numbers(loss: Tensor, gradient: Tensor | None) -> None:
+    """Refuses a loss of several numbers whose gradient is not given.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if gradient is None and loss.numel() != 1:
+        raise UsageError(
+            f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for example "
+            "with loss.mean()."
+        )
