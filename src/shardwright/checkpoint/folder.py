@@ -23,7 +23,7 @@ from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["CheckpointFolder"]
+__all__ = ["CheckpointFolder", "save_number"]
 
 _STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
 
@@ -104,14 +104,19 @@ class CheckpointFolder:
             self._disk.make_folder(self.root)
         if not (self.root / COMMITTED).exists() and not self.step_folders():
             write_commits(self.root, (), disk=self._disk)
-        taken = {commit.name for commit in self.commits()}
-        name, number = f"step-{step:08}", 1
-        while name in taken:  # saved before, for example in a run that was resumed from an older one
-            number += 1
-            name = f"step-{step:08}.{number}"
-        draft = self.root / f"{name}.tmp-{secrets.token_hex(4)}"
+        draft = self.root / f"{self._new_name(step)}.tmp-{secrets.token_hex(4)}"
         self._disk.make_folder(draft)
         return draft
+
+    def _new_name(self, step: int) -> str:
+        """Above all that are listed of the step: a run that resumed from an older one saves steps again.
+
+        A lower number may be free, after `collect`. But `recover` would take what has it for an older save.
+        """
+        plain = f"step-{step:08}"
+        names = [commit.name for commit in self.commits()]
+        numbers = [save_number(name) for name in names if name.partition(".")[0] == plain]
+        return f"{plain}.{max(numbers) + 1}" if numbers else plain
 
     def commit(self, draft: Path, *, step: int, files: Mapping[str, FileEntry]) -> Commit:
         """Makes a draft a checkpoint.
@@ -177,3 +182,13 @@ class CheckpointFolder:
         if not self.root.is_dir():
             return []
         return sorted(p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir())
+
+
+def save_number(name: str) -> int:
+    """Which save of its step a folder has.
+
+    >>> save_number("step-00000002"), save_number("step-00000002.10")
+    (1, 10)
+    """
+    number = name.partition(".")[2]
+    return int(number) if number.isdecimal() else 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.commits import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import CheckpointFolder, save_number
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, NewerVersionError
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
@@ -125,13 +125,12 @@ def _whole(path: Path) -> _Whole:
         raise CorruptCheckpointError(f"{path} is a link. Checkpoints have none; nothing was read.")
     content = read_regular(path / MANIFEST)
     manifest = Manifest.from_bytes(content, name=str(path / MANIFEST))
-    step, _, number = path.name.removeprefix("step-").partition(".")
-    if manifest.step != int(step):
+    if manifest.step != int(path.name.removeprefix("step-").partition(".")[0]):
         raise CorruptCheckpointError(f"{path / MANIFEST} is of step {manifest.step}.")
     manifest.check(path)
     SavedCheckpoint(path, manifest).check()
     commit = Commit(name=path.name, step=manifest.step, manifest_sha256=sha256(content).hexdigest())
-    return _Whole(commit, number=int(number or 1), saved_ns=(path / MANIFEST).stat().st_mtime_ns)
+    return _Whole(commit, number=save_number(path.name), saved_ns=(path / MANIFEST).stat().st_mtime_ns)
 
 
 def _in_order(root: Path, whole: list[_Whole], order: Order | None) -> tuple[Commit, ...]:

@@ -118,6 +118,19 @@ def test_copies_of_one_time_are_in_the_order_of_their_steps_and_saves(tmp_path):
     assert names == ["step-00000001", "step-00000002", *(f"step-00000002.{n}" for n in range(2, 11))]
 
 
+def test_a_step_that_is_saved_again_gets_a_number_above_those_that_are_listed(tmp_path):
+    """Bug: it got that of one that was removed, and recovery by steps took an older one for the newest."""
+    save(tmp_path, 2)
+    save(tmp_path, 2)
+    save(tmp_path, 2, keep=1)
+    save(tmp_path, 2)
+    (tmp_path / "COMMITTED").unlink()
+    names = [each.name for each in recover(tmp_path, order=Order.STEP)]
+    assert names == ["step-00000002.3", "step-00000002.4"]
+    save(tmp_path, 2)
+    assert read_commits(tmp_path)[-1].name == "step-00000002.5"
+
+
 def test_a_folder_that_cannot_be_read_is_its_own_problem(root, capsys, monkeypatch):
     """Bug: it ended all, and was said not to be writable."""
 
