@@ -1,9 +1,12 @@
 """Saves in the background: what they see, what happens where they fail, and who is killed meanwhile."""
 
+import errno
 import os
+import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,3 +358,43 @@ def test_damage_is_refused_and_an_older_one_taken_only_if_asked(
     assert "Going on from step-00000003, which is older" in capfd.readouterr().err
     run_ranks(training, 2, PIPELINE, tmp_path, until=7, first=6)  # saved anew beside the damaged one
     assert (tmp_path / "step-00000006.2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EMFILE, r"On rank 1: .*/state\.json could not be read: Too many open files\..* may be whole"),
+        (errno.EIO, "step-00000001"),
+    ],
+)
+def test_a_rank_that_cannot_read_is_no_reason_to_take_an_older_one(
+    number: int, expected: str, tmp_path: Path
+) -> None:
+    """Bug: with too many files open on one rank, allow_older went on from the checkpoint before."""
+
+    def run() -> str:
+        from shardwright.torch.checkpoints.resuming import open_verified
+        from shardwright.torch.context import context
+
+        _, checkpoints, _ = _started(tmp_path)
+        for step in (1, 2):
+            checkpoints.save(step, asynchronous=False)
+        plain, rank = os.open, context().rank
+
+        def refuse(path: Any, *args: Any) -> int:
+            if rank == 1 and str(path).endswith("step-00000002/state.json"):
+                raise OSError(number, os.strerror(number), str(path))
+            return plain(path, *args)
+
+        os.open = refuse  # type: ignore[assignment]
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found = open_verified(context(), CheckpointFolder(tmp_path), None, allow_older=True)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            os.open = plain
+        assert found is not None
+        return found.path.name
+
+    assert all(re.match(expected, said) for said in run_ranks(run, 2))

@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, field_validator
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.manifest import FORMAT_VERSION, NewerVersionError, Record, Sha256, is_plain_name
+from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.errors import CorruptCheckpointError
 
@@ -53,10 +54,12 @@ def read_commits(root: Path) -> tuple[Commit, ...]:
 
     Raises:
         CorruptCheckpointError: the file is missing or damaged.
+        CheckpointError: this process cannot read it.
     """
     path = root / COMMITTED
     try:
-        content = read_regular(path)
+        with reading(path):
+            content = read_regular(path)
         found = _Commits.from_bytes(content, name=str(path))
         if found != _of(found.checkpoints) or content != found.to_bytes():
             raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")

@@ -12,6 +12,7 @@
 
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +20,7 @@ from pathlib import Path
 from shardwright.checkpoint.commits import COMMITTED, Commit, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
@@ -47,11 +49,13 @@ class CheckpointFolder:
 
         Raises:
             CorruptCheckpointError: the list of them is missing or damaged.
+            CheckpointError: this process cannot read it.
         """
-        if not self.root.is_dir():
-            return ()
-        if not (self.root / COMMITTED).exists() and not self.step_folders():
-            return ()
+        with reading(self.root):
+            if not self.root.is_dir():
+                return ()
+            if not (self.root / COMMITTED).exists() and not self.step_folders():
+                return ()
         return read_commits(self.root)
 
     def open(self, name: str | None = None, *, verify: bool = True) -> SavedCheckpoint:
@@ -62,7 +66,7 @@ class CheckpointFolder:
             verify: read all files and compare their checksums.
 
         Raises:
-            CheckpointError: there is none, or none of that name.
+            CheckpointError: there is none, or none of that name, or this process cannot read it.
             CorruptCheckpointError: it is damaged.
         """
         commits = self.commits()
@@ -72,11 +76,12 @@ class CheckpointFolder:
         if not chosen:
             names = ", ".join(commit.name for commit in commits)
             raise CheckpointError(f"{self.root} has no checkpoint {name}. It has {names}.")
-        return self._open(chosen[-1], verify=verify)
+        with reading(self.root / chosen[-1].name):
+            return self._open(chosen[-1], verify=verify)
 
     def _open(self, commit: Commit, *, verify: bool) -> SavedCheckpoint:
         path = self.root / commit.name
-        if path.is_symlink() or not path.is_dir():
+        if not _is_folder(path):
             raise CorruptCheckpointError(f"{path} is missing, and {COMMITTED} lists it.")
         content = read_regular(path / MANIFEST)
         if sha256(content).hexdigest() != commit.manifest_sha256:
@@ -166,7 +171,7 @@ class CheckpointFolder:
         commits = self.commits()
         staying = commits if keep is None else commits[-keep:]
         if staying != commits:
-            self._open(commits[-1], verify=True).check()
+            self.open(commits[-1].name).check()
             write_commits(self.root, staying, disk=self._disk)
         names = {commit.name for commit in staying}
         unlisted = [path for path in self.step_folders() if path.name not in names]
@@ -192,3 +197,11 @@ def save_number(name: str) -> int:
     """
     number = name.partition(".")[2]
     return int(number) if number.isdecimal() else 1
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether it is one, and no link; `Path.is_dir` calls what this process may not see a missing one."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False

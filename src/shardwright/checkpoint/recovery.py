@@ -2,7 +2,8 @@
 
 ::
 
-    read all         one of a version to come, or an order that is unclear: nothing is changed
+    read all         one of a version to come, or that this process may not read, or an order that is
+                     unclear: nothing is changed
     put aside        rename step-00000003, which is not whole, to damaged-step-00000003
                      a crash leaves this: there is still no list, and recovery can be repeated
     replace COMMITTED
@@ -20,6 +21,7 @@ from shardwright.checkpoint.commits import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, save_number
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, NewerVersionError
+from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
@@ -77,7 +79,8 @@ def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None)
         whole, nothing was changed.
 
     Raises:
-        CheckpointError: the list is sound, or the order by steps is not the one by times.
+        CheckpointError: the list is sound, the order by steps is not the one by times, or this process cannot
+            read something; nothing was changed.
         NewerVersionError: the list or a checkpoint is of a version to come.
         OSError: the folder cannot be read or written.
     """
@@ -90,13 +93,12 @@ def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None)
         if ".tmp-" in path.name:
             continue
         try:
-            whole.append(_whole(path))
+            with reading(path):
+                whole.append(_whole(path))
         except NewerVersionError:
             raise  # not damaged at all
         except CorruptCheckpointError as error:
             problems[path] = str(error)
-        except OSError as error:
-            problems[path] = f"{error.filename or path} cannot be read: {error.strerror or error}."
     if not whole:
         return tuple(FolderFound(path.name, problem) for path, problem in problems.items())
     commits = _in_order(root, whole, order)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.manifest import Manifest
+from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile
@@ -85,8 +86,10 @@ class SavedCheckpoint:
 
         Raises:
             CorruptCheckpointError: they do not fit.
+            CheckpointError: this process cannot read them.
         """
-        self.index.check(self._files)
+        with reading(self.path):
+            self.index.check(self._files)
 
     def document(self, name: str) -> Any:
         """A file of JSON.

@@ -1,6 +1,6 @@
 """``shardwright ckpt``: lists, verifies, recovers, exports, imports and clears checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -61,16 +61,11 @@ def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
         found.open(name)  # says what is there
     problems = {commit.name: _problem(found, commit) for commit in commits}
     if as_json:
-        print_json([{"name": name, "problem": problem} for name, problem in problems.items()])
+        print_json([{"name": name, "problem": str(it) if it else None} for name, it in problems.items()])
     else:
         for each, problem in problems.items():
             print(f"{each}  {problem or 'ok'}")
-    damaged = [each for each, problem in problems.items() if problem]
-    if damaged:
-        raise CorruptCheckpointError(
-            f"{len(damaged)} of {len(problems)} checkpoints in {found.root} cannot be used: "
-            f"{', '.join(damaged)}."
-        )
+    _refuse(found, problems)
 
 
 application.command("export")(export)
@@ -161,9 +156,22 @@ def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:
     }
 
 
-def _problem(folder: CheckpointFolder, commit: Commit) -> str | None:
+def _problem(folder: CheckpointFolder, commit: Commit) -> CheckpointError | None:
     try:
         folder.open(commit.name).check()
-    except CorruptCheckpointError as error:
-        return str(error)
+    except CheckpointError as error:
+        return error
     return None
+
+
+def _refuse(folder: CheckpointFolder, problems: Mapping[str, CheckpointError | None]) -> None:
+    """Ends the command where a checkpoint has a problem; one that could not be read may be whole."""
+    damaged = [name for name, problem in problems.items() if isinstance(problem, CorruptCheckpointError)]
+    unread = [name for name, problem in problems.items() if problem and name not in damaged]
+    of_all = f"of {len(problems)} checkpoints in {folder.root}"
+    if damaged:
+        raise CorruptCheckpointError(f"{len(damaged)} {of_all} cannot be used: {', '.join(damaged)}.")
+    if unread:
+        raise CheckpointError(
+            f"{len(unread)} {of_all} could not be read, and may be whole: {', '.join(unread)}."
+        )

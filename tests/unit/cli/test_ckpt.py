@@ -1,5 +1,6 @@
 """``shardwright ckpt``."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -42,6 +43,34 @@ def test_verifies(run, capsys):
     code, _, err = call(capsys, "ckpt", "verify", run, "step-7")
     assert code == 2
     assert "It has step-00000010, step-00000020" in err
+
+
+def test_what_this_process_cannot_read_is_not_called_damaged(run, capsys, unreadable):
+    """Bug: `verify` and `ls` ended with a traceback."""
+    unreadable("step-00000020/manifest.json", errno.EMFILE)
+    code, out, err = call(capsys, "ckpt", "verify", run)
+    assert code == 2
+    assert "step-00000010  ok\n" in out
+    assert "manifest.json could not be read: Too many open files." in out
+    assert "1 of 2 checkpoints" in err
+    assert "could not be read, and may be whole: step-00000020." in err
+    code, out, _ = call(capsys, "ckpt", "ls", run)
+    assert (code, "which may be whole. Raise the limit (ulimit -n)" in out) == (0, True)
+    code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "1")
+    assert (code, "Too many open files" in err) == (2, True)
+    assert (run / "checkpoints" / "step-00000010").is_dir()
+
+
+def test_what_the_disk_does_not_give_back_is_damaged(run, capsys, unreadable):
+    """Bug: `verify` ended with a traceback."""
+    unreadable("step-00000020/rank-00000.safetensors", errno.EIO)
+    code, out, _ = call(capsys, "ckpt", "verify", run)
+    assert code == 8
+    assert "rank-00000.safetensors cannot be read: Input/output error." in out
+    unreadable("checkpoints/COMMITTED", errno.EACCES)
+    for words in (["ls"], ["verify"]):
+        code, _, err = call(capsys, "ckpt", *words, run)
+        assert (code, "COMMITTED could not be read: Permission denied." in err) == (2, True)
 
 
 def test_clears(run, capsys):

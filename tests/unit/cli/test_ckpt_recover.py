@@ -10,11 +10,10 @@ import pytest
 from checkpoint.checkpoints import save
 
 from cli.calling import call
-from shardwright.checkpoint.commits import read_commits
+from shardwright.checkpoint.commits import COMMITTED, read_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order, recover
-from shardwright.checkpoint.regular_file import read_regular
 from shardwright.errors import CorruptCheckpointError
 
 
@@ -131,21 +130,36 @@ def test_a_step_that_is_saved_again_gets_a_number_above_those_that_are_listed(tm
     assert read_commits(tmp_path)[-1].name == "step-00000002.5"
 
 
-def test_a_folder_that_cannot_be_read_is_its_own_problem(root, capsys, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_its_own_problem(root, capsys, unreadable):
     """Bug: it ended all, and was said not to be writable."""
-
-    def read(path):
-        if path.parent.name == "step-00000003":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_regular(path)
-
-    monkeypatch.setattr("shardwright.checkpoint.recovery.read_regular", read)
+    unreadable("step-00000003/manifest.json", errno.EIO)
     (root / "COMMITTED").unlink()
     code, out, _ = call(capsys, "ckpt", "recover", root)
     assert code == 0
     assert re.search(r"step-00000003/manifest.json cannot be read: Input/output error", out)
     assert "the newest is step-00000002.2" in out
     assert (root / "damaged-step-00000003" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("name", [COMMITTED, "manifest.json", "tensors.json", "rank-00001.safetensors"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM])
+def test_an_error_of_this_process_is_no_damage(root, capsys, unreadable, name, number):
+    """Bug: with too many files open, a sound checkpoint was renamed to damaged-NAME and left out."""
+    before = set(os.listdir(root))
+    (root / COMMITTED).write_bytes(b"{}")
+    unreadable(name, number)
+    code, _, err = call(capsys, "ckpt", "recover", root)
+    assert code == 2
+    assert re.search(
+        rf"{re.escape(name)} could not be read: {os.strerror(number)}\..* which may be whole", err
+    )
+    assert set(os.listdir(root)) - {".lock"} == before
+
+
+def test_a_list_that_the_disk_does_not_give_back_is_made_anew(root, capsys, unreadable):
+    unreadable(COMMITTED, errno.EIO)
+    code, out, _ = call(capsys, "ckpt", "recover", root, "--order", "time")
+    assert (code, out.endswith("the newest is step-00000002.2\n")) == (0, True)
 
 
 def test_a_folder_that_is_a_link_is_told_as_one(root, tmp_path, capsys):

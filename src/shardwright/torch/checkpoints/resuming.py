@@ -2,13 +2,14 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.comm.process_group import tell_all
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
@@ -46,26 +47,30 @@ def open_verified(
         The checkpoint; None where there is none at all.
 
     Raises:
-        CheckpointError: there is none of that name.
+        CheckpointError: there is none of that name, or a rank cannot read one for a reason of its own: then
+            no older one is taken.
         CorruptCheckpointError: it is damaged, or all that were allowed are.
     """
     commits = context.from_first_rank(lambda: _candidates(folder, name))
     problems: list[str] = []
     for commit in reversed(commits):
-        opened = _opened(context, folder, commit)
-        if isinstance(opened, SavedCheckpoint):
-            if problems and context.rank == 0:
-                warnings.warn(
-                    f"{problems[0]} Going on from {commit.name}, which is older, as allow_older says.",
-                    stacklevel=4,
-                )
-            return opened
-        problems.append(opened)
-        if not allow_older:
+        try:
+            opened = _opened(context, folder, commit)
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+            if allow_older:
+                continue
             remedy = (
                 " resume(allow_older=True), or shardwright run --allow-older, goes on from the one before it."
             )
-            raise CorruptCheckpointError(f"{opened} Nothing was loaded.{remedy if len(commits) > 1 else ''}")
+            text = f"{error} Nothing was loaded.{remedy if len(commits) > 1 else ''}"
+            raise CorruptCheckpointError(text) from error
+        if problems and context.rank == 0:
+            warnings.warn(
+                f"{problems[0]} Going on from {commit.name}, which is older, as allow_older says.",
+                stacklevel=4,
+            )
+        return opened
     if not problems:
         return None
     raise CorruptCheckpointError(
@@ -86,28 +91,39 @@ def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...
     return commits[: names.index(name) + 1]
 
 
-def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint | str:
-    """The checkpoint, or what is wrong with it, the same on every rank."""
+def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint:
+    """The checkpoint.
+
+    Raises:
+        CheckpointError: a rank cannot read it, for a reason of its own; on every rank.
+        CorruptCheckpointError: it is damaged; on every rank.
+    """
     share = (context.rank, context.mesh.world_size)
     saved: list[SavedCheckpoint] = []
 
     def compare_checksums() -> None:
         saved.append(folder.open(commit.name, verify=False))
-        saved[0].manifest.check(saved[0].path, share=share)
+        with reading(saved[0].path):
+            saved[0].manifest.check(saved[0].path, share=share)
 
     # Only when all checksums are right: what else is wrong may follow from a damaged file.
     for look in (compare_checksums, lambda: saved[0].check()):
-        problem = ""
-        try:
-            look()
-        except CorruptCheckpointError as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"{folder.root / commit.name} cannot be read on rank {context.rank}: {error.strerror}."
+        problem = _problem(look, rank=context.rank)
         found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
-        if any(found):
-            return next(each for each in found if each)
+        problems = [each for each in found if each is not None]
+        if problems:  # a rank that could not read comes first: no older checkpoint is taken for that
+            raise min(problems, key=lambda each: isinstance(each, CorruptCheckpointError))
     return saved[0]
+
+
+def _problem(look: Callable[[], None], *, rank: int) -> CheckpointError | None:
+    try:
+        look()
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):  # it may be of this rank's machine
+            return type(error)(f"On rank {rank}: {error}")
+        return error
+    return None
 
 
 class Resumed:

@@ -1,0 +1,48 @@
+"""Tells errors of the system that are of a file from those that are of the process that reads it.
+
+A file that the disk does not give back is damaged. But a process that has too many files open, or may not
+read here, knows nothing about the checkpoint: to leave it out, or to put it aside, would lose a sound one.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["reading"]
+
+_TOO_MANY_FILES = "Raise the limit (ulimit -n), or end what has so many files open"
+_NOT_ALLOWED = "Give this user the right to read it, or be the one who has saved it"
+_REMEDIES = {
+    errno.EMFILE: _TOO_MANY_FILES,
+    errno.ENFILE: _TOO_MANY_FILES,
+    errno.ENOMEM: "Free memory, or raise the limit (ulimit -v)",
+    errno.EACCES: _NOT_ALLOWED,
+    errno.EPERM: _NOT_ALLOWED,
+}
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Has errors of the system say whether a checkpoint is damaged.
+
+    Args:
+        path: what is read inside, where the error does not name a file.
+
+    Raises:
+        CorruptCheckpointError: the system cannot read it.
+        CheckpointError: this process cannot read it, which says nothing about the checkpoint.
+    """
+    try:
+        yield
+    except OSError as error:
+        name, reason = error.filename or path, error.strerror or error
+        remedy = _REMEDIES.get(error.errno or 0)
+        if remedy is None:
+            raise CorruptCheckpointError(f"{name} cannot be read: {reason}.") from error
+        raise CheckpointError(
+            f"{name} could not be read: {reason}. The reason is this process and not the checkpoint, which "
+            f"may be whole. {remedy}, and try again."
+        ) from error
