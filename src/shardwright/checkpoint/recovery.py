@@ -4,7 +4,8 @@
 
     read all         one of a version to come, or that this process may not read, or an order that is
                      unclear: nothing is changed
-    put aside        rename step-00000003, which is not whole, to damaged-step-00000003
+    put aside        rename step-00000003, which is not whole, to damaged-step-00000003, and
+                     COMMITTED to damaged-COMMITTED, where it is a folder
                      a crash leaves this: there is still no list, and recovery can be repeated
     replace COMMITTED
 
@@ -17,7 +18,7 @@ from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 
-from shardwright.checkpoint.commits import Commit, write_commits
+from shardwright.checkpoint.commits import COMMITTED, Commit, write_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, save_number
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, NewerVersionError
@@ -103,7 +104,8 @@ def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None)
         return tuple(FolderFound(path.name, problem) for path, problem in problems.items())
     commits = _in_order(root, whole, order)
     others = [
-        FolderFound(path.name, problem, _put_aside(path, disk=disk)) for path, problem in problems.items()
+        FolderFound(path.name, problem, _put_aside(path, disk=disk))
+        for path, problem in {**_in_place_of_list(root), **problems}.items()
     ]
     write_commits(root, commits, disk=disk)
     return (*(FolderFound(commit.name) for commit in commits), *others)
@@ -120,6 +122,14 @@ def _refuse_sound(folder: CheckpointFolder) -> None:
         f"the list of checkpoints in {folder.root} is sound, and has {len(commits)}: there is nothing "
         f"to recover. shardwright ckpt verify {folder.root} reads all of them."
     )
+
+
+def _in_place_of_list(root: Path) -> dict[Path, str]:
+    """A folder of the list's name: nothing can be renamed to that. Anything else is replaced."""
+    path = root / COMMITTED
+    if path.is_symlink() or not path.is_dir():
+        return {}
+    return {path: f"{path} is a folder, and no list."}
 
 
 def _whole(path: Path) -> _Whole:

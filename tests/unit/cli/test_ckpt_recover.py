@@ -86,6 +86,30 @@ def test_a_crash_before_the_list_is_written_loses_nothing(root):
     assert (root / "damaged-step-00000003").exists()
 
 
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_folder_in_the_place_of_the_list_is_put_aside(root, capsys, is_empty):
+    """Bug: it was found when the list was written, after damaged checkpoints were renamed."""
+    (root / COMMITTED).unlink()
+    (root / COMMITTED).mkdir()
+    if not is_empty:
+        (root / COMMITTED / "notes.txt").write_text("moved here by mistake")
+    (root / "step-00000003" / "state.json").unlink()
+    code, out, _ = call(capsys, "ckpt", "recover", root)
+    assert code == 0
+    assert re.search(r"COMMITTED  .*is a folder, and no list\. It is now damaged-COMMITTED\.", out)
+    assert out.endswith("the newest is step-00000002.2\n")
+    assert len(read_commits(root)) == 3
+    assert len(list((root / "damaged-COMMITTED").iterdir())) == (0 if is_empty else 1)
+
+
+@pytest.mark.parametrize("to", ["step-00000003", "nowhere"])
+def test_a_link_in_the_place_of_the_list_is_replaced(root, capsys, to):
+    (root / COMMITTED).unlink()
+    (root / COMMITTED).symlink_to(to)
+    assert call(capsys, "ckpt", "recover", root, "--order", "time")[0] == 0
+    assert len(read_commits(root)) == 4
+
+
 def test_the_order_is_asked_for_where_steps_and_times_disagree(root, capsys):
     """Bug: the newest was that of the youngest file, also where copies were made in another order."""
     (root / "COMMITTED").unlink()
