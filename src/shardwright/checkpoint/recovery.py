@@ -120,8 +120,25 @@ def _refuse_sound(folder: CheckpointFolder) -> None:
         return
     raise CheckpointError(
         f"the list of checkpoints in {folder.root} is sound, and has {len(commits)}: there is nothing "
-        f"to recover. shardwright ckpt verify {folder.root} reads all of them."
+        f"to recover. {_way_on(folder, commits)}"
     )
+
+
+def _way_on(folder: CheckpointFolder, commits: tuple[Commit, ...]) -> str:
+    """What to do where the list is sound: whoever recovers has met a damaged checkpoint, most likely."""
+    if not commits:
+        return "Nothing was saved there yet."
+    try:
+        folder.open().check()
+    except CorruptCheckpointError as error:
+        newest = f"Its newest checkpoint cannot be used: {error}"
+        if len(commits) == 1:
+            return f"{newest} There is none before it: give the run another folder, and it begins anew."
+        return (
+            f"{newest} shardwright run --allow-older, or resume(allow_older=True), goes on from the one "
+            f"before it that can; shardwright ckpt verify {folder.root} says which ones can."
+        )
+    return f"The newest is whole; shardwright ckpt verify {folder.root} reads all of them."
 
 
 def _in_place_of_list(root: Path) -> dict[Path, str]:

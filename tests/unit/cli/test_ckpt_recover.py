@@ -10,7 +10,7 @@ import pytest
 from checkpoint.checkpoints import save
 
 from cli.calling import call
-from shardwright.checkpoint.commits import COMMITTED, read_commits
+from shardwright.checkpoint.commits import COMMITTED, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order, recover
@@ -47,6 +47,21 @@ def test_the_list_is_made_anew_of_checkpoints_that_are_whole(root, lost, capsys)
     code, _, err = call(capsys, "ckpt", "recover", root)
     assert code != 0
     assert "is sound, and has 3: there is nothing to recover" in err
+
+
+def test_where_the_list_is_sound_it_says_how_to_go_on(root, capsys):
+    """Bug: it called everything sound, and whoever came here because the newest is damaged knew no more."""
+    code, _, err = call(capsys, "ckpt", "recover", root)
+    assert (code, "The newest is whole; shardwright ckpt verify" in err) == (2, True)
+    (root / "step-00000002.2" / "state.json").write_bytes(b"{}")
+    code, _, err = call(capsys, "ckpt", "recover", root)
+    assert code == 2
+    assert re.search(r"cannot be used: .*step-00000002\.2/state\.json has 2 bytes", err)
+    assert "shardwright run --allow-older, or resume(allow_older=True), goes on from the one before" in err
+    write_commits(root, read_commits(root)[-1:], disk=Disk())
+    _, _, err = call(capsys, "ckpt", "recover", root)
+    assert "There is none before it: give the run another folder" in err
+    assert "allow-older" not in err
 
 
 def test_a_folder_under_another_name_is_not_listed(root, capsys):
