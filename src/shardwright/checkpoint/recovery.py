@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 
 from shardwright.checkpoint.commits import COMMITTED, Commit, write_commits
 from shardwright.checkpoint.disk import Disk
@@ -80,6 +81,7 @@ def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None)
         whole, nothing was changed.
 
     Raises:
+        CorruptCheckpointError: there is no checkpoint, whole or not; nothing was changed.
         CheckpointError: the list is sound, the order by steps is not the one by times, or this process cannot
             read something; nothing was changed.
         NewerVersionError: the list or a checkpoint is of a version to come.
@@ -101,6 +103,8 @@ def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None)
         except CorruptCheckpointError as error:
             problems[path] = str(error)
     if not whole:
+        if not problems:
+            raise _nothing_there(folder)
         return tuple(FolderFound(path.name, problem) for path, problem in problems.items())
     commits = _in_order(root, whole, order)
     others = [
@@ -127,7 +131,9 @@ def _refuse_sound(folder: CheckpointFolder) -> None:
 def _way_on(folder: CheckpointFolder, commits: tuple[Commit, ...]) -> str:
     """What to do where the list is sound: whoever recovers has met a damaged checkpoint, most likely."""
     if not commits:
-        return "Nothing was saved there yet."
+        drafts = _drafts(folder)
+        of_drafts = f" {_described(drafts)}; the next save removes them." if drafts else ""
+        return f"No save there has ended.{of_drafts}"
     try:
         folder.open().check()
     except CorruptCheckpointError as error:
@@ -139,6 +145,28 @@ def _way_on(folder: CheckpointFolder, commits: tuple[Commit, ...]) -> str:
             f"before it that can; shardwright ckpt verify {folder.root} says which ones can."
         )
     return f"The newest is whole; shardwright ckpt verify {folder.root} reads all of them."
+
+
+def _drafts(folder: CheckpointFolder) -> list[Path]:
+    return [path for path in folder.step_folders() if ".tmp-" in path.name]
+
+
+def _described(drafts: list[Path]) -> str:
+    names = ", ".join(path.name for path in drafts[:3])
+    more = f" and {len(drafts) - 3} more" if len(drafts) > 3 else ""
+    return f"What is there are drafts of saves that did not end: {names}{more}"
+
+
+def _nothing_there(folder: CheckpointFolder) -> CorruptCheckpointError:
+    """For a list that is lost or damaged where no checkpoint is, whole or not: runs are refused there."""
+    root, drafts = folder.root, _drafts(folder)
+    of_drafts = f" {_described(drafts)}." if drafts else ""
+    in_the_way = [COMMITTED, "step-*.tmp-*"] if drafts else [COMMITTED]
+    paths = " ".join(f"{quote(str(root))}/{each}" for each in in_the_way)
+    return CorruptCheckpointError(
+        f"{root} has no checkpoint, whole or damaged, to make a list of.{of_drafts} Nothing was changed. For "
+        f"a run to begin anew there, remove {' and '.join(in_the_way)}: rm -rf {paths}"
+    )
 
 
 def _in_place_of_list(root: Path) -> dict[Path, str]:

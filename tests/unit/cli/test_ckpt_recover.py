@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 
 import pytest
 from checkpoint.checkpoints import save
@@ -221,6 +222,34 @@ def test_nothing_is_listed_where_nothing_is_whole(root, capsys):
     assert "has no checkpoint that is whole" in err
     assert not (root / "COMMITTED").exists()
     assert len(list(root.glob("step-*"))) == 4
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+def test_where_there_are_drafts_and_nothing_else_it_says_how_to_begin_anew(tmp_path, capsys, num_drafts):
+    """Bug: no checkpoint was whole, it said, as if there were damaged ones; and each run sent back to it."""
+    for step in range(num_drafts):
+        (tmp_path / f"step-0000000{step}.tmp-12ab").mkdir()
+    if num_drafts == 0:
+        (tmp_path / COMMITTED).write_bytes(b"{}")
+    before = set(os.listdir(tmp_path))
+    code, _, err = call(capsys, "ckpt", "recover", tmp_path)
+    assert code == 8
+    assert "has no checkpoint, whole or damaged" in err
+    assert ("drafts of saves that did not end: step-00000000.tmp-12ab" in err) == (num_drafts > 0)
+    assert ("step-00000002.tmp-12ab and 2 more." in err) == (num_drafts > 3)
+    assert set(os.listdir(tmp_path)) - {".lock"} == before
+    subprocess.run(re.search(r"rm -rf .*", err)[0], shell=True, check=True)
+    save(tmp_path, 1)
+    assert len(read_commits(tmp_path)) == 1
+
+
+def test_drafts_beside_a_list_that_has_no_checkpoint_yet_are_told(tmp_path, capsys):
+    write_commits(tmp_path, (), disk=Disk())
+    assert "No save there has ended.\n" in call(capsys, "ckpt", "recover", tmp_path)[2]
+    (tmp_path / "step-00000001.tmp-12ab").mkdir()
+    code, _, err = call(capsys, "ckpt", "recover", tmp_path)
+    assert code == 2
+    assert "drafts of saves that did not end: step-00000001.tmp-12ab; the next save removes them." in err
 
 
 def test_a_list_of_a_version_to_come_is_left_alone(root, capsys):
