@@ -126,7 +126,7 @@ def _devices(num_devices: int) -> dict[str, Any]:
 def _streams() -> dict[str, Any]:
     return {
         "Event": streams.Event,
-        "ExternalStream": streams.Stream,
+        "ExternalStream": streams.ExternalStream,
         "Stream": streams.Stream,
         "StreamContext": streams.StreamContext,
         "current_stream": streams.current_stream,

@@ -15,6 +15,7 @@ from shardwright.cpu_mode.devices import index_of, is_cuda
 __all__ = [
     "CURRENT",
     "Event",
+    "ExternalStream",
     "Stream",
     "StreamContext",
     "current_stream",
@@ -25,16 +26,28 @@ __all__ = [
 
 
 class _Current(threading.local):
-    device = 0
-    stream: "Stream | None" = None
+    """What is current in a thread.
+
+    Attributes:
+        device: its number.
+        streams: of each device, by its number; a device that is not here has its default stream.
+        entered: what ``with`` blocks have made current, innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, Stream] = {}
+        self.entered: list[StreamContext] = []
 
 
 _NUMBERS = itertools.count(1)
 # Of torch.Stream's `device_type`.
 _CUDA = 1
+# The least and the greatest, as PyTorch has them for CUDA.
+_PRIORITIES = (0, -3)
 
 CURRENT = _Current()
-"""The current device and stream: each thread has its own."""
+"""The current device and streams: each thread has its own."""
 
 
 def put_in_force() -> None:
@@ -74,10 +87,17 @@ class Event(torch.Event):
         external: bool = False,
     ):
         self._at_s: float | None = None
+        self._device: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """Of the stream in which it was recorded first; None before."""
+        return self._device
 
     def record(self, stream: Any = None) -> None:
         """Notes the present moment."""
         self._at_s = time.perf_counter()
+        self._device = self._device or (stream or current_stream()).device
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to another."""
@@ -98,25 +118,39 @@ class Event(torch.Event):
 
 
 class Stream(torch.Stream):
-    """An order of work; for `torch.cuda.Stream` and `torch.cuda.ExternalStream`.
+    """An order of work; for `torch.cuda.Stream`.
 
     Args:
         device: a CUDA device; by default the current one.
-        priority: taken, without a meaning here.
+        priority: without a meaning here; of those that there are, the nearest.
         stream_id: its number, by which streams are equal; 0 for that of a device, by default a new one.
+        device_index: number of the device, where no `device` is given.
     """
 
+    cuda_stream = 0
+
     def __new__(
-        cls, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **kwargs: Any
+        cls,
+        device: Any = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Makes one."""
-        index = index_of(device, current=CURRENT.device)
+        index = index_of(device_index if device is None else device, current=CURRENT.device)
         number = next(_NUMBERS) if stream_id is None else stream_id
         return super().__new__(cls, stream_id=number, device_index=index, device_type=_CUDA)
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
-        self.priority = priority
-        self.cuda_stream = 0
+        least, greatest = _PRIORITIES
+        self.priority = max(min(priority, least), greatest)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest priority; a lower number is the greater one."""
+        return _PRIORITIES
 
     def query(self) -> bool:
         """Whether all its work is done."""
@@ -138,31 +172,58 @@ class Stream(torch.Stream):
         return event
 
     def __enter__(self) -> "Stream":
-        self._before = set_stream(self)
+        context = StreamContext(self)
+        context.__enter__()
+        CURRENT.entered.append(context)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        set_stream(self._before)
+        # A generator may have entered another one since.
+        context = next(each for each in reversed(CURRENT.entered) if each.stream is self)
+        CURRENT.entered.remove(context)
+        context.__exit__()
+
+
+class ExternalStream(Stream):
+    """A stream that another library has made; for `torch.cuda.ExternalStream`.
+
+    Args:
+        stream_ptr: its address, by which it is equal to itself.
+        device: where it was made; by default the current one.
+    """
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> Self:
+        """Makes one."""
+        return super().__new__(cls, device, stream_id=stream_ptr)
+
+    def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any):
+        super().__init__(device, **kwargs)
+        self.cuda_stream = stream_ptr
 
 
 class StreamContext:
-    """Makes a stream the current one; for `torch.cuda.stream`.
+    """Makes a stream, and its device, the current ones; for `torch.cuda.stream`.
 
     Args:
-        stream: None leaves the current one.
+        stream: None leaves the current ones.
     """
 
     def __init__(self, stream: Stream | None):
         self.stream = stream
+        # Of the stream's device, then of the device that was current; of each time that it was entered.
+        self._before: list[tuple[Stream, Stream]] = []
 
     def __enter__(self) -> None:
-        self._before = current_stream()
-        set_stream(self.stream)
+        if self.stream is not None:
+            self._before.append((current_stream(_index(self.stream)), current_stream()))
+            set_stream(self.stream)
 
     def __exit__(self, *exc_info: object) -> None:
-        set_stream(self._before)
+        if self.stream is not None:
+            for stream in self._before.pop():
+                set_stream(stream)
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -171,15 +232,20 @@ def default_stream(device: Any = None) -> Stream:
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The current stream."""
-    if CURRENT.stream is None:
-        CURRENT.stream = default_stream(device)
-    return CURRENT.stream
+    """The current stream of a device, by default of the current one."""
+    index = index_of(device, current=CURRENT.device)
+    if index not in CURRENT.streams:
+        CURRENT.streams[index] = default_stream(index)
+    return CURRENT.streams[index]
 
 
-def set_stream(stream: Stream | None) -> Stream:
-    """Makes a stream the current one, and returns the one before; None changes nothing."""
-    before = current_stream()
+def set_stream(stream: Stream | None) -> None:
+    """Makes a stream that of its device, and the device the current one; None changes nothing."""
     if stream is not None:
-        CURRENT.stream = stream
-    return before
+        CURRENT.device = _index(stream)
+        CURRENT.streams[CURRENT.device] = stream
+
+
+def _index(stream: Any) -> int:
+    """The number of a stream's device; that of the current one for a stream that is not of CUDA."""
+    return index_of(getattr(stream, "device_index", None), current=CURRENT.device)
