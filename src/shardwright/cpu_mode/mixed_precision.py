@@ -1,6 +1,7 @@
 """Mixed precision: autocast and scalers for CUDA are those of the CPU, with the default types of CUDA."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,18 @@ from shardwright.cpu_mode.devices import is_cuda
 from shardwright.cpu_mode.replacement import put_all
 
 __all__ = ["put_in_force"]
+
+
+class _Own(threading.local):
+    """The type for the CPU that the script has, while that for CUDA is in its place; else None.
+
+    Threads have types of their own.
+    """
+
+    dtype: torch.dtype | None = None
+
+
+_OWN = _Own()
 
 
 def put_in_force() -> None:
@@ -31,7 +44,6 @@ def _state() -> dict[str, Callable[..., Any]]:
     core = _private.CORE
     is_enabled, set_enabled = core.is_autocast_enabled, core.set_autocast_enabled
     dtype_of, set_dtype = core.get_autocast_dtype, core.set_autocast_dtype
-    own_dtype = dtype_of("cpu")
 
     def is_autocast_enabled(device_type: str = "cuda") -> bool:
         return is_enabled(_kind(device_type))  # type: ignore[no-any-return]
@@ -42,8 +54,12 @@ def _state() -> dict[str, Callable[..., Any]]:
 
     def set_enabled_of(device_type: str, enabled: bool) -> None:
         set_enabled(_kind(device_type), enabled)
-        if is_cuda(device_type):
-            set_dtype("cpu", dtype_of("cuda") if enabled else own_dtype)
+        if is_cuda(device_type) and enabled:
+            _OWN.dtype = _OWN.dtype or dtype_of("cpu")
+            set_dtype("cpu", dtype_of("cuda"))
+        elif not enabled and _OWN.dtype is not None:
+            set_dtype("cpu", _OWN.dtype)
+            _OWN.dtype = None
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
         in_force = is_cuda(device_type) and is_enabled("cpu")
@@ -84,16 +100,16 @@ def _restore_types_on_leaving(autocast: Any) -> None:
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:  # noqa: N807
-        if is_cuda(self.device):
-            self._types_before = [(kind, dtype_of(kind)) for kind in ("cpu", "cuda")]
+        kinds = ("cpu", "cuda") if is_cuda(self.device) else ()
+        self._types_before = _OWN.dtype, [(kind, dtype_of(kind)) for kind in kinds]
         return enter(self)
 
     @functools.wraps(leave)
     def __exit__(self: Any, *exc_info: Any) -> Any:  # noqa: N807
         result = leave(self, *exc_info)
-        if is_cuda(self.device):
-            for kind, dtype in self._types_before:
-                set_dtype(kind, dtype)
+        _OWN.dtype, types = self._types_before
+        for kind, dtype in types:
+            set_dtype(kind, dtype)
         return result
 
     autocast.__enter__, autocast.__exit__ = __enter__, __exit__

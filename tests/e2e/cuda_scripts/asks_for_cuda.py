@@ -420,6 +420,34 @@ def names_arguments_of_mixed_precision():
 
 
 @case
+def keeps_the_type_of_the_cpu():
+    x = torch.ones(2, 2, device="cuda")
+    default = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    for options in ({}, {"dtype": torch.bfloat16}, {"enabled": False}):
+        for make in (lambda **options: torch.autocast("cuda", **options), torch.cuda.amp.autocast):
+            with make(**options), make(enabled=False):
+                assert torch.get_autocast_dtype("cpu") is torch.float16
+                with torch.autocast("cpu"):
+                    assert (x @ x).dtype is torch.float16
+            assert torch.get_autocast_dtype("cpu") is torch.float16
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_gpu_dtype(torch.bfloat16)
+    with torch.autocast("cpu", enabled=False):
+        assert (x @ x).dtype is torch.float32
+    assert (x @ x).dtype is torch.bfloat16
+    torch.set_autocast_enabled("cuda", False)
+    assert torch.get_autocast_dtype("cpu") is torch.float16
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.set_autocast_dtype("cpu", default)
+    torch.set_autocast_gpu_dtype(torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_enabled("cuda", False)
+    assert torch.get_autocast_dtype("cpu") is default
+
+
+@case
 def steps_as_in_a_graph():
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
         weight = nn.Parameter(torch.ones(2, device="cuda"))
