@@ -1,10 +1,11 @@
 """Acting on modules that a script may import, without importing them for all scripts."""
 
-import importlib.machinery
+import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -12,34 +13,86 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Calls `action` with a module when it has been imported; at once, if it has been already."""
+    """Calls `action` with a module each time that its code has run; at once, if it has been imported already.
+
+    Args:
+        name: of the module. Nothing is called for a namespace package, which has no code, nor for a module
+            whose loader has no `exec_module`, which is how it was before Python 3.4.
+        action: it gets the module anew after a reload, which makes its functions and classes anew.
+    """
+    finder = _Finder(name, action)
+    sys.meta_path.insert(0, finder)  # before looking whether it is there: another thread may import it now
     if name in sys.modules:
-        action(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        module = importlib.import_module(name)  # which waits where another thread is about to
+        if not finder.has_acted:
+            finder.act(module)
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as Python does, and has its loader call an action at its end."""
+    """Finds one module as the other finders do, and has its loader call an action at its end.
+
+    It stays for good: somebody may only ask where the module is, import it in vain, or reload it.
+
+    Attributes:
+        has_acted: the action was called.
+    """
 
     def __init__(self, name: str, action: Callable[[Any], None]):
+        self.has_acted = False
         self._name = name
         self._action = action
+        self._searching = threading.local()
+
+    def act(self, module: ModuleType) -> None:
+        """Calls the action."""
+        self.has_acted = True
+        self._action(module)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        # A finder that asks all finders in its turn would come back here, and the action be called twice.
+        if fullname != self._name or getattr(self._searching, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            loader: Any = spec.loader
-            load = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                self._action(module)
-
-            loader.exec_module = exec_module
+        self._searching.now = True
+        try:
+            spec = self._found(path, target)
+        finally:
+            self._searching.now = False
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _ThenActs(spec.loader, self.act)
         return spec
+
+    def _found(self, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        finders = [getattr(each, "find_spec", None) for each in sys.meta_path if each is not self]
+        specs = (find(self._name, path, target) for find in finders if find is not None)
+        return next((spec for spec in specs if spec is not None), None)
+
+
+class _ThenActs(Loader):
+    """Loads a module as another loader does, and acts on it then.
+
+    Loaders may be shared by modules, or be classes, so none is changed. The module has its own one, also
+    while its code runs.
+    """
+
+    def __init__(self, loader: Any, act: Callable[[ModuleType], None]):
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        return create(spec) if create is not None else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module)
+
+    def __getattr__(self, name: str) -> Any:
+        """What those ask who want the source, say, of a module that is not imported."""
+        if name.startswith("_"):  # also asked of copies that have no `_loader` yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)

@@ -1,0 +1,157 @@
+"""What CPU mode does to modules that a script imports later."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+import zipfile
+
+import pytest
+
+from shardwright.cpu_mode.after_import import after_import
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder from which modules are imported, and that leaves nothing behind."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def acted():
+    """Modules that were acted on."""
+    return []
+
+
+def test_it_acts_when_the_code_of_the_module_has_run(folder, acted):
+    (folder / "late.py").write_text("LOADER = type(__loader__).__name__\nVALUE = 1\n")
+    (folder / "other.py").write_text("")
+    after_import("late", lambda module: acted.append(module.VALUE))
+    importlib.import_module("other")
+    assert acted == []
+    late = importlib.import_module("late")
+    assert acted == [1]
+    assert late.LOADER == type(late.__loader__).__name__ == type(late.__spec__.loader).__name__
+    assert "VALUE = 1" in inspect.getsource(late)
+    importlib.import_module("late")
+    assert acted == [1]
+    after_import("late", acted.append)
+    assert acted == [1, late]
+
+
+def test_it_acts_after_somebody_has_only_asked_where_the_module_is(folder, acted):
+    """Bug: `importlib.util.find_spec`, as libraries ask for optional ones, used the action up."""
+    (folder / "late.py").write_text("VALUE = 1\n")
+    after_import("late", acted.append)
+    spec = importlib.util.find_spec("late")
+    assert spec.loader.get_source("late") == "VALUE = 1\n"
+    assert not hasattr(spec.loader, "get_nothing")
+    assert acted == [importlib.import_module("late")]
+
+
+def test_it_acts_after_an_import_that_failed(folder, acted):
+    """Bug: the second one was not acted on."""
+    (folder / "late.py").write_text("import there_is_none\n")
+    after_import("late", acted.append)
+    with pytest.raises(ImportError):
+        importlib.import_module("late")
+    assert acted == []
+    (folder / "late.py").write_text("VALUE = 'longer than before'\n")
+    importlib.invalidate_caches()
+    assert acted == [importlib.import_module("late")]
+
+
+def test_it_acts_again_after_a_reload(folder, acted):
+    """Bug: functions that were replaced were PyTorch's own again."""
+    (folder / "late.py").write_text("def size():\n    return 1\n")
+
+    def double(module):
+        plain = module.size
+        module.size = lambda: 2 * plain()
+
+    after_import("late", double)
+    late = importlib.import_module("late")
+    assert late.size() == 2
+    assert importlib.reload(late).size() == 2
+
+
+def test_any_finder_and_loader_will_do(folder, acted):
+    """Bug: only files with source in `sys.path` were acted on; others not, and nothing said so."""
+    with zipfile.ZipFile(folder / "library.zip", "w") as library:
+        library.writestr("zipped.py", "")
+        library.writestr("beside.py", "")
+    sys.path.insert(0, str(folder / "library.zip"))
+    (folder / "elsewhere.py").write_text("")
+
+    class Finder:
+        def find_spec(self, fullname, path, target=None):
+            if fullname == "hidden":
+                return importlib.util.spec_from_file_location("hidden", folder / "elsewhere.py")
+            return None
+
+    sys.meta_path.insert(0, Finder())
+    for name in ("zipped", "hidden", "missing"):
+        after_import(name, acted.append)
+    importlib.import_module("beside")
+    assert acted == []
+    assert [importlib.import_module(name) for name in ("zipped", "hidden")] == acted
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("missing")
+
+
+def test_finders_that_ask_all_finders_are_no_reason_to_act_twice(folder, acted):
+    class Asking:
+        asks = False
+
+        def find_spec(self, fullname, path, target=None):
+            if self.asks or fullname != "late":
+                return None
+            self.asks = True
+            try:
+                return importlib.util.find_spec(fullname)
+            finally:
+                self.asks = False
+
+    (folder / "late.py").write_text("")
+    sys.meta_path.insert(0, Asking())
+    after_import("late", acted.append)
+    sys.meta_path.insert(0, Asking())
+    after_import("late", acted.append)
+    late = importlib.import_module("late")
+    assert acted == [late, late]
+
+
+def test_packages_without_code_are_left_alone(folder, acted):
+    (folder / "space").mkdir()
+    (folder / "space" / "inside.py").write_text("")
+    for name in ("space", "space.inside"):
+        after_import(name, acted.append)
+    inside = importlib.import_module("space.inside")
+    assert acted == [inside]
+    assert list(sys.modules["space"].__path__) == [str(folder / "space")]
+
+
+def test_a_module_that_another_thread_imports_is_acted_on_when_that_is_done(folder, acted):
+    """Bug: it was acted on while its code ran."""
+    (folder / "late.py").write_text(
+        "import gate\ngate.REACHED.set()\ngate.OPEN.wait(timeout=20)\nVALUE = 1\n"
+    )
+    (folder / "gate.py").write_text(
+        "import threading\nREACHED, OPEN = threading.Event(), threading.Event()\n"
+    )
+    gate = importlib.import_module("gate")
+    imports = threading.Thread(target=importlib.import_module, args=["late"])
+    imports.start()
+    assert gate.REACHED.wait(timeout=20)
+    acts = threading.Thread(target=after_import, args=["late", lambda module: acted.append(module.VALUE)])
+    acts.start()
+    gate.OPEN.set()
+    for thread in (imports, acts):
+        thread.join(timeout=20)
+    assert acted == [1]
