@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import platform
 import types
 from collections.abc import Callable, Iterator
@@ -180,8 +181,6 @@ def _name() -> str:
 
 @functools.cache
 def _properties() -> types.SimpleNamespace:
-    import os
-
     major, minor = _CAPABILITY
     return types.SimpleNamespace(
         name=_name(),

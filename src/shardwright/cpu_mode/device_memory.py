@@ -7,15 +7,10 @@ from typing import Any
 
 from shardwright.cluster.host_memory import host_memory_bytes
 
-__all__ = ["FUNCTIONS", "device_memory_bytes"]
+__all__ = ["FUNCTIONS", "mem_get_info"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-
-
-def device_memory_bytes() -> int:
-    """Bytes of memory that a device has: the host's."""
-    return host_memory_bytes()
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -51,7 +46,7 @@ def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Bytes of the host's memory that are free, and all of them."""
-    total = device_memory_bytes()
+    total = host_memory_bytes()
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
