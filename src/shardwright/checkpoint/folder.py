@@ -10,6 +10,7 @@
     collect    replace COMMITTED without old ones, then remove their folders
 """
 
+import os
 import re
 import secrets
 import stat
@@ -52,9 +53,10 @@ class CheckpointFolder:
             CheckpointError: this process cannot read it.
         """
         with reading(self.root):
-            if not self.root.is_dir():
+            if not _is_folder(self.root, or_link=True):
                 return ()
-            if not (self.root / COMMITTED).exists() and not self.step_folders():
+            is_listed = (self.root / COMMITTED).exists() or COMMITTED in os.listdir(self.root)
+            if not is_listed and not self.step_folders():
                 return ()
         return read_commits(self.root)
 
@@ -199,9 +201,9 @@ def save_number(name: str) -> int:
     return int(number) if number.isdecimal() else 1
 
 
-def _is_folder(path: Path) -> bool:
-    """Whether it is one, and no link; `Path.is_dir` calls what this process may not see a missing one."""
+def _is_folder(path: Path, *, or_link: bool = False) -> bool:
+    """Whether it is one; from Python 3.14 on, `Path.is_dir` also says no where this process may not look."""
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
+        return stat.S_ISDIR(path.stat(follow_symlinks=or_link).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -2,12 +2,15 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 from checkpoint.checkpoints import save
 
 from cli.calling import call
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 
 @pytest.fixture
@@ -71,6 +74,30 @@ def test_what_the_disk_does_not_give_back_is_damaged(run, capsys, unreadable):
     for words in (["ls"], ["verify"]):
         code, _, err = call(capsys, "ckpt", *words, run)
         assert (code, "COMMITTED could not be read: Permission denied." in err) == (2, True)
+
+
+@pytest.mark.parametrize("refused", ["checkpoints", "step-00000020"])
+def test_what_this_process_may_not_see_is_not_called_missing(run, monkeypatch, refused):
+    """A run would begin anew, or from an older checkpoint, where it may not look into the folder."""
+    plain = Path.stat
+
+    def look(path, **options):
+        if refused in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return plain(path, **options)
+
+    def is_there(path):  # as Python has it from 3.14 on
+        try:
+            return bool(path.stat())
+        except OSError:
+            return False
+
+    monkeypatch.setattr(Path, "stat", look)
+    for name in ("is_dir", "exists"):
+        monkeypatch.setattr(Path, name, is_there)
+    with pytest.raises(CheckpointError, match="could not be read: Permission denied") as raised:
+        CheckpointFolder(run / "checkpoints").open()
+    assert not isinstance(raised.value, CorruptCheckpointError)
 
 
 def test_clears(run, capsys):
