@@ -1,6 +1,8 @@
 """``smp.save_checkpoint`` and ``resume_from_checkpoint`` in all layouts, and the files that they leave."""
 
+import errno
 import json
+import os
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -313,6 +315,25 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     assert "CorruptCheckpointError" in text
     assert f"step3_partial/{name}" in text
     assert "Nothing was loaded" in text
+
+
+def test_a_rank_that_cannot_read_does_not_call_it_damaged(tmp_path: Path) -> None:
+    """Too many files are open there, which says nothing of the checkpoint."""
+
+    def too_many_files(self: Any, **options: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "model_1_0.pt")
+
+    def run() -> None:
+        from smdistributed.modelparallel.torch.checkpoints.folder import PartialCheckpoint
+
+        if os.environ["RANK"] == "1":
+            PartialCheckpoint.verified = too_many_files  # type: ignore[method-assign]
+        resumes(TWO_STAGES, torch.float64, str(tmp_path))
+
+    run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path))
+    text = fails(run, 2)
+    assert "CorruptCheckpointError: " not in text
+    assert "errors.CheckpointError: model_1_0.pt could not be read: Too many open files. The reason is this" in text
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwright.checkpoint.reading import reading
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.torch.context import Context
@@ -99,15 +100,17 @@ def _resume_full(
 def _opened(run: Context, root: Path, tag: str) -> PartialCheckpoint:
     """Opens a checkpoint whose files were compared with their checksums; ranks share that work."""
     chosen = run.from_first_rank(lambda: CheckpointFolder(root).partial(tag).path)
-    problem, checkpoint = "", None
+    problem, checkpoint = None, None
     try:
-        checkpoint = CheckpointFolder(root).partial_at(chosen)
-        checkpoint.verified(share=(run.rank, run.mesh.world_size))
-    except (CorruptCheckpointError, OSError) as error:
-        problem = str(error)
-    problems = [each for each in allgather(problem, CommGroup.WORLD) if each]
-    if problems or checkpoint is None:
-        raise CorruptCheckpointError(problems[0])
+        with reading(chosen):
+            checkpoint = CheckpointFolder(root).partial_at(chosen)
+            checkpoint.verified(share=(run.rank, run.mesh.world_size))
+    except CheckpointError as error:
+        problem = error
+    problems = [each for each in allgather(problem, CommGroup.WORLD) if each is not None]
+    if problems:  # what a rank cannot read for a reason of its own says nothing of the checkpoint
+        raise min(problems, key=lambda each: isinstance(each, CorruptCheckpointError))
+    assert checkpoint is not None
     return checkpoint
 
 
