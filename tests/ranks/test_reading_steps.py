@@ -15,7 +15,7 @@ from sharded import QUIET, VOCABULARY, Net, batches, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.errors import TraceError, TraceMismatchError, UsageError
+from shardwright.errors import PlanError, TraceError, TraceMismatchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 MICROBATCHES = 4
@@ -678,6 +678,20 @@ class Deep(TwoHeads):
         return {"early": early, "late": late}
 
 
+def calls_a_part_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """No trace has come by there, so that it is not even a unit."""
+    hidden = model.module.body[0](model.module.embedding(x))
+    if hidden.sum().item() < 1e9:
+        hidden = model.module.body[1](hidden)
+    return hidden
+
+
+def reads_too_early(model: Any, x: Tensor, y: Tensor) -> Any:
+    """There is nothing for a second stage."""
+    hidden = model.module.embedding(x)
+    return model.module.body[0](hidden) if hidden.sum().item() < 1e9 else hidden
+
+
 def calls_the_model_behind_backward(model: Any, x: Tensor, y: Tensor) -> Any:
     """And may read."""
     loss = loss_of(model, x, y)
@@ -716,6 +730,7 @@ def trains_an_early_output(model: Any, x: Tensor, y: Tensor) -> Any:
 REFUSED = {
     alone_with_much: (TraceMismatchError, "Use large tensors on all ranks, or on none"),
     calls_the_model_again: (UsageError, "the model is called again behind"),
+    calls_a_part_behind_a_read: (UsageError, "the model is called again behind a value"),
     draws_behind_a_read: (TraceMismatchError, "draws random numbers behind"),
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
     trains_twice: (UsageError, "backward is called a second time"),
@@ -723,6 +738,7 @@ REFUSED = {
     changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),
     draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
+    reads_too_early: (PlanError, "has 1 units to place.*The step function reads a value at .*test_reading"),
     calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
     asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
     retains_a_gradient: (TraceMismatchError, r"retain_grad\(\) is called behind a value"),
@@ -733,8 +749,9 @@ REFUSED = {
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 def test_what_cannot_be_known_is_refused(function: Any) -> None:
     error, message = REFUSED[function]
-    trains = function is not alone_with_much
-    model = Deep if function is trains_an_early_output else Net
+    trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
+    models = {trains_an_early_output: Deep, calls_a_part_behind_a_read: Parts, reads_too_early: Parts}
+    model = models.get(function, Net)
     with pytest.raises(RanksFailedError, match=rf"{error.__name__}: (?s:.*){message}"):
         run_ranks(
             *(outcome, 2, function),

@@ -114,6 +114,7 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
+        module = self._model.get_module()
         with (
             inference_mode_as_no_grad(),
             custom_functions_intercepted(),
@@ -121,7 +122,7 @@ class PipelineEngine:
             generators_saved_in_turn(),
             padded_encoders(),
             distributions_unchecked(),
-            model_calls_marked() if isinstance(function, ReadingStep) else nullcontext(),
+            model_calls_marked(module) if isinstance(function, ReadingStep) else nullcontext(),
         ):
             try:
                 return self._run(function, arguments, splitter)

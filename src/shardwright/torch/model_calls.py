@@ -4,7 +4,8 @@
 
     x = model.module.wte(ids)      a unit                 its call goes to the handler as it is
     x = model.module.body(x)       has units inside       what runs between them is code of the model
-    x = x * 2                                             code of the step function
+    x = model.module.head(x)       has parameters         no unit, where no trace has come by
+    x = model.module.double(x)     has neither            code of the step function, as x * 2 is
 """
 
 from collections.abc import Iterator
@@ -14,19 +15,32 @@ from typing import Any
 from torch import nn
 
 from shardwright.torch.glue import active_handler, has_units_inside
+from shardwright.torch.module_tree import all_modules
 from shardwright.torch.step_code import code_of_model, in_step_code
 
 __all__ = ["model_calls_marked"]
 
 
 @contextmanager
-def model_calls_marked() -> Iterator[None]:
-    """Tells the active handler when a `ReadingStep` calls a module with units inside, and what it gave."""
+def model_calls_marked(model: nn.Module) -> Iterator[None]:
+    """Tells the active handler when a `ReadingStep` calls a module of the model, and what it gave.
+
+    Args:
+        model: the user's own.
+    """
     original = nn.Module.__call__
+    own: set[int] = set()
+
+    def is_of_model(module: nn.Module) -> bool:
+        if has_units_inside(module):
+            return True
+        if not own:
+            own.update(map(id, all_modules(model)))
+        return id(module) in own and any(True for _ in module.parameters())
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handler = active_handler()
-        if handler is None or not in_step_code() or not has_units_inside(module):
+        if handler is None or not in_step_code() or not is_of_model(module):
             return original(module, *args, **kwargs)
         handler.model_begins()
         with code_of_model():

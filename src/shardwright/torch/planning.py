@@ -10,7 +10,8 @@
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,7 @@ class Planner:
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
         candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
-        with context.reporter.phase("planning"):
+        with context.reporter.phase("planning"), _said_of_early_ends(traces[counts[0]]):
             plan = context.from_first_rank(
                 lambda: make_plan(
                     candidates,
@@ -171,6 +172,21 @@ class Planner:
                     placement[name] = rank
                     break
         return placement
+
+
+@contextmanager
+def _said_of_early_ends(trace: Trace) -> Iterator[None]:
+    """Says in errors of plans that a step function reads values before it has called all of the model."""
+    try:
+        yield
+    except PlanError as error:
+        used = {name for unit in trace.graph.units.values() for name in unit.parameters}
+        if not trace.end_line or used.issuperset(trace.graph.parameters):
+            raise
+        raise PlanError(
+            f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
+            "calls behind that has no stage. Call the whole model first, and read values then."
+        ) from error
 
 
 def _first_of_all_ranks(place: float) -> float:

@@ -201,6 +201,7 @@ class Trace:
             what a plain loop draws; empty if it has not.
         end: the place (see `Tracer.place`) behind which the step function goes on as every rank runs it
             (see `step_code`); infinite where all that it does is traced.
+        end_line: the line there; empty where it has come to the end of the step function.
         wanted_end: the place where it would have to end, for what this rank reads and changes.
     """
 
@@ -228,6 +229,7 @@ class Trace:
     generators_set_at: str = ""
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
     end: float = math.inf
+    end_line: str = ""
     wanted_end: float = math.inf
 
     @property

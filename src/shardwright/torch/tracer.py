@@ -94,6 +94,7 @@ class Tracer:
     ):
         self.end = ends_at
         self.changed_at = math.inf
+        self._end_line = ""
         self._may_read = may_read
         self._seen_by_step: list[Tensor] = []
         self._places: dict[int, float] = {}  # of the nodes that code of a `ReadingStep` makes
@@ -308,6 +309,7 @@ class Tracer:
         if reads or (self._may_read and self._backward_at is not None):
             self.end = min(self.end, self.place)
         if self.place >= self.end:
+            self._end_line = user_line()
             raise TraceEnds
 
     def _note_changes(self, call: TracedCall, outcome: Outcome) -> None:
@@ -461,6 +463,7 @@ class Tracer:
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
             end=self.end,
+            end_line=self._end_line,
             wanted_end=self.end if math.isinf(self.end) else min(self.end, self.changed_at),
             generators_set_at=self.draws.set_at,
             repeated_buffers=self._repeated_buffers.names(graph.contributing()),
