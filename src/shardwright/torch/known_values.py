@@ -11,17 +11,15 @@ Small tensors are put up where the program ends, whether anybody asks or not: so
 (``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.comm.value_board import ValueBoard
-from shardwright.errors import ShardwrightError, TraceMismatchError
+from shardwright.errors import TraceMismatchError
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.glue import plain_torch
 from shardwright.torch.microbatch_tensors import MicrobatchTensors
@@ -29,10 +27,9 @@ from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
+from shardwright.torch.value_bundles import OwnValues, TakenValues
 
 __all__ = ["KnownValues"]
-
-_SMALL_BYTES = 2**16
 
 
 class KnownValues:
@@ -66,23 +63,17 @@ class KnownValues:
         self._program = program
         self._cursor = cursor
         self._tensors = tensors
-        self._board = board
         self._wait = wait
         self._device = device
         self._known: dict[int, Tensor] = {}
-        self._small: dict[int, Tensor] = {}  # made here, to be put up
-        self._in_bundle: set[int] = set()  # what was put up so, or will be
-        self._num_put_up = 0
-        self._owns_any = False  # the step function has seen a tensor that was made here
-        self._is_behind_backward = False
-        self._bundles: dict[int, list[_Bundle]] = {}  # what each rank has put up, as far as it came
-        self._turns: dict[int, int] = {}  # how often a value was put up, or taken, by itself
+        self._own_values = OwnValues(index, program, board)
+        self._taken_values = TakenValues(index, program, board)
 
     def clear(self) -> None:
         """Lets go of all tensors."""
         self._known.clear()
-        self._small.clear()
-        self._bundles.clear()
+        self._own_values.clear()
+        self._taken_values.clear()
 
     # ---- what was made here ----
 
@@ -90,30 +81,16 @@ class KnownValues:
         """Takes note of what code of the step function gets to see."""
         for item in leaves(result):
             value = self.value_of(item)
-            if value is None or isinstance(item, DeferredTensor):
-                continue
-            self._owns_any = True
-            if self._program.ends and self._is_small(value):
-                self._small[value] = item
-                self._in_bundle.add(value)
+            if value is not None and not isinstance(item, DeferredTensor):
+                self._own_values.note(value, item)
 
     def pass_backward(self) -> None:
-        """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
-        if not self._is_behind_backward:
-            self._put_up(is_last=self._owns_any)
-            self._is_behind_backward = True
-
-    def _put_up(self, *, is_last: bool = False) -> None:
-        if self._small or is_last:
-            parts = {value: _bytes(tensor) for value, tensor in self._small.items()}
-            bundle = _Bundle(parts, is_last)
-            self._board.put(self._bundle_of(self._program.rank, self._num_put_up), bundle.packed())
-            self._num_put_up += 1
-            self._small.clear()
+        """The step function calls ``backward``, or ends without: nobody waits for more of before."""
+        self._own_values.pass_backward()
 
     def end_program(self) -> None:
         """What follows runs on every rank."""
-        self._put_up()
+        self._own_values.put_up_small()
         self.is_behind_end = True
 
     def value_of(self, item: Any) -> int | None:
@@ -191,20 +168,14 @@ class KnownValues:
     def _find(self, value: int, item: Tensor) -> Tensor:
         leaf = self._received(value) if self.is_behind_end else None
         if not isinstance(item, DeferredTensor):
-            self._put_up()  # others may read it now, and units may change it later
-            if value not in self._in_bundle:
-                self._board.put(self._key(value), _bytes(item))
-                self._turns[value] = self._turns.get(value, 0) + 1
+            self._own_values.put_up(value, item)
             return self._own(value, item) if leaf is None else leaf
         if leaf is not None:
             return leaf
-        self._put_up()
+        self._own_values.put_up_small()
         self._wait()
-        return self._unpacked(value, self._taken(value))
-
-    def _key(self, value: int) -> str:
-        """Of a value that is put up by itself, each time that it is used."""
-        return f"{self._index}/{value}/{self._turns.get(value, 0)}"
+        behind = self._own_values.is_behind_backward
+        return self._unpacked(value, self._taken_values.take(value, is_behind_backward=behind))
 
     def _received(self, value: int) -> Tensor | None:
         """On the rank that computes the loss: what came in for it, with the way back for its gradient."""
@@ -230,33 +201,8 @@ class KnownValues:
             alias: Tensor = torch.ops.aten.alias(item)
             return alias
 
-    def _taken(self, value: int) -> bytes:
-        """What the rank that has a value puts up, by itself or with others."""
-        source = self._program.stage_ranks[self._program.home_of[value]]
-        bundles = self._bundles.setdefault(source, [])
-        for bundle in bundles:
-            if value in bundle.parts:
-                return bundle.parts[value]
-        key = self._key(value)
-        while True:
-            # What is put up before the backward is there by now, if the other rank has come to that.
-            late = any(bundle.is_last for bundle in bundles) and not self._is_behind_backward
-            keys = (key,) if late else (key, self._bundle_of(source, len(bundles)))
-            found, packed = self._board.get(keys, source, self._not_put_up(source), is_late=late)
-            if found == key:
-                self._turns[value] = self._turns.get(value, 0) + 1
-                return packed
-            bundles.append(_Bundle.of(packed))
-            if value in bundles[-1].parts:
-                return bundles[-1].parts[value]
-
     def _unpacked(self, value: int, packed: bytes) -> Tensor:
         spec = self._program.specs[value]
-        if len(packed) != spec.num_bytes:
-            raise TraceMismatchError(
-                f"{user_line()}: this tensor has another shape in microbatch {self._index} than in the trace "
-                f"({spec.shape}). Shapes must follow from those of the batch alone."
-            )
         dtype = getattr(torch, spec.dtype)
         buffer = torch.frombuffer(bytearray(packed), dtype=dtype) if packed else torch.empty(0, dtype=dtype)
         tensor = buffer.view(spec.shape).to(self._device)
@@ -267,47 +213,6 @@ class KnownValues:
             return _without_way_back(tensor)
         with torch.enable_grad():
             return tensor.requires_grad_().clone()
-
-    def _is_small(self, value: int) -> bool:
-        return self._program.specs[value].num_bytes <= _SMALL_BYTES
-
-    def _bundle_of(self, rank: int, number: int) -> str:
-        return f"{self._index} of {rank}, {number}"
-
-    def _not_put_up(self, source: int) -> ShardwrightError:
-        return TraceMismatchError(
-            f"{user_line()}: this rank uses a tensor here that pipeline rank {source} has, whose step "
-            "function has ended without coming by. Use large tensors on all ranks, or on none; one rank "
-            "alone may read small ones, in steps that say so: loss.item()."
-        )
-
-
-class _Bundle(NamedTuple):
-    """Small tensors that a rank puts up together.
-
-    Attributes:
-        parts: value -> its bytes.
-        is_last: those that the rank makes before its backward were put up.
-    """
-
-    parts: dict[int, bytes]
-    is_last: bool
-
-    def packed(self) -> bytes:
-        """A line of JSON, and the bytes."""
-        header = [self.is_last, [(value, len(part)) for value, part in self.parts.items()]]
-        return json.dumps(header).encode() + b"\n" + b"".join(self.parts.values())
-
-    @classmethod
-    def of(cls, packed: bytes) -> "_Bundle":
-        """Reads what `packed` has made."""
-        header, _, rest = packed.partition(b"\n")
-        is_last, sizes = json.loads(header)
-        parts, at = {}, 0
-        for value, size in sizes:
-            parts[value] = rest[at : at + size]
-            at += size
-        return cls(parts, is_last)
 
 
 class _WithoutWayBack(torch.autograd.Function):
@@ -331,7 +236,3 @@ def _without_way_back(tensor: Tensor) -> Tensor:
     with torch.enable_grad(), plain_torch():
         made: Tensor = _WithoutWayBack.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
         return made
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return bytes_of(tensor).cpu().numpy().tobytes()

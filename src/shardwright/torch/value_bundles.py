@@ -1,0 +1,197 @@
+"""How tensors that a step function reads come from the rank that made them to the others: at a board.
+
+Small ones are put up in bundles, whether anybody asks for them or not; large ones by themselves, each time
+that the rank uses them::
+
+    0 of 1, 0      first bundle of rank 1 in microbatch 0: its loss
+    0 of 1, 1      second one: nothing more comes before its backward
+    0/17/0         value 17 of microbatch 0, put up for the first time: all logits
+"""
+
+import json
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardwright.comm.tensor_bytes import bytes_of
+from shardwright.comm.value_board import ValueBoard
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.program import Program
+from shardwright.torch.source_line import user_line
+
+__all__ = ["OwnValues", "TakenValues"]
+
+_SMALL_BYTES = 2**16
+
+
+class OwnValues:
+    """What one microbatch has made on this rank, and puts up for the others.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        board: where values are put up.
+
+    Attributes:
+        is_behind_backward: nothing that was made before the backward will be put up from now on.
+    """
+
+    def __init__(self, index: int, program: Program, board: ValueBoard):
+        self.is_behind_backward = False
+        self._index = index
+        self._program = program
+        self._board = board
+        self._waiting: dict[int, Tensor] = {}  # for the next bundle
+        self._in_bundle: set[int] = set()  # what was put up so, or will be
+        self._num_bundles = 0
+        self._has_any = False
+        self._turns: dict[int, int] = {}  # how often a value was put up by itself
+
+    def clear(self) -> None:
+        """Lets go of all tensors."""
+        self._waiting.clear()
+
+    def note(self, value: int, tensor: Tensor) -> None:
+        """Code of the step function gets to see a tensor."""
+        self._has_any = True
+        if self._program.ends and self._program.specs[value].num_bytes <= _SMALL_BYTES:
+            self._waiting[value] = tensor
+            self._in_bundle.add(value)
+
+    def put_up_small(self) -> None:
+        """Puts up what is small: others may read it now, and units may change it later."""
+        if self._waiting:
+            self._put_bundle(is_last=False)
+
+    def put_up(self, value: int, tensor: Tensor) -> None:
+        """Puts up a value that the step function uses."""
+        self.put_up_small()
+        if value not in self._in_bundle:
+            turn = self._turns.get(value, 0)
+            self._board.put(_name_of_value(self._index, value, turn), _bytes(tensor))
+            self._turns[value] = turn + 1
+
+    def pass_backward(self) -> None:
+        """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
+        if not self.is_behind_backward:
+            self.is_behind_backward = True
+            if self._has_any:
+                self._put_bundle(is_last=True)
+
+    def _put_bundle(self, *, is_last: bool) -> None:
+        parts = {value: _bytes(tensor) for value, tensor in self._waiting.items()}
+        name = _name_of_bundle(self._index, self._program.rank, self._num_bundles)
+        self._board.put(name, _Bundle(parts, is_last).packed())
+        self._num_bundles += 1
+        self._waiting.clear()
+
+
+class TakenValues:
+    """What one microbatch takes of what other ranks have put up.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        board: where values are put up.
+    """
+
+    def __init__(self, index: int, program: Program, board: ValueBoard):
+        self._index = index
+        self._program = program
+        self._board = board
+        self._bundles: dict[int, list[_Bundle]] = {}  # of each rank, as far as it came
+        self._turns: dict[int, int] = {}  # how often a value that was put up by itself was taken
+
+    def clear(self) -> None:
+        """Lets go of all values."""
+        self._bundles.clear()
+
+    def take(self, value: int, *, is_behind_backward: bool) -> bytes:
+        """Waits for a value.
+
+        Args:
+            value: which one.
+            is_behind_backward: this rank has passed its backward.
+
+        Raises:
+            TraceMismatchError: the rank that has it has not come by where it would put it up, or its shape is
+                another one than in the trace.
+            PeerLostError: that rank has ended, or does not answer.
+        """
+        packed = self._taken(
+            value, self._program.stage_ranks[self._program.home_of[value]], is_behind_backward
+        )
+        spec = self._program.specs[value]
+        if len(packed) != spec.num_bytes:
+            raise TraceMismatchError(
+                f"{user_line()}: this tensor has another shape in microbatch {self._index} than in the trace "
+                f"({spec.shape}). Shapes must follow from those of the batch alone."
+            )
+        return packed
+
+    def _taken(self, value: int, source: int, is_behind_backward: bool) -> bytes:
+        bundles = self._bundles.setdefault(source, [])
+        for bundle in bundles:
+            if value in bundle.parts:
+                return bundle.parts[value]
+        turn = self._turns.get(value, 0)
+        by_itself = _name_of_value(self._index, value, turn)
+        while True:
+            # What is put up before the backward is there by now, if the other rank has come to that.
+            late = any(bundle.is_last for bundle in bundles) and not is_behind_backward
+            names = [by_itself, _name_of_bundle(self._index, source, len(bundles))][: 1 if late else 2]
+            found, packed = self._board.get(names, source, _not_put_up(source), is_late=late)
+            if found == by_itself:
+                self._turns[value] = turn + 1
+                return packed
+            bundles.append(_Bundle.of(packed))
+            if value in bundles[-1].parts:
+                return bundles[-1].parts[value]
+
+
+class _Bundle(NamedTuple):
+    """Small tensors that a rank puts up together.
+
+    Attributes:
+        parts: value -> its bytes.
+        is_last: those that the rank makes before its backward were put up.
+    """
+
+    parts: dict[int, bytes]
+    is_last: bool
+
+    def packed(self) -> bytes:
+        """A line of JSON, and the bytes."""
+        header = [self.is_last, [(value, len(part)) for value, part in self.parts.items()]]
+        return json.dumps(header).encode() + b"\n" + b"".join(self.parts.values())
+
+    @classmethod
+    def of(cls, packed: bytes) -> "_Bundle":
+        """Reads what `packed` has made."""
+        header, _, rest = packed.partition(b"\n")
+        is_last, sizes = json.loads(header)
+        parts, at = {}, 0
+        for value, size in sizes:
+            parts[value] = rest[at : at + size]
+            at += size
+        return cls(parts, is_last)
+
+
+def _name_of_bundle(index: int, rank: int, number: int) -> str:
+    return f"{index} of {rank}, {number}"
+
+
+def _name_of_value(index: int, value: int, turn: int) -> str:
+    return f"{index}/{value}/{turn}"
+
+
+def _not_put_up(source: int) -> TraceMismatchError:
+    return TraceMismatchError(
+        f"{user_line()}: this rank uses a tensor here that pipeline rank {source} has, whose step function "
+        "has ended without coming by. Use large tensors on all ranks, or on none; one rank alone may read "
+        "small ones, in steps that say so: loss.item()."
+    )
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes_of(tensor).cpu().numpy().tobytes()
