@@ -678,6 +678,17 @@ class Deep(TwoHeads):
         return {"early": early, "late": late}
 
 
+def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls: the early stage would wait for the last one, and that for it."""
+    calls[0] += 1
+    out = model(x)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    if calls[0] > MICROBATCHES + 2:
+        print(loss.item())
+    loss = loss + out["early"].square().mean()
+    model.backward(loss)
+
+
 def calls_a_part_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
     """No trace has come by there, so that it is not even a unit."""
     hidden = model.module.body[0](model.module.embedding(x))
@@ -738,6 +749,7 @@ REFUSED = {
     changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),
     draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
+    reads_before_an_early_stage_is_done: (TraceMismatchError, "Compute all that the loss is made of first"),
     reads_too_early: (PlanError, "has 1 units to place.*The step function reads a value at .*test_reading"),
     calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
     asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
@@ -750,7 +762,12 @@ REFUSED = {
 def test_what_cannot_be_known_is_refused(function: Any) -> None:
     error, message = REFUSED[function]
     trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
-    models = {trains_an_early_output: Deep, calls_a_part_behind_a_read: Parts, reads_too_early: Parts}
+    models = {
+        reads_before_an_early_stage_is_done: TwoHeads,
+        trains_an_early_output: Deep,
+        calls_a_part_behind_a_read: Parts,
+        reads_too_early: Parts,
+    }
     model = models.get(function, Net)
     with pytest.raises(RanksFailedError, match=rf"{error.__name__}: (?s:.*){message}"):
         run_ranks(

@@ -41,7 +41,7 @@ class KnownValues:
         cursor: knows the tensors that were made here.
         tensors: what came in for the stages of this rank.
         board: where values are put up.
-        wait: leaves the microbatch until the rank has nothing else to do.
+        wait: leaves the microbatch until the rank has nothing else to do, for a value of a stage.
         device: where this rank computes.
 
     Attributes:
@@ -55,7 +55,7 @@ class KnownValues:
         cursor: ProgramCursor,
         tensors: MicrobatchTensors,
         board: ValueBoard,
-        wait: Callable[[], None],
+        wait: Callable[[int], None],
         device: torch.device,
     ):
         self.is_behind_end = False
@@ -173,7 +173,7 @@ class KnownValues:
         if leaf is not None:
             return leaf
         self._own_values.put_up_small()
-        self._wait()
+        self._wait(self._program.home_of[value])
         behind = self._own_values.is_behind_backward
         return self._unpacked(value, self._taken_values.take(value, is_behind_backward=behind))
 

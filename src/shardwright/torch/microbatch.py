@@ -391,15 +391,33 @@ class Microbatch:
 
     # ---- behind the end of the program ----
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_others(self, home: int | None = None) -> None:
         """Leaves the step function until this rank has nothing else to do.
 
-        Not where its stage has work left, for which other ranks wait: what it needs was made before that.
+        Not where its stage has work left, for which other ranks wait: a value of an earlier stage was made
+        before that.
+
+        Args:
+            home: the stage of the value that it waits for.
+
+        Raises:
+            TraceMismatchError: a later stage makes it, which waits for this one's work.
         """
-        while not self._may_wait and not self._cursor.has_work(self.stage):
+        while not self._may_wait:
+            if self._cursor.has_work(self.stage):
+                if home is not None and home > self.stage:
+                    self._refuse_before_work()
+                break
             self._waits = True
             self._coroutine.pause()
         self._waits = False
+
+    def _refuse_before_work(self) -> NoReturn:
+        raise TraceMismatchError(
+            f"{user_line()}: the step function reads a value here that it did not read when it was traced, "
+            "of a later stage than the one that computes what follows. Compute all that the loss is made of "
+            "first, and read values then."
+        )
 
     def _end_program(self) -> None:
         """What follows is run by every rank, as it is; takes what stages have sent for the rest before."""

@@ -94,7 +94,11 @@ class _NumbersGiven:
         if self._warned or not numbers:
             return
         seen = self._seen.setdefault(others, [])
+        if numbers in seen:
+            return  # it was known before, and had to go
         seen.append(numbers)
+        while len(self._seen) > _SIGNATURES_KEPT:
+            del self._seen[next(iter(self._seen))]
         if len(seen) == _NUMBERS_TOLD:
             self._warned = True
             self._seen.clear()

@@ -10,7 +10,6 @@ middle of a microbatch, and a trace cannot know what will be read. So there are 
   program: every rank runs it as it is, with the tensors that it needs (`known_values`).
 """
 
-import dis
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,9 +36,10 @@ __all__ = [
 _in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)
 
 _WRITES_TEXT = frozenset({Tensor.__repr__, Tensor.__format__})
-# What a function calls, by name, that reads tensors. (Conditions are seen in the trace.)
+# What a function calls, by name, that reads tensors. (Conditions are seen in the trace. Texts are not looked
+# for: most f-strings are those of error messages, about shapes.)
 _NAMES_OF_READERS = frozenset(
-    "item tolist numpy float int bool str repr print format "
+    "item tolist numpy float int bool print format "
     "isnan isfinite isinf allclose equal nonzero".split()
 )
 _DEPTH = 3
@@ -112,7 +112,7 @@ def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
         return False
     parts = list(_with_inner(code))
     names = {name for part in parts for name in part.co_names}
-    if not names.isdisjoint(_NAMES_OF_READERS) or any(map(_has_f_string, parts)):
+    if not names.isdisjoint(_NAMES_OF_READERS):
         return True
     around = getattr(function, "__globals__", {})
     called = [around[name] for name in names if name in around]
@@ -127,10 +127,6 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
     for item in code.co_consts:
         if isinstance(item, CodeType):
             yield from _with_inner(item)
-
-
-def _has_f_string(code: CodeType) -> bool:
-    return any(each.opname.startswith("FORMAT_") for each in dis.get_instructions(code))
 
 
 def _contents_of_cells(function: Any) -> list[Any]:

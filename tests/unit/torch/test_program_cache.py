@@ -96,3 +96,13 @@ def test_shapes_and_functions_are_no_numbers(caplog):
         cache.keep((f"function {length}", signature(torch.zeros(2), 1)), trace, Program())
         cache.keep(("path", signature(torch.zeros(2), 1)), trace, Program())
     assert not caplog.records
+
+
+def test_a_signature_that_comes_back_is_no_other_number(caplog):
+    """It had been dropped for others, and what changed was looked for in vain."""
+    trace = SimpleNamespace(reads_data=False, path=None)
+    cache = ProgramCache()
+    for _ in range(2 * _NUMBERS_TOLD):
+        cache.keep(("function", signature(torch.zeros(2), 0.1)), trace, Program())
+        cache._entries.clear()
+    assert not caplog.records

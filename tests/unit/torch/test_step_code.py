@@ -32,8 +32,6 @@ def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
 READ: dict[str, Callable[..., Any]] = {
     "item": lambda loss: loss.item(),
     "print": lambda loss: print(loss),
-    "f-string": lambda loss: f"{loss}",
-    "str": lambda loss: str(loss),
     "a helper": lambda loss: helper(loss),
     "inside": lambda losses: [float(loss) for loss in losses],
     "around": decorated(helper),
@@ -43,6 +41,7 @@ READ_NOTHING: dict[str, Callable[..., Any]] = {
     "mean": quiet,
     "a helper": lambda loss: quiet(loss),
     "around": decorated(quiet),
+    "an error message": lambda x: f"bad shape {tuple(x.shape)}",
     "no Python code": len,
 }
 
