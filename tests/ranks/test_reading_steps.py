@@ -689,6 +689,38 @@ def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any
     model.backward(loss)
 
 
+class ScaledReLU(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() * self.scale
+
+
+class Changing(Parts):
+    """Has such a module in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = ScaledReLU()
+
+
+def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls, before the change and behind it: other ranks had what it was before."""
+    calls[0] += 1
+    reads, parts = calls[0] > MICROBATCHES + 2, model.module
+    hidden = parts.body[0](parts.embedding(x)) * 1.0
+    before = hidden.tolist() if reads else []
+    logits = parts.head(parts.body[2](parts.body[1](parts.relu(hidden))))
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    after = hidden.tolist() if reads else []
+    model.backward(loss)
+    return before, after, loss.item()
+
+
 def calls_a_part_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
     """No trace has come by there, so that it is not even a unit."""
     hidden = model.module.body[0](model.module.embedding(x))
@@ -750,6 +782,7 @@ REFUSED = {
     draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
     reads_before_an_early_stage_is_done: (TraceMismatchError, "Compute all that the loss is made of first"),
+    reads_what_a_module_changes: (TraceMismatchError, "that a module has changed in place since"),
     reads_too_early: (PlanError, "has 1 units to place.*The step function reads a value at .*test_reading"),
     calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
     asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
@@ -764,6 +797,7 @@ def test_what_cannot_be_known_is_refused(function: Any) -> None:
     trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
     models = {
         reads_before_an_early_stage_is_done: TwoHeads,
+        reads_what_a_module_changes: Changing,
         trains_an_early_output: Deep,
         calls_a_part_behind_a_read: Parts,
         reads_too_early: Parts,

@@ -21,6 +21,10 @@ _REMEDIES = {
     errno.ENOMEM: "Free memory, or raise the limit (ulimit -v)",
     errno.EACCES: _NOT_ALLOWED,
     errno.EPERM: _NOT_ALLOWED,
+    **dict.fromkeys(
+        (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EAGAIN, errno.ENOLCK),
+        "See whether the machine that has the disk answers",
+    ),
 }
 
 
@@ -43,6 +47,6 @@ def reading(path: Path) -> Iterator[None]:
         if remedy is None:
             raise CorruptCheckpointError(f"{name} cannot be read: {reason}.") from error
         raise CheckpointError(
-            f"{name} could not be read: {reason}. The reason is this process and not the checkpoint, which "
+            f"{name} could not be read: {reason}. The reason is not the checkpoint, which "
             f"may be whole. {remedy}, and try again."
         ) from error

@@ -43,6 +43,7 @@ class OwnValues:
         self._board = board
         self._waiting: dict[int, Tensor] = {}  # for the next bundle
         self._in_bundle: set[int] = set()  # what was put up so, or will be
+        self._versions: dict[int, int] = {}  # of what was put up in bundles
         self._num_bundles = 0
         self._has_any = False
         self._turns: dict[int, int] = {}  # how often a value was put up by itself
@@ -64,8 +65,18 @@ class OwnValues:
             self._put_bundle(is_last=False)
 
     def put_up(self, value: int, tensor: Tensor) -> None:
-        """Puts up a value that the step function uses."""
+        """Puts up a value that the step function uses.
+
+        Raises:
+            TraceMismatchError: a module has changed it since it was put up with others.
+        """
         self.put_up_small()
+        if self._versions.get(value, tensor._version) != tensor._version:
+            raise TraceMismatchError(
+                f"{user_line()}: a tensor is read that a module has changed in place since values of this "
+                "microbatch were read before: other ranks would read what it was then. Read a clone() "
+                "of it, or let the module not work in place."
+            )
         if value not in self._in_bundle:
             turn = self._turns.get(value, 0)
             self._board.put(_name_of_value(self._index, value, turn), _bytes(tensor))
@@ -82,6 +93,7 @@ class OwnValues:
         parts = {value: _bytes(tensor) for value, tensor in self._waiting.items()}
         name = _name_of_bundle(self._index, self._program.rank, self._num_bundles)
         self._board.put(name, _Bundle(parts, is_last).packed())
+        self._versions.update((value, tensor._version) for value, tensor in self._waiting.items())
         self._num_bundles += 1
         self._waiting.clear()
 
