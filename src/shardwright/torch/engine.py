@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.process_group import default_store
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph
@@ -50,6 +48,7 @@ from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
+from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
@@ -240,28 +239,10 @@ class PipelineEngine:
         """Where the ranks of the replica put up what a step function reads; None if it may read nothing."""
         if not isinstance(function, ReadingStep):
             return None
-        context = self._context
         if self._board is None:
-            store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
-            name = f"values of replica {context.data_rank} in run {self._number}"
-            store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
-            self._board = ValueBoard(
-                store,
-                context.pipeline_ranks,
-                rank=context.pipeline_rank,
-                has_ended=self._has_ended,
-                timeout_s=context.config.timeout_s,
-            )
+            self._board = replica_board(self._context, self._number)
         self._board.begin()
         return self._board
-
-    def _has_ended(self, rank: int) -> bool:
-        """Whether another rank is known to have failed, or to be at the end of its script."""
-        context = self._context
-        local = context.local_peers
-        if local is not None and rank in local and local.has_ended(rank):
-            return True
-        return context.blame is not None and context.blame.has_failed(rank)
 
     @property
     def reduced(self) -> set[int]:
@@ -399,13 +380,14 @@ class PipelineEngine:
         known: _Known | None,
     ) -> list[Program]:
         """The program of each microbatch; traces where there is none."""
+        if not isinstance(function, ReadingStep):
+            return [self._program(function, part, path, attributes, known) for part in parts]
         # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
-        together = isinstance(function, ReadingStep)
-        if together:
-            signatures = [((path, signature_of(part)), attributes) for part in parts]
-            found = [self._programs.find(*each) for each in zip(signatures, parts, strict=True)]
-            together = self._agreement.on_any(None in found)
-        return [self._program(function, part, path, attributes, known, together=together) for part in parts]
+        signatures = [((path, signature_of(part)), attributes) for part in parts]
+        found = [self._programs.find(*each) for each in zip(signatures, parts, strict=True)]
+        if not self._agreement.on_any(None in found):
+            return [program for program in found if program is not None]
+        return [self._program(function, part, path, attributes, known, together=True) for part in parts]
 
     def _program(
         self,
@@ -415,7 +397,7 @@ class PipelineEngine:
         attributes: Hashable,
         known: _Known | None,
         *,
-        together: bool,
+        together: bool = False,
     ) -> Program:
         plain = (path, signature_of(part))
         signature = (plain, attributes)

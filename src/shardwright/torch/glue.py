@@ -70,7 +70,7 @@ class Handler(Protocol):
         ...
 
     def model_returned(self, result: Any) -> None:
-        """It has returned this to the step function."""
+        """What the step function called of the model, a unit or more, has returned this."""
         ...
 
 

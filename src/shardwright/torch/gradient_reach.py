@@ -49,7 +49,7 @@ def unreached(arguments: Nodes, results: Iterable[Any], bases: Nodes | None = No
     if not arguments:
         return frozenset()
     pending = list(gradient_nodes(list(results)).values())
-    seen: set[torch.autograd.graph.Node | None] = set()
+    seen: set[torch.autograd.graph.Node] = set()
     while pending:
         node = pending.pop()
         if node in seen:
@@ -61,5 +61,5 @@ def unreached(arguments: Nodes, results: Iterable[Any], bases: Nodes | None = No
     return frozenset(
         position
         for position, node in arguments.items()
-        if node not in seen and changed.get(position) not in seen
+        if node not in seen and not (position in changed and changed[position] in seen)
     )

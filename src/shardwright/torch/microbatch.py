@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from shardwright.torch.program_cursor import ProgramCursor
 from shardwright.torch.python_random import get_python_mark
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import in_step_code, reads_values
+from shardwright.torch.trace_comparison import TraceComparison
 from shardwright.torch.tree import flatten, leaves, map_tree
 from shardwright.torch.unforeseen_changes import refusing_changes
 
@@ -84,6 +85,7 @@ class Microbatch:
         self._cursor = ProgramCursor(index, program, parameters, device)
         self._device = device
         self.generators = MicrobatchGenerators(index, device)
+        self._comparison = TraceComparison(index, program)
         self._function = function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
         self._coroutine = Coroutine(self._run)
@@ -256,7 +258,7 @@ class Microbatch:
             self.generators.after_step(instruction)
             return result
         if instruction.expects:
-            self._compare_arguments(instruction, args, kwargs)
+            self._comparison.arguments(instruction, args, kwargs)
         if instruction.spoils:
             self._cursor.note_spoilt(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
@@ -292,7 +294,7 @@ class Microbatch:
         own = args, kwargs
         args, kwargs = self._lists.without_appended(own)
         if instruction.expects:
-            self._compare_arguments(instruction, args, kwargs)
+            self._comparison.arguments(instruction, args, kwargs)
         if instruction.spoils:
             self._cursor.note_spoilt(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
@@ -341,7 +343,7 @@ class Microbatch:
             loss, gradient = self._loss_behind_end(loss, gradient)
         else:
             self._cursor.backward()
-            self._compare(loss, self.program.loss, "the loss")
+            self._comparison.loss(loss)
             if self.program.loss_stage in self.program.stages:
                 assert self.program.loss is not None
                 self.loss = self.tensors.values[self.program.loss]
@@ -489,33 +491,8 @@ class Microbatch:
             if is_behind_end:
                 return result
         self._cursor.end()
-        items = flatten(result)[0] if self.program.result_values else []
-        for position, value in self.program.result_values:
-            self._compare(items[position] if position < len(items) else None, value, "the result")
+        self._comparison.result(result)
         return result
-
-    def _compare_arguments(
-        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Refuses another argument than in the trace, which is what ranks send each other."""
-        items: Sequence[Any] = args if instruction.flat else flatten((args, kwargs))[0]
-        for position, expected, elsewhere in instruction.expects:
-            item = items[position] if position < len(items) else None
-            if item.value != expected if type(item) is DeferredTensor else elsewhere:
-                self._refuse_other(f"{name_of_call(instruction.func)} gets", instruction.line)
-
-    def _compare(self, item: Any, value: int | None, what: str) -> None:
-        expected = None if value is None else self.program.stand_ins[value]
-        if expected is not None and type(item) is DeferredTensor and item.value != expected:
-            self._refuse_other(f"{what} is", "")
-
-    def _refuse_other(self, what: str, line: str) -> NoReturn:
-        raise TraceMismatchError(
-            f"{line or user_line()}: {what} another tensor in microbatch {self.index} than in the trace, by "
-            "which ranks send each other what they need. What is chosen among tensors must be the same for "
-            "every batch, or follow from the arguments of the step function: pass what decides it to the "
-            "step function as an argument, or put the choice inside one module."
-        )
 
     def _given_back(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]

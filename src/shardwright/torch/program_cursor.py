@@ -14,6 +14,7 @@ So a table may be computed once and kept: in an attribute, a buffer, a dictionar
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -107,7 +108,8 @@ class ProgramCursor:
         Args:
             stage: in this stage; in any of its stages unless given.
         """
-        mine = (each for each in self.rest if each.place is Place.HERE and each.func is not assumed_loss)
+        rest = islice(self._program.instructions, self.position, None)
+        mine = (each for each in rest if each.place is Place.HERE and each.func is not assumed_loss)
         return any(stage is None or each.stage == stage for each in mine)
 
     @property

@@ -125,18 +125,7 @@ class _Run:
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)
         nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
-        tracer = Tracer(
-            self.unit_map,
-            self.device,
-            copies,
-            watch,
-            state=state,
-            counters=counters,
-            was_there=nothing_left.was_there,
-            count_memory=self.count_memory,
-            ends_at=self.ends_at,
-            may_read=isinstance(self.function, ReadingStep) and self.function.may_read,
-        )
+        tracer = self._tracer(copies, watch, nothing_left.was_there, state=state, counters=counters)
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
 
@@ -159,15 +148,7 @@ class _Run:
                 tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
                 with use.watching(), tracer.watching():
-                    try:
-                        result = self.function(*args, **kwargs)
-                        tracer.step_returned()
-                    except TraceEnds:
-                        result = None
-                    if tracer.end < math.inf:
-                        result = None
-                        set_active_handler(None)
-                        tracer.assume_loss()
+                    result = self._call(tracer, args, kwargs)
                 registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
                 tracer.python_draws.look()
@@ -201,6 +182,41 @@ class _Run:
             tracer.draws.put_back()
             set_active_handler(before)
             set_state(generators, self.device)
+
+    def _tracer(
+        self,
+        batch: Sequence[Any],
+        watch: BufferWatch,
+        was_there: Callable[[Tensor], bool],
+        *,
+        state: Collection[str],
+        counters: Collection[str],
+    ) -> Tracer:
+        return Tracer(
+            self.unit_map,
+            self.device,
+            batch,
+            watch,
+            state=state,
+            counters=counters,
+            was_there=was_there,
+            count_memory=self.count_memory,
+            ends_at=self.ends_at,
+            may_read=isinstance(self.function, ReadingStep) and self.function.may_read,
+        )
+
+    def _call(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the step function; None where its program ends before it returns."""
+        try:
+            result = self.function(*args, **kwargs)
+            tracer.step_returned()
+        except TraceEnds:
+            result = None
+        if tracer.end < math.inf:
+            result = None
+            set_active_handler(None)
+            tracer.assume_loss()
+        return result
 
 
 def _copy(tensor: Tensor) -> Tensor:
