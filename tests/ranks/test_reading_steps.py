@@ -40,12 +40,23 @@ def outcome(
     model: Callable[[], nn.Module] = Net,
     steps: int = 2,
     trains: bool = True,
+    batches_of: int = 1,
     **settings: Any,
 ) -> Any:
-    """What each step returns, gradients of the last, and weights behind it."""
+    """What each step returns, gradients of the last, and weights behind it.
+
+    Args:
+        function: the step function.
+        model: makes the model.
+        steps: how many.
+        trains: or evaluates.
+        batches_of: how often each batch is repeated within itself.
+        settings: of the library.
+    """
     import shardwright.torch as sw
     from shardwright.torch.step import step_function
 
+    calls[0] = 0
     sw.init({**QUIET, "microbatches": MICROBATCHES, **settings})
     torch.manual_seed(0)
     wrapped = sw.DistributedModel(model().double()).train(trains)
@@ -53,7 +64,7 @@ def outcome(
     step = step_function(function, reads_values=True)
     results = []
     for x, y in batches(steps):
-        x, y = (part.chunk(sw.dp_size())[sw.dp_rank()] for part in (x, y))
+        x, y = (part.repeat(batches_of, 1).chunk(sw.dp_size())[sw.dp_rank()] for part in (x, y))
         optimizer.zero_grad()
         results.append(plain(step(wrapped, x, y)))
         optimizer.step()
@@ -70,9 +81,14 @@ def plain(tree: Any) -> Any:
     return [each.tolist() for each in tree.outputs] if hasattr(tree, "outputs") else tree
 
 
+_OF_OUTCOME = ("model", "trains", "steps", "batches_of")
+
+
 def same_as_on_one_rank(function: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> None:
     """Compares results on every rank, and weights, with those of one rank."""
-    how = {name: settings.pop(name) for name in ("model", "trains") if name in settings}
+    how = {name: settings.pop(name) for name in _OF_OUTCOME if name in settings}
+    if "microbatches" in settings:
+        how["microbatches"] = settings.pop("microbatches")
     (results, gradients, weights) = run_ranks(outcome, 1, function, **how)[0]
     settings = {"pipeline_parallel_degree": ranks, **settings}
     for others in run_ranks(outcome, ranks, function, **settings, **how):
@@ -391,7 +407,6 @@ def decides_later(model: Any, x: Tensor, y: Tensor) -> Any:
 
 def test_a_condition_may_come_in_later_calls_alone() -> None:
     def run() -> Any:
-        calls[0] = 0
         return outcome(decides_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")[0]
 
     one, other = run_ranks(run, 2)
@@ -414,7 +429,6 @@ def one_reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
 
 def test_a_read_that_nobody_could_foresee_is_refused_and_not_waited_for() -> None:
     def run() -> None:
-        calls[0] = 0
         outcome(one_reads_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")
 
     with pytest.raises(RanksFailedError, match=r"TraceMismatchError: (?s:.*)ended without coming by"):
@@ -442,7 +456,6 @@ def test_values_may_be_read_in_later_calls_alone() -> None:
     assert ReadingStep(reads_all).may_read
 
     def run() -> Any:
-        calls[0] = 0
         return outcome(reads_later, steps=3, pipeline_parallel_degree=2)[0]
 
     one, other = run_ranks(run, 2)
@@ -502,6 +515,156 @@ def test_values_may_be_read_between_parts_of_the_model(kind: str, ranks: int) ->
     """A rank in the middle sent what it had not computed, because it waited for a value of an earlier one."""
     stages = {"virtual_stages": 2} if kind != "1f1b" else {}
     same_as_on_one_rank(reads_between_parts_later, model=Parts, ranks=ranks, pipeline=kind, **stages)
+
+
+class ScaledReLU(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() * self.scale
+
+
+class Changing(Parts):
+    """Has such a module in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = ScaledReLU()
+
+
+def total(tensor: Tensor) -> float:
+    """Sum, without an operation that the trace does not have."""
+    return float(sum(sum(row) for sample in tensor.tolist() for row in sample))
+
+
+def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls, before the change and behind it."""
+    calls[0] += 1
+    reads, parts = calls[0] > MICROBATCHES + 2, model.module
+    hidden = parts.body[0](parts.embedding(x)) * 1.0
+    before = total(hidden) if reads else 0.0
+    logits = parts.head(parts.body[2](parts.body[1](parts.relu(hidden))))
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    after = total(hidden) if reads else 0.0
+    model.backward(loss)
+    return before, after, loss.item()
+
+
+def reads_much_that_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """More than what ranks tell each other unasked."""
+    return reads_what_a_module_changes(model, x.repeat(1, 200), y.repeat(1, 200))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (reads_what_a_module_changes, "1f1b"),
+        (reads_what_a_module_changes, "interleaved_1f1b"),
+        (reads_much_that_a_module_changes, "1f1b"),
+    ],
+)
+def test_what_a_module_changes_is_read_as_it_is(function: Any, kind: str) -> None:
+    """Other ranks read what it was before, without a word; then it was refused."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(function, model=Changing, steps=3, pipeline=kind, **stages)
+
+
+def one_reads_before_a_change(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank that has it does not come by."""
+    import shardwright.torch as sw
+
+    calls[0] += 1
+    parts = model.module
+    hidden = parts.body[0](parts.embedding(x)) * 1.0
+    alone = 0.0
+    if calls[0] > MICROBATCHES + 2 and sw.pp_rank() == sw.pp_size() - 1:
+        alone = total(hidden)
+    logits = parts.head(parts.body[1](parts.relu(hidden)))
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, alone
+
+
+def test_one_rank_reads_what_a_module_changes_later() -> None:
+    def run(ranks: int) -> Any:
+        how = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"} if ranks == 2 else {}
+        return outcome(one_reads_before_a_change, model=Changing, steps=3, **how)[0]
+
+    expected = run_ranks(run, 1, 1)[0]
+    first, last = run_ranks(run, 2, 2)
+    assert_close(last, expected)
+    assert first[2][1] == [0.0] * MICROBATCHES
+
+
+def one_reads_between_calls_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls, the first loss."""
+    import shardwright.torch as sw
+
+    calls[0] += 1
+    first = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+        print(first.item())
+    second = loss_of(model, y, x)
+    model.backward(first + second)
+    return first, second
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_one_rank_reads_between_calls_of_the_model(kind: str) -> None:
+    """The rank that had it was on its way to its next stage, and has put it up before."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(one_reads_between_calls_of_the_model, steps=3, pipeline=kind, **stages)
+
+
+class Early(nn.Module):
+    """Gives away what an early stage makes: a number, and much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(blocks=8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = early = self.net.blocks[0](self.net.embedding(x))
+        for block in self.net.blocks[1:]:
+            hidden = block(hidden)
+        early = early.detach()
+        return {
+            "small": early.abs().max(),
+            "large": early.repeat(1, 300, 1),
+            "logits": F.linear(hidden, self.net.embedding.weight),
+        }
+
+
+def reads_what_is_early(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank of the early stage waits for the loss meanwhile, in the other microbatches."""
+    out = model(x)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    read = [loss.item(), out["small"].item(), out["large"].abs().max().item()]
+    model.backward(loss)
+    return loss, read
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "microbatches"),
+    [
+        ("interleaved_1f1b", 3, 6),
+        pytest.param("1f1b", 3, 6, marks=pytest.mark.sweep),
+        pytest.param("interleaved_1f1b", 2, 8, marks=pytest.mark.sweep),
+        pytest.param("zb_v", 3, 6, marks=pytest.mark.sweep),
+        pytest.param("interleaved_1f1b", 4, 8, marks=pytest.mark.sweep),
+    ],
+)
+def test_values_of_early_stages_in_long_steps(kind: str, ranks: int, microbatches: int) -> None:
+    """Two ranks waited for each other."""
+    stages = {"virtual_stages": 2} if kind != "1f1b" else {}
+    how = {"model": Early, "batches_of": microbatches // 2}
+    same_as_on_one_rank(
+        reads_what_is_early, ranks=ranks, pipeline=kind, microbatches=microbatches, **stages, **how
+    )
 
 
 def calls_what_is_inside(model: Any, x: Tensor, y: Tensor) -> Any:
@@ -689,38 +852,6 @@ def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any
     model.backward(loss)
 
 
-class ScaledReLU(nn.Module):
-    """Changes what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.relu_() * self.scale
-
-
-class Changing(Parts):
-    """Has such a module in its middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.relu = ScaledReLU()
-
-
-def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
-    """In some calls, before the change and behind it: other ranks had what it was before."""
-    calls[0] += 1
-    reads, parts = calls[0] > MICROBATCHES + 2, model.module
-    hidden = parts.body[0](parts.embedding(x)) * 1.0
-    before = hidden.tolist() if reads else []
-    logits = parts.head(parts.body[2](parts.body[1](parts.relu(hidden))))
-    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    after = hidden.tolist() if reads else []
-    model.backward(loss)
-    return before, after, loss.item()
-
-
 def calls_a_part_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
     """No trace has come by there, so that it is not even a unit."""
     hidden = model.module.body[0](model.module.embedding(x))
@@ -782,7 +913,6 @@ REFUSED = {
     draws_in_python: (TraceMismatchError, "draws random numbers behind"),
     trains_many_losses: (UsageError, "Reduce it to one number"),
     reads_before_an_early_stage_is_done: (TraceMismatchError, "Compute all that the loss is made of first"),
-    reads_what_a_module_changes: (TraceMismatchError, "that a module has changed in place since"),
     reads_too_early: (PlanError, "has 1 units to place.*The step function reads a value at .*test_reading"),
     calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
     asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
@@ -797,7 +927,6 @@ def test_what_cannot_be_known_is_refused(function: Any) -> None:
     trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
     models = {
         reads_before_an_early_stage_is_done: TwoHeads,
-        reads_what_a_module_changes: Changing,
         trains_an_early_output: Deep,
         calls_a_part_behind_a_read: Parts,
         reads_too_early: Parts,

@@ -52,6 +52,7 @@ class Instruction:
         finds: attributes inside the unit that the step function sets, for a recomputation to find again.
         values: position among the leaves of the result, and of `attributes` behind them -> value.
         spoils: positions of arguments that every rank has, and of which only one has what they become.
+        changes: values that it changes in place, as their stand-ins name them, where step code may read them.
     """
 
     func: Any
@@ -77,6 +78,7 @@ class Instruction:
     finds: tuple[tuple[nn.Module, str], ...] = ()
     values: Mapping[int, int] = field(default_factory=dict)
     spoils: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
 
     @property
     def num_results(self) -> int:
@@ -110,6 +112,10 @@ def instructions_of(
         instruction.expects = _expected(trace, step, homes, stage_ranks, rank)
         instruction.flat = step.flat
         instruction.own_results = step.own_results
+        if trace.ends:
+            before = (change.before for change in step.changes)
+            names = (None if value is None else trace.stand_ins[value] for value in before)
+            instruction.changes = tuple(name for name in names if name is not None)
         instruction.shapes = tuple((p, value) for p, value in step.writes if value in trace.shapes_asked)
         # Where it changes its inputs, they are not what they were.
         instruction.recompute = wanted and not step.changes and not step.recomputed

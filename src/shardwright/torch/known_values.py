@@ -9,9 +9,13 @@ of what it touches besides, the rank that made it puts up the values, and each o
 
 Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
 (``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
+
+Where a rank has several stages, another one may wait for it before it gets on, and it for that one. So it
+puts up all that it has when it leaves a microbatch.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -66,8 +70,11 @@ class KnownValues:
         self._wait = wait
         self._device = device
         self._known: dict[int, Tensor] = {}
-        self._own_values = OwnValues(index, program, board)
-        self._taken_values = TakenValues(index, program, board)
+        self._changes: Counter[int] = Counter()  # how often the program has changed a value so far
+        # The rank of the loss is the first one that waits; nobody can wait for it before.
+        self._may_block = len(program.stages) > 1 and program.loss_stage not in program.stages
+        self._own_values = OwnValues(index, program, board, self._changes)
+        self._taken_values = TakenValues(index, program, board, self._changes)
 
     def clear(self) -> None:
         """Lets go of all tensors."""
@@ -83,6 +90,21 @@ class KnownValues:
             value = self.value_of(item)
             if value is not None and not isinstance(item, DeferredTensor):
                 self._own_values.note(value, item)
+
+    def before_change(self, values: Collection[int]) -> None:
+        """A step changes values in place, here or on another rank: reads of before are of what they are now.
+
+        Args:
+            values: as their stand-ins name them.
+        """
+        self._own_values.before_change(values)
+        self._changes.update(values)
+
+    def before_pause(self) -> None:
+        """The step function is left, maybe until another rank has read what this one knows."""
+        self._own_values.put_up_small()
+        if self._may_block:
+            self._own_values.put_up_large()
 
     def pass_backward(self) -> None:
         """The step function calls ``backward``, or ends without: nobody waits for more of before."""
@@ -111,10 +133,11 @@ class KnownValues:
         if value is None:
             self._cursor.refuse_placed(item)
             return item
-        if value in self._program.displaced:
+        if value in self._program.displaced and self._changes[value]:
             raise TraceMismatchError(
-                f"{user_line()}: a tensor that one stage has made and another changed in place is used by "
-                "the step function, behind a value that was read. Use a clone() of it, made before."
+                f"{user_line()}: the step function reads a tensor, or uses it behind a read, that one stage "
+                "has made and another changed in place, so that no rank has it in the variable. Use a "
+                "clone() of it, made before."
             )
         if value not in self._known:
             found = self._find(value, item)

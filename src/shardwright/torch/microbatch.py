@@ -257,10 +257,7 @@ class Microbatch:
             result = func(*args, **kwargs)
             self.generators.after_step(instruction)
             return result
-        if instruction.expects:
-            self._comparison.arguments(instruction, args, kwargs)
-        if instruction.spoils:
-            self._cursor.note_spoilt(instruction, args, kwargs)
+        self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             return _stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
@@ -293,10 +290,7 @@ class Microbatch:
         position = self._cursor.position
         own = args, kwargs
         args, kwargs = self._lists.without_appended(own)
-        if instruction.expects:
-            self._comparison.arguments(instruction, args, kwargs)
-        if instruction.spoils:
-            self._cursor.note_spoilt(instruction, args, kwargs)
+        self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             for owner, key, deferred in instruction.attributes:
                 vars(owner)[key] = deferred
@@ -411,7 +405,7 @@ class Microbatch:
                     self._refuse_before_work()
                 break
             self._waits = True
-            self._coroutine.pause()
+            self._pause()
         self._waits = False
 
     def _refuse_before_work(self) -> NoReturn:
@@ -472,6 +466,15 @@ class Microbatch:
 
     # ---- inside ----
 
+    def _check(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares a call with the trace, and takes note of what it will change."""
+        if instruction.expects:
+            self._comparison.arguments(instruction, args, kwargs)
+        if instruction.spoils:
+            self._cursor.note_spoilt(instruction, args, kwargs)
+        if instruction.changes and self._known is not None:
+            self._known.before_change(instruction.changes)
+
     def _run(self) -> Any:
         assert self._arguments is not None
         args, kwargs = self._arguments
@@ -520,7 +523,13 @@ class Microbatch:
         """Pauses until the executor runs this stage."""
         self.waiting_for = stage
         while self.stage != stage:
-            self._coroutine.pause()
+            self._pause()
+
+    def _pause(self) -> None:
+        """Leaves the step function before its backward; others may read meanwhile what it has made."""
+        if self._known is not None:
+            self._known.before_pause()
+        self._coroutine.pause()
 
     def set_next_generators(self) -> None:
         """Gives the generators the state from which the next step of this rank draws, if one does."""
