@@ -667,6 +667,35 @@ def test_values_of_early_stages_in_long_steps(kind: str, ranks: int, microbatche
     )
 
 
+def changes_between_parts(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In place, before modules, parameters and random numbers that only a trace can cover; reads last."""
+    parts = model.module
+    hidden = parts.embedding(x)
+    hidden += 1
+    first = hidden[:, 0]
+    first *= 2
+    for part in parts.body[:4]:
+        hidden = part(hidden)
+    hidden[..., 0] += 1
+    for part in parts.body[4:]:
+        hidden = part(hidden)
+    loss = F.cross_entropy(parts.head(hidden).flatten(0, 1), y.flatten())
+    loss *= 2
+    loss = loss + 1e-3 * parts.head.weight.square().sum()
+    loss /= 2
+    before = loss.item()
+    loss *= 3
+    model.backward(loss)
+    return loss, before
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_changes_in_place_before_what_must_be_traced(kind: str) -> None:
+    """The trace ended at the first change, so that nothing was left for later stages."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(changes_between_parts, model=Parts, pipeline=kind, **stages)
+
+
 def calls_what_is_inside(model: Any, x: Tensor, y: Tensor) -> Any:
     """The user's own module, whose code is none of the step function."""
     loss = F.cross_entropy(model.module(x).flatten(0, 1), y.flatten())

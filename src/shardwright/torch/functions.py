@@ -14,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.tree import leaves
 
 __all__ = [
+    "NEED_HISTORY",
     "READS_DATA",
     "asks_for_shape",
     "gradient_of_backward",
@@ -78,6 +79,9 @@ READS_DATA: frozenset[Any] = frozenset(
     )
     | _existing(torch, ["equal", "allclose", "is_nonzero"])
 )
+
+# Functions that need the autograd history of a tensor, of which behind a read only one rank has it.
+NEED_HISTORY: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.retain_grad})
 
 # Functions that change several tensors: versions of fake tensors do not move.
 _MANY = ("_foreach_", "_fused_", "_amp_foreach_")

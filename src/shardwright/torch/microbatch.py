@@ -19,7 +19,7 @@ from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.exchange import Returned
 from shardwright.torch.filled_containers import FilledLists, given_the_same
-from shardwright.torch.functions import gradient_of_backward, name_of_call
+from shardwright.torch.functions import NEED_HISTORY, gradient_of_backward, name_of_call
 from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Instruction, Place
@@ -274,7 +274,7 @@ class Microbatch:
     ) -> Any:
         """Executes an operation that is no part of the program, as every rank does."""
         assert self._known is not None
-        if func in _NEED_HISTORY:
+        if func in NEED_HISTORY:
             self._known.refuse_history(name_of_call(func), (args, kwargs))
         args, kwargs = map_tree(self._known.here, (args, kwargs))
         generators = [item for item in flatten((args, kwargs))[0] if isinstance(item, torch.Generator)]
@@ -556,7 +556,6 @@ def _recomputed(module: nn.Module, call: Callable[..., Any], *args: Any, **kwarg
 
 
 _ENDED = Coroutine(lambda: None)
-_NEED_HISTORY = frozenset({torch.autograd.grad, Tensor.retain_grad})
 
 
 def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -201,7 +201,8 @@ class Trace:
             what a plain loop draws; empty if it has not.
         end: the place (see `Tracer.place`) behind which the step function goes on as every rank runs it
             (see `step_code`); infinite where all that it does is traced.
-        end_line: the line there; empty where it has come to the end of the step function.
+        end_line: the line that reads a value there, or soon behind that; empty where the step function has
+            come to its own end.
         wanted_end: the place where it would have to end, for what this rank reads and changes.
     """
 

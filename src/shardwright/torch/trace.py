@@ -65,7 +65,11 @@ def trace_step(
     with fake_failures_unlogged(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         trace = _traced(run)
         end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
-        return trace if end == trace.end else _traced(replace(run, ends_at=end))
+        if end == trace.end:
+            return trace
+        earlier = _traced(replace(run, ends_at=end))
+        # It may end at a change in place before the read.
+        return replace(earlier, end_line=trace.end_line or earlier.end_line)
 
 
 def _traced(run: "_Run") -> Trace:

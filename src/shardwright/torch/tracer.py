@@ -72,7 +72,8 @@ class Tracer:
         python_draws: random numbers of Python and NumPy.
         draws: PyTorch's.
         end: the `place` at which the step function was left, or is to be; infinite where it is not.
-        changed_at: the first place at which code of a `ReadingStep` changes a tensor in place.
+        changed_at: the first place from which code of a `ReadingStep` changes tensors, and does nothing
+            that only a trace can cover; infinite where there is none.
     """
 
     before_step: Callable[[], None]
@@ -97,7 +98,8 @@ class Tracer:
         self._end_line = ""
         self._may_read = may_read
         self._seen_by_step: list[Tensor] = []
-        self._places: dict[int, float] = {}  # of the nodes that code of a `ReadingStep` makes
+        # Of the nodes that code of a `ReadingStep` has made since something had to be traced.
+        self._places: dict[int, float] = {}
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
@@ -206,6 +208,8 @@ class Tracer:
             random=outcome.cost.random,
             line=line,
         )
+        if parameters or outcome.cost.random or func in functions.NEED_HISTORY:
+            self._must_be_traced()
         if in_step_code():
             self._note_changes(call, outcome)
             self._places[self._recorder.num_nodes] = self.place
@@ -221,6 +225,7 @@ class Tracer:
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():
             result = self._unit_call(module, args, kwargs)
         self.after_unit()
+        self._must_be_traced()
         self.model_returned(result)  # to the step function, if that has called it itself
         return result
 
@@ -312,6 +317,11 @@ class Tracer:
             self._end_line = user_line()
             raise TraceEnds
 
+    def _must_be_traced(self) -> None:
+        """What has been called is refused behind the end of a trace, which changes before it do not end."""
+        self.changed_at = math.inf
+        self._places.clear()
+
     def _note_changes(self, call: TracedCall, outcome: Outcome) -> None:
         """A `ReadingStep` changes tensors in place, or makes other names of what it will change."""
         changed = call.changed(outcome)
@@ -360,6 +370,8 @@ class Tracer:
         with CostCounter(row=self.draws) as cost:
             result = func(*args, **kwargs)
         self.draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
+        if cost.random:
+            self._must_be_traced()
         step.draws = tuple(cost.draws)
         reads = cost.reads_data or func in functions.READS_DATA
         self._path.note(func, items, structure, result, versions, draws=cost.random, reads=reads)
