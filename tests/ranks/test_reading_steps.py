@@ -1083,6 +1083,39 @@ def test_what_a_step_leaves_elsewhere_is_none_of_its_trace() -> None:
     run_ranks(run, 2)
 
 
+kept_total: Any = 0.0
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+def test_tensors_may_be_kept_outside_of_the_step(kind: str) -> None:
+    """They were stand-ins, also on the rank that had them, and failed when they were used at the end."""
+
+    def run() -> None:
+        meter, losses, last, by_name, before = Meter(), [], None, {}, []
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            global kept_total
+            nonlocal last
+            loss = loss_of(model, x, y)
+            before.append(loss.detach())
+            model.backward(loss)
+            losses.append(loss.detach())
+            meter.total = meter.total + loss.detach()
+            kept_total = kept_total + loss.detach()
+            last = loss.detach()
+            by_name["last"] = (loss.detach(), x.sum())
+            return loss
+
+        stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+        results = outcome(step, pipeline_parallel_degree=2, pipeline=kind, **stages)[0]
+        expected = [each for step in results for each in step]
+        assert torch.stack(losses).tolist() == torch.stack(before).tolist() == expected
+        assert float(meter.total) == float(kept_total) == pytest.approx(sum(expected))
+        assert float(last) == float(by_name["last"][0]) == expected[-1]
+
+    run_ranks(run, 2)
+
+
 class Looks(nn.Module):
     """Decides by what it computes, as a router may."""
 

@@ -48,8 +48,9 @@ class DeferredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
+        name = getattr(func, "overloadpacket", func).__name__
         raise DeferredReadError(
-            f"{func} was applied to a tensor whose data is on another rank, outside of the step function "
+            f"{name}() was applied to a tensor whose data is on another rank, outside of the step function "
             f"or in a place that cannot be deferred. {REMEDY}"
         )
 

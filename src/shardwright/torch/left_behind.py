@@ -3,8 +3,8 @@
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
 what they had, and tensors that were changed in place their content, also small ones in variables; counts in
-variables and classes are put back, and fake tensors taken out of globals, classes and ``lru_cache``. Real
-tensors may stay there: code between units makes them, too.
+variables and classes are put back, and fake tensors and stand-ins taken out of globals, classes and
+``lru_cache``. Real tensors may stay there: code between units makes them, too.
 """
 
 import functools
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_content import content_of, put_content
+from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
 
@@ -51,6 +52,7 @@ class NothingLeftBehind:
 
     Attributes:
         generators: of random numbers, that were there at the start.
+        stand_ins: new ones of values that were in variables at the end: ``losses.append(loss.detach())``.
     """
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]):
@@ -65,6 +67,7 @@ class NothingLeftBehind:
         self._tensors = TensorContents()
         self._seen: set[int] = set()
         self.generators: list[torch.Generator] = []
+        self.stand_ins: list[DeferredTensor] = []
         self._left = {True: _MOST, False: _MOST}
         self._modules = set(self._model.modules())
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -99,11 +102,17 @@ class NothingLeftBehind:
         for container, content in self._owned:
             put_content(container, content)
         for container, content in self._shared:
+            self._note_stand_ins(set(map(id, _items(content))), _items(container))
             if any(self._is_new_fake(item) for item in _items(container)):
                 _take_fakes_out(container, content, self._is_new_fake)
             _put_plain_back(container, content)
         for cell, content in self._cells:
-            if _has(cell) and type(cell.cell_contents) in _PLAIN and type(content) in _PLAIN:
+            if not _has(cell):
+                continue
+            self._note_stand_ins({id(content)}, [cell.cell_contents])
+            if self._is_new_fake(cell.cell_contents) or (
+                type(cell.cell_contents) in _PLAIN and type(content) in _PLAIN
+            ):
                 cell.cell_contents = content
         for kind, names in self._classes:
             for name, item in list(vars(kind).items()):
@@ -166,11 +175,19 @@ class NothingLeftBehind:
         for inner in held:
             self._look_into(inner, depth - 1, owned=owned)
 
+    def _note_stand_ins(self, before: Collection[int], items: list[Any]) -> None:
+        """Takes note of what is new among the content of a variable, or of a container in one."""
+        for item in items:
+            if isinstance(item, DeferredTensor) and id(item) not in before:
+                self.stand_ins.append(item)
+            elif type(item) in {*_CONTAINERS, tuple} and id(item) not in self._seen and len(item) <= _LONGEST:
+                self.stand_ins += [inner for inner in _items(item) if isinstance(inner, DeferredTensor)]
+
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
-        """Whether it is a fake tensor, or a container of some that was not there."""
+        """Whether it is a fake tensor or a stand-in, or a container of some that was not there."""
         if type(item) in _PLAIN:
             return False
-        if isinstance(item, FakeTensor):
+        if isinstance(item, FakeTensor | DeferredTensor):
             return True
         if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False

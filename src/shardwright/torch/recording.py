@@ -203,7 +203,8 @@ class Trace:
             (see `step_code`); infinite where all that it does is traced.
         end_line: the line that reads a value there, or soon behind that; empty where the step function has
             come to its own end.
-        wanted_end: the place where it would have to end, for what this rank reads and changes.
+        wanted_end: the place where it would have to end, for what this rank reads, changes and leaves in
+            variables.
     """
 
     graph: ModelGraph

@@ -171,6 +171,7 @@ class _Run:
                 temporary_hooks=registers_hooks and not unchanged.left_hooks,
                 attributes=attributes,
                 left_in_units=tuple(unchanged.left_in_units),
+                left_at=tracer.left_at(nothing_left.stand_ins),
             )
             touched = {
                 (id(m), key): (m, key)

@@ -6,7 +6,7 @@ unit returns is a `DeferredTensor`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from shardwright.torch.aliases import follow_changes
 from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
-from shardwright.torch.deferred import REMEDY
+from shardwright.torch.deferred import REMEDY, DeferredTensor
 from shardwright.torch.filled_containers import append_again, give_back_changes, without_appended
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
@@ -98,8 +98,8 @@ class Tracer:
         self._end_line = ""
         self._may_read = may_read
         self._seen_by_step: list[Tensor] = []
-        # Of the nodes that code of a `ReadingStep` has made since something had to be traced.
-        self._places: dict[int, float] = {}
+        self._places: dict[int, float] = {}  # of the nodes that code of a `ReadingStep` makes
+        self._traced_up_to = 0.0  # the place behind what no trace may leave out
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
@@ -208,12 +208,12 @@ class Tracer:
             random=outcome.cost.random,
             line=line,
         )
-        if parameters or outcome.cost.random or func in functions.NEED_HISTORY:
-            self._must_be_traced()
         if in_step_code():
             self._note_changes(call, outcome)
             self._places[self._recorder.num_nodes] = self.place
         result = self._recorder.record(node, call, outcome)
+        if parameters or outcome.cost.random or func in functions.NEED_HISTORY:
+            self._must_be_traced()
         if in_step_code():
             self._note_seen(result)
         return result
@@ -320,7 +320,7 @@ class Tracer:
     def _must_be_traced(self) -> None:
         """What has been called is refused behind the end of a trace, which changes before it do not end."""
         self.changed_at = math.inf
-        self._places.clear()
+        self._traced_up_to = self.place
 
     def _note_changes(self, call: TracedCall, outcome: Outcome) -> None:
         """A `ReadingStep` changes tensors in place, or makes other names of what it will change."""
@@ -330,7 +330,14 @@ class Tracer:
         for value in (value for position, value in call.reads if position in changed):
             _, *views = self._values.in_memory(self._values.memory_of(value))
             made = (self._places.get(self._values[view].producer, math.inf) for view in views)
-            self.changed_at = min(self.changed_at, *made, math.inf)
+            behind = (place for place in made if place >= self._traced_up_to)
+            self.changed_at = min(self.changed_at, *behind, math.inf)
+
+    def left_at(self, stand_ins: Iterable[DeferredTensor]) -> float:
+        """The first place where code of a `ReadingStep` has made one of some values; infinite for none."""
+        values = (self._values.find(item) for item in stand_ins)
+        made = (self._values[value].producer for value in values if value is not None)
+        return min((self._places.get(node, math.inf) for node in made), default=math.inf)
 
     def step_returned(self) -> None:
         """The step function has come to its own end."""
@@ -418,6 +425,7 @@ class Tracer:
         temporary_hooks: bool,
         attributes: tuple[AttributeUse, ...],
         left_in_units: tuple[Slot, ...],
+        left_at: float,
     ) -> Trace:
         """Makes the graph.
 
@@ -429,6 +437,7 @@ class Tracer:
             temporary_hooks: it registers hooks, and has removed them all at its end.
             attributes: changed attributes of modules that it uses between units.
             left_in_units: attributes that units changed.
+            left_at: where the first value was made that is in a variable of the script (see `left_at`).
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
@@ -476,7 +485,7 @@ class Tracer:
             stand_ins=values.stand_ins(),
             end=self.end,
             end_line=self._end_line,
-            wanted_end=self.end if math.isinf(self.end) else min(self.end, self.changed_at),
+            wanted_end=min(end, self.changed_at) if math.isfinite(end := min(self.end, left_at)) else end,
             generators_set_at=self.draws.set_at,
             repeated_buffers=self._repeated_buffers.names(graph.contributing()),
             orders={
