@@ -51,10 +51,12 @@ from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
+from shardwright.torch.source_line import line_of
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
+from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -95,7 +97,7 @@ class PipelineEngine:
         self._planner = planner
         self._materialiser = materialiser
         self._agreement = Agreement(context)
-        self._programs = ProgramCache()
+        self._programs = ProgramCache(warns=context.rank == 0)
         self._schedules: dict[Any, Schedule] = {}
         self._unit_map: UnitMap | None = None
         self._residency: Residency | None = None
@@ -383,8 +385,7 @@ class PipelineEngine:
         if not isinstance(function, ReadingStep):
             return [self._program(function, part, path, attributes, known) for part in parts]
         # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
-        signatures = [((path, signature_of(part)), attributes) for part in parts]
-        found = [self._programs.find(*each) for each in zip(signatures, parts, strict=True)]
+        found = [self._programs.find(part, (path, attributes)) for part in parts]
         if not self._agreement.on_any(None in found):
             return [program for program in found if program is not None]
         return [self._program(function, part, path, attributes, known, together=True) for part in parts]
@@ -399,24 +400,27 @@ class PipelineEngine:
         *,
         together: bool = False,
     ) -> Program:
-        plain = (path, signature_of(part))
-        signature = (plain, attributes)
-        found = self._programs.find(signature, part)
+        circumstances = path, attributes
+        signature = signature_of(part)
+        found = self._programs.find(part, circumstances)
         if together and self._agreement.on_any(found is None):
             found = None
         if found is not None:
             return found
         assert self._unit_map is not None
         assert self._context.plan is not None
+        watched = False
         with self._model.replicas.shapes_at_hand():
             self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-            is_known = known is not None and known.signature == plain[1] and known.trace.holds_for(part)
+            is_known = known is not None and known.signature == signature and known.trace.holds_for(part)
             if together:
                 is_known = not self._agreement.on_any(not is_known)
             if known is not None and is_known:
-                trace = known.trace
+                trace, numbers = known.trace, None
+            elif watched := self._programs.watches_numbers(part, circumstances):
+                trace, numbers = self._trace_watching_numbers(function, part, together=together)
             else:
-                trace = self._trace(function, part)
+                trace, numbers = self._trace(function, part), None
         placed = call_placement(trace.graph, self._context.plan, self._residency)
         program = build_program(
             trace,
@@ -431,15 +435,58 @@ class PipelineEngine:
             placed.stage_ranks == self._context.plan.stage_ranks and self._residency.covers(uses)
         )
         program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
-        self._programs.keep(signature, trace, program)
+        where = line_of(function)
+        self._programs.keep(
+            part, circumstances, trace, program, watched=watched, numbers=numbers, where=where
+        )
         warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
-        self._attributes.traced(plain, trace.digest)
+        self._attributes.traced((path, signature), trace.digest)
         return program
 
-    def _trace(self, function: Callable[..., Any], part: Arguments) -> Trace:
+    def _trace(
+        self,
+        function: Callable[..., Any],
+        part: Arguments,
+        *,
+        agree_on_end: Callable[[float], float] | None = None,
+        numbers: NumberReads | None = None,
+    ) -> Trace:
         assert self._unit_map is not None
-        device, agree = self._context.device, self._agreement.on_end
-        return trace_step(self._unit_map, function, part, device=device, agree_on_end=agree)
+        return trace_step(
+            self._unit_map,
+            function,
+            part,
+            device=self._context.device,
+            agree_on_end=agree_on_end or self._agreement.on_end,
+            numbers=numbers,
+        )
+
+    def _trace_watching_numbers(
+        self, function: Callable[..., Any], part: Arguments, *, together: bool
+    ) -> tuple[Trace, NumberPath | None]:
+        """A trace, and for which numbers among the arguments it holds; None for those of this part alone.
+
+        Args:
+            function: the step function.
+            part: arguments of a microbatch.
+            together: all ranks trace now, and all of them keep the same.
+        """
+        reads, asked = NumberReads(), False
+
+        def agree_on_end(end: float) -> float:
+            nonlocal asked
+            asked = True
+            if together and self._agreement.on_any(False):
+                raise NumberMatters  # to another rank
+            return self._agreement.on_end(end)
+
+        try:
+            trace = self._trace(function, part, agree_on_end=agree_on_end, numbers=reads)
+        except (NumberMatters, Exception):  # what is no number of Python's own may fail elsewhere
+            if together and not asked:
+                self._agreement.on_any(True)
+            return self._trace(function, part), None
+        return trace, reads.path()
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
         """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""

@@ -24,6 +24,7 @@ from shardwright.torch.container_content import content_of, put_content
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
+from shardwright.torch.watched_numbers import WatchedNumber
 
 __all__ = ["NothingLeftBehind", "is_plain_object"]
 
@@ -184,10 +185,10 @@ class NothingLeftBehind:
                 self.stand_ins += [inner for inner in _items(item) if isinstance(inner, DeferredTensor)]
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
-        """Whether it is a fake tensor or a stand-in, or a container of some that was not there."""
+        """Whether it stands for something in a trace, or is a container of such that was not there."""
         if type(item) in _PLAIN:
             return False
-        if isinstance(item, FakeTensor | DeferredTensor):
+        if isinstance(item, FakeTensor | DeferredTensor) or type(item) is WatchedNumber:
             return True
         if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False

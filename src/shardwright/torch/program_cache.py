@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from shardwright.torch.batch import Arguments
 from shardwright.torch.path import Path
 from shardwright.torch.program import Program
 from shardwright.torch.recording import Trace
-from shardwright.torch.tree import flatten
+from shardwright.torch.tree import flatten, leaves
+from shardwright.torch.watched_numbers import NumberPath, is_number
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,9 @@ __all__ = ["ProgramCache", "signature_of"]
 # that are others in every step (a step number).
 _PATHS_KEPT = 32
 _SIGNATURES_KEPT = 512
+_NUMBERS_KEPT = 64
 _NUMBERS_TOLD = 8
+_TRIED_IN_VAIN = 4
 
 _BY_VALUE = frozenset(
     {type(None), bool, int, float, complex, slice, type(Ellipsis)}
@@ -31,9 +34,16 @@ _BY_VALUE = frozenset(
 )
 
 
-def signature_of(part: Arguments) -> Hashable:
-    """Equal for microbatches that differ in the values of their tensors alone."""
+def signature_of(part: Arguments, *, but_numbers: bool = False) -> Hashable:
+    """Equal for microbatches that differ in the values of their tensors alone.
+
+    Args:
+        part: (args, kwargs) of a microbatch.
+        but_numbers: equal also for those that differ in their numbers, but not in the types of these.
+    """
     items, structure = flatten(part)
+    if but_numbers:
+        items = [type(item) if is_number(item) else item for item in items]
     return structure.key, tuple(_signature_of_leaf(item) for item in items)
 
 
@@ -75,52 +85,27 @@ class _Same:
 class _Entry:
     program: Program
     path: Path | None
+    numbers: NumberPath | None = None
 
     def holds_for(self, part: Arguments) -> bool:
+        if self.numbers is not None and not self.numbers.taken_by(leaves(part)):
+            return False
         return self.path is None or self.path.taken_by(part)
 
 
-class _NumbersGiven:
-    """Tells of a step number among the arguments, which makes every step another one to Python."""
+@dataclass(slots=True)
+class _NumbersSeen:
+    """Of microbatches that differ in their numbers alone.
 
-    def __init__(self) -> None:
-        self._seen: dict[Hashable, list[list[str]]] = {}  # signatures but for numbers -> the numbers
-        self._warned = False
+    Attributes:
+        traced: numbers of each trace that holds for no others -> its signature.
+        num_watched: traces that were tried with watched numbers.
+        num_general: those that hold for other numbers, too.
+    """
 
-    def note(self, signature: Hashable) -> None:
-        """A signature is new."""
-        numbers: list[str] = []
-        others = _without_numbers(signature, numbers)
-        if self._warned or not numbers:
-            return
-        seen = self._seen.setdefault(others, [])
-        if numbers in seen:
-            return  # it was known before, and had to go
-        seen.append(numbers)
-        while len(self._seen) > _SIGNATURES_KEPT:
-            del self._seen[next(iter(self._seen))]
-        if len(seen) == _NUMBERS_TOLD:
-            self._warned = True
-            self._seen.clear()
-            changed = next(pair for pair in zip(*seen, strict=True) if len(set(pair)) > 1)
-            log.warning(
-                "The step function was traced %d times, once for each number among its arguments (%s): "
-                "Python may do anything with a number. If it changes in every step, as a step count does, "
-                "pass a tensor (torch.tensor(number)) to compute with, or keep it out of the arguments.",
-                _NUMBERS_TOLD,
-                ", ".join(changed),
-            )
-
-
-def _without_numbers(signature: Hashable, numbers: list[str]) -> Hashable:
-    """A signature in which numbers are left out; these are appended to a list."""
-    if not isinstance(signature, tuple):
-        return signature
-    if len(signature) == 2 and signature[0] in (int, float):
-        kind: Hashable = signature[0]
-        numbers.append(signature[1])
-        return kind
-    return tuple(_without_numbers(part, numbers) for part in signature)
+    traced: dict[tuple[str, ...], Hashable] = field(default_factory=dict)
+    num_watched: int = 0
+    num_general: int = 0
 
 
 class ProgramCache:
@@ -128,39 +113,124 @@ class ProgramCache:
 
     A program holds for its path alone, even if another one has the same graph: values that Python read may
     be in it, as the place of a view, the size of a random draw, or a number that a unit passes on.
+
+    Args:
+        warns: this rank tells of what takes time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool = True) -> None:
+        self._warns = warns
         self._entries: dict[Hashable, list[_Entry]] = {}
-        self._numbers = _NumbersGiven()
+        self._general: dict[Hashable, list[_Entry]] = {}  # signatures but for numbers
+        self._numbers: dict[Hashable, _NumbersSeen] = {}  # so are these
         self._warned = False
+        self._warned_of_numbers = False
 
-    def find(self, signature: Hashable, part: Arguments) -> Program | None:
-        """The program of a microbatch; None if it must be traced."""
-        entries = self._entries.pop(signature, None)
-        if entries is None:
-            return None
-        self._entries[signature] = entries  # the signature used last is the last one to go
-        for position, entry in enumerate(entries):
-            if entry.holds_for(part):
-                entries.insert(0, entries.pop(position))  # the next microbatch is tried on it first
-                return entry.program
-        return None
+    def find(self, part: Arguments, circumstances: Hashable) -> Program | None:
+        """The program of a microbatch; None if it must be traced.
 
-    def keep(self, signature: Hashable, trace: Trace, program: Program) -> None:
-        """Notes the program of a trace, for all microbatches that take its path."""
+        Args:
+            part: its arguments.
+            circumstances: what else a program depends on: the step function, settings, attributes.
+        """
+        found = _find(self._entries, (signature_of(part), circumstances), part)
+        if found is None and self._general:
+            found = _find(self._general, (signature_of(part, but_numbers=True), circumstances), part)
+        return found
+
+    def watches_numbers(self, part: Arguments, circumstances: Hashable) -> bool:
+        """Whether the trace of a microbatch should find out for which other numbers it holds.
+
+        Not at first, when nobody knows whether there will be others; and not where it was mostly in vain.
+        """
+        seen = self._numbers.get((signature_of(part, but_numbers=True), circumstances))
+        numbers = tuple(map(repr, filter(is_number, leaves(part))))
+        if seen is None or not numbers or seen.traced.keys() <= {numbers}:
+            return False
+        return seen.num_watched < _TRIED_IN_VAIN + 2 * seen.num_general
+
+    def keep(
+        self,
+        part: Arguments,
+        circumstances: Hashable,
+        trace: Trace,
+        program: Program,
+        *,
+        watched: bool = False,
+        numbers: NumberPath | None = None,
+        where: str = "",
+    ) -> None:
+        """Notes the program of a trace, for all microbatches that take its path.
+
+        Args:
+            part: arguments of the microbatch.
+            circumstances: see `find`.
+            trace: the trace.
+            program: made of it.
+            watched: it was tried with watched numbers.
+            numbers: for which numbers it holds; None for those of this microbatch alone.
+            where: the line of the step function, for messages.
+        """
         if trace.reads_data and trace.path is None:
-            if not self._warned:
+            if self._warns and not self._warned:
                 log.warning(
                     "Every microbatch is traced again: Python reads values of the batch in a way that cannot "
                     "be followed (random numbers, NumPy arrays, changes of what a tensor's memory is)."
                 )
             self._warned = True
             return
-        if signature not in self._entries:
-            self._numbers.note(signature)
-        entries = self._entries.setdefault(signature, [])
-        entries.insert(0, _Entry(program, trace.path))
-        del entries[_PATHS_KEPT:]
-        while len(self._entries) > _SIGNATURES_KEPT:
-            del self._entries[next(iter(self._entries))]
+        general = signature_of(part, but_numbers=True), circumstances
+        seen = self._numbers.setdefault(general, _NumbersSeen())
+        seen.num_watched += watched
+        entry = _Entry(program, trace.path, numbers)
+        if numbers is not None:
+            seen.num_general += 1
+            _keep(self._general, general, entry)
+        else:
+            signature = signature_of(part), circumstances
+            _keep(self._entries, signature, entry)
+            self._note_numbers(seen, part, signature, where)
+        while len(self._numbers) > _SIGNATURES_KEPT:
+            del self._numbers[next(iter(self._numbers))]
+
+    def _note_numbers(self, seen: _NumbersSeen, part: Arguments, signature: Hashable, where: str) -> None:
+        """Bounds the programs for microbatches that differ in numbers alone, and tells of them."""
+        numbers = tuple(map(repr, filter(is_number, leaves(part))))
+        if not numbers or numbers in seen.traced:
+            return
+        seen.traced[numbers] = signature
+        if len(seen.traced) > _NUMBERS_KEPT:
+            oldest = next(iter(seen.traced))
+            self._entries.pop(seen.traced.pop(oldest), None)
+        if len(seen.traced) == _NUMBERS_TOLD and self._warns and not self._warned_of_numbers:
+            self._warned_of_numbers = True
+            changed = next(pair for pair in zip(*seen.traced, strict=True) if len(set(pair)) > 1)
+            log.warning(
+                "The step function%s was traced %d times, once for each number among its arguments (%s): it "
+                "hands the number to operations, modules or other code. A trace takes as long as several "
+                "steps. If the number changes in every step, as a weight of a loss may do, pass a tensor "
+                "(torch.tensor(number)).",
+                f" at {where}" if where else "",
+                _NUMBERS_TOLD,
+                ", ".join(changed),
+            )
+
+
+def _find(entries: dict[Hashable, list[_Entry]], signature: Hashable, part: Arguments) -> Program | None:
+    found = entries.pop(signature, None)
+    if found is None:
+        return None
+    entries[signature] = found  # the signature used last is the last one to go
+    for position, entry in enumerate(found):
+        if entry.holds_for(part):
+            found.insert(0, found.pop(position))  # the next microbatch is tried on it first
+            return entry.program
+    return None
+
+
+def _keep(entries: dict[Hashable, list[_Entry]], signature: Hashable, entry: _Entry) -> None:
+    known = entries.setdefault(signature, [])
+    known.insert(0, entry)
+    del known[_PATHS_KEPT:]
+    while len(entries) > _SIGNATURES_KEPT:
+        del entries[next(iter(entries))]

@@ -1,12 +1,16 @@
 """Where in the user's code we are."""
 
+import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 __all__ = [
     "called_from",
     "custom_function_call",
     "frames_up_to",
+    "line_of",
     "outermost_checkpoint",
     "stacklevel_of_user",
     "user_line",
@@ -30,6 +34,12 @@ def user_line(inside: FrameType | None = None) -> str:
             return fallback
         frame = frame.f_back  # type: ignore[assignment]
     return fallback
+
+
+def line_of(function: Callable[..., Any]) -> str:
+    """``file:line`` where a function is defined; empty for what is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def stacklevel_of_user() -> int:

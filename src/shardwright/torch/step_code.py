@@ -39,8 +39,7 @@ _WRITES_TEXT = frozenset({Tensor.__repr__, Tensor.__format__})
 # What a function calls, by name, that reads tensors. (Conditions are seen in the trace. Texts are not looked
 # for: most f-strings are those of error messages, about shapes.)
 _NAMES_OF_READERS = frozenset(
-    "item tolist numpy float int bool print format "
-    "isnan isfinite isinf allclose equal nonzero".split()
+    "item tolist numpy float int bool print format isnan isfinite isinf allclose equal nonzero".split()
 )
 _DEPTH = 3
 

@@ -26,6 +26,7 @@ from shardwright.torch.trace_guard import OpenModules, Unchanged
 from shardwright.torch.tracer import Tracer
 from shardwright.torch.tree import flatten
 from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.watched_numbers import NumberReads
 
 __all__ = ["trace_step"]
 
@@ -39,6 +40,7 @@ def trace_step(
     batch_size: int = 1,
     count_memory: bool = False,
     agree_on_end: Callable[[float], float] | None = None,
+    numbers: NumberReads | None = None,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -52,12 +54,14 @@ def trace_step(
             each cost class.
         agree_on_end: for a `ReadingStep`: gives the first place of all ranks at which a trace ends, to be
             called by all of them; None for what this rank alone finds.
+        numbers: watches those among the arguments.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
         TraceError: the loss does not depend on the model.
+        NumberMatters: a number that is watched is wanted itself.
     """
-    run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory)
+    run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory, numbers)
     if not isinstance(function, ReadingStep):
         with fake_failures_unlogged():
             return _traced(run)
@@ -106,6 +110,7 @@ class _Run:
     device: torch.device
     batch_size: int
     count_memory: bool
+    numbers: NumberReads | None = None
     ends_at: float = math.inf
 
     def trace(
@@ -125,6 +130,8 @@ class _Run:
         items, structure = flatten(self.arguments)
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
         copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
+        if self.numbers is not None:
+            copies = self.numbers.watched(copies)
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)

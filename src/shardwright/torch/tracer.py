@@ -46,6 +46,7 @@ from shardwright.torch.traced_execution import TracedExecution
 from shardwright.torch.traced_values import TracedValues
 from shardwright.torch.tree import Structure, flatten, leaves
 from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.watched_numbers import note_used
 
 __all__ = ["Tracer"]
 
@@ -165,6 +166,7 @@ class Tracer:
             return self.backward(args[0], functions.gradient_of_backward(*args[1:], **kwargs))
         self.before_step()
         items, structure = flatten((args, kwargs))
+        note_used(items)
         reads = self._recorder.reads(items)
         parameters = self._values.parameters_among(items)
         self._hidden.read_between(items)
@@ -235,6 +237,7 @@ class Tracer:
         self._recomputes = self._recomputes or recomputed
         own = args, kwargs
         items, structure = flatten(without_appended(own, self._values.is_made))
+        note_used(items)
         reads = self._recorder.reads(items)
         call = self._call(module, items, structure, reads, user_line())
         # Before the call: it may put fake tensors into such an object.

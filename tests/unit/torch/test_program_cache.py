@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.program_cache import _NUMBERS_TOLD, _SIGNATURES_KEPT, ProgramCache, signature_of
+from shardwright.torch.program_cache import (
+    _NUMBERS_KEPT,
+    _NUMBERS_TOLD,
+    _SIGNATURES_KEPT,
+    _TRIED_IN_VAIN,
+    ProgramCache,
+    signature_of,
+)
+from shardwright.torch.watched_numbers import NumberReads
 
 
 def signature(*args):
@@ -63,46 +71,99 @@ class Program:
     pass
 
 
+def part(*args):
+    return args, {}
+
+
+TRACE = SimpleNamespace(reads_data=False, path=None)
+
+
 def test_arguments_that_change_every_step_do_not_fill_the_memory():
     cache = ProgramCache()
-    trace = SimpleNamespace(reads_data=False, path=None)
-    often = signature("often")
-    cache.keep(often, trace, Program())
+    often = part("often")
+    cache.keep(often, "function", TRACE, Program())
     for step in range(3 * _SIGNATURES_KEPT):
-        cache.keep(signature(step), trace, Program())
-        assert cache.find(often, ((), {})) is not None
+        cache.keep(part(str(step)), "function", TRACE, Program())
+        assert cache.find(often, "function") is not None
     assert len(cache._entries) == _SIGNATURES_KEPT
-    assert cache.find(signature(0), ((), {})) is None
-    assert cache.find(signature(3 * _SIGNATURES_KEPT - 1), ((), {})) is not None
+    assert cache.find(part("0"), "function") is None
+    assert cache.find(part(str(3 * _SIGNATURES_KEPT - 1)), "function") is not None
+    assert len(cache._numbers) <= _SIGNATURES_KEPT
+
+
+def test_numbers_that_change_every_step_do_not_fill_it_with_large_programs():
+    cache = ProgramCache()
+    for step in range(3 * _NUMBERS_KEPT):
+        cache.keep(part(torch.zeros(2), step), "function", TRACE, Program())
+    assert len(cache._entries) == _NUMBERS_KEPT
+    assert cache.find(part(torch.zeros(2), 3 * _NUMBERS_KEPT - 1), "function") is not None
 
 
 def test_a_number_that_is_another_one_in_every_step_is_told_once(caplog):
     """Each was a trace, of seconds in large models, without a word."""
-    trace = SimpleNamespace(reads_data=False, path=None)
     cache, told = ProgramCache(), []
     for step in range(3 * _NUMBERS_TOLD):
-        cache.keep(("function", signature(torch.zeros(2), step, 0.5)), trace, Program())
+        cache.keep(part(torch.zeros(2), step, 0.5), "function", TRACE, Program(), where="train.py:7")
         told.append(len(caplog.records))
     assert told[_NUMBERS_TOLD - 2 : _NUMBERS_TOLD] == [0, 1]
     assert told[-1] == 1
+    assert "function at train.py:7 was traced" in caplog.text
     assert "(0, 1, 2, 3, 4, 5, 6, 7)" in caplog.text
 
 
+def test_other_ranks_do_not_tell_it(caplog):
+    cache = ProgramCache(warns=False)
+    for step in range(3 * _NUMBERS_TOLD):
+        cache.keep(part(torch.zeros(2), step), "function", TRACE, Program())
+    assert not caplog.records
+
+
 def test_shapes_and_functions_are_no_numbers(caplog):
-    trace = SimpleNamespace(reads_data=False, path=None)
     cache = ProgramCache()
     for length in range(2 * _NUMBERS_TOLD):
-        cache.keep(("function", signature(torch.zeros(length), 1)), trace, Program())
-        cache.keep((f"function {length}", signature(torch.zeros(2), 1)), trace, Program())
-        cache.keep(("path", signature(torch.zeros(2), 1)), trace, Program())
+        cache.keep(part(torch.zeros(length), 1), "function", TRACE, Program())
+        cache.keep(part(torch.zeros(2), 1), f"function {length}", TRACE, Program())
+        cache.keep(part(torch.zeros(2), 1), "path", TRACE, Program())
     assert not caplog.records
 
 
 def test_a_signature_that_comes_back_is_no_other_number(caplog):
     """It had been dropped for others, and what changed was looked for in vain."""
-    trace = SimpleNamespace(reads_data=False, path=None)
     cache = ProgramCache()
     for _ in range(2 * _NUMBERS_TOLD):
-        cache.keep(("function", signature(torch.zeros(2), 0.1)), trace, Program())
+        cache.keep(part(torch.zeros(2), 0.1), "function", TRACE, Program())
         cache._entries.clear()
     assert not caplog.records
+
+
+def test_numbers_are_watched_where_others_have_come():
+    cache, x = ProgramCache(), torch.zeros(2)
+    assert not cache.watches_numbers(part(x, 0), "function")
+    cache.keep(part(x, 0), "function", TRACE, Program())
+    assert not cache.watches_numbers(part(x, 0), "function")  # traced again, for a reason of its own
+    assert not cache.watches_numbers(part(x, 1), "another function")
+    assert not cache.watches_numbers(part(x, 1.0), "function")
+    assert cache.watches_numbers(part(x, 1), "function")
+
+
+def test_a_program_may_hold_for_other_numbers():
+    cache, x, general = ProgramCache(), torch.zeros(2), Program()
+    reads = NumberReads()
+    _, step = reads.watched([x, 3])
+    assert step % 10 != 0
+    cache.keep(part(x, 0), "function", TRACE, Program())
+    cache.keep(part(x, 3), "function", TRACE, general, watched=True, numbers=reads.path())
+    assert cache.find(part(x, 7), "function") is general
+    assert cache.find(part(x, 10), "function") is None
+    assert cache.find(part(x, 0), "function") is not general
+    assert cache.find(part(torch.zeros(3), 7), "function") is None
+    assert cache.find(part(x, 7.0), "function") is None
+
+
+def test_watching_in_vain_comes_to_an_end():
+    cache, x = ProgramCache(), torch.zeros(2)
+    cache.keep(part(x, 0), "function", TRACE, Program())
+    for step in range(1, 1 + _TRIED_IN_VAIN):
+        assert cache.watches_numbers(part(x, step), "function")
+        cache.keep(part(x, step), "function", TRACE, Program(), watched=True)
+    assert not cache.watches_numbers(part(x, 99), "function")

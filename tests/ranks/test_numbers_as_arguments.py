@@ -1,0 +1,155 @@
+"""Numbers among the arguments of a step function: each was a trace of its own, whatever became of it."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import QUIET, Net, batches, loss_of
+from torch import Tensor
+
+from shardwright.testing import run_ranks
+
+STEPS = 12
+RATES = [0.5, 1.0, 2.0]
+shown: list[str] = []
+
+
+def ignores(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return loss, step
+
+
+def asks(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y)
+    if step % 5 == 4 or step == 1:
+        loss = loss * 2
+    model.backward(loss)
+    return loss, None
+
+
+def reads_now_and_then(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y)
+    if step % 4 == 0:
+        shown.append(f"step {step}: {loss.item():.3f}")
+    model.backward(loss)
+    return loss, None
+
+
+def weighs(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y) * (1 / (1 + step))
+    model.backward(loss)
+    return loss, None
+
+
+def looks_up(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y) * RATES[step % len(RATES)]
+    model.backward(loss)
+    return loss, None
+
+
+def asks_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    import shardwright.torch as sw
+
+    loss = loss_of(model, x, y)
+    if sw.rank() == 1 and step % 4 == 3:
+        shown.append(f"step {step}")
+    model.backward(loss)
+    return loss, None
+
+
+def train(function: Callable[..., Any], *, reads_values: bool, **settings: Any) -> Any:
+    """The results of each step, and in which of them anything was traced."""
+    import shardwright.torch as sw
+    from shardwright.torch import engine
+    from shardwright.torch.step import step_function
+
+    shown.clear()
+    num_traces, plain_trace = 0, engine.trace_step
+
+    def trace_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_traces
+        num_traces += 1
+        return plain_trace(*args, **kwargs)
+
+    engine.trace_step = trace_step
+    sw.init({**QUIET, "microbatches": 2, **settings})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(Net().double())
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    step = step_function(function, reads_values=reads_values)
+    results, traced = [], []
+    (x, y), *_ = batches(1)
+    for number in range(STEPS):
+        num_traces = 0
+        optimizer.zero_grad()
+        loss, passed = step(model, x, y, number)
+        results.append(([each.item() for each in loss.outputs], passed if passed is None else list(passed)))
+        optimizer.step()
+        if num_traces:
+            traced.append(number)
+    return results, traced, list(shown), model.state_dict()
+
+
+EVERY = list(range(1, STEPS))
+
+
+@pytest.mark.parametrize(
+    ("function", "reads_values", "expected"),
+    [
+        (ignores, False, [1]),
+        (ignores, True, [1]),
+        pytest.param(asks, False, [1, 2, 4], marks=pytest.mark.sweep),
+        (asks, True, [1, 2, 4]),  # 1 is asked for first, and found to be so
+        (reads_now_and_then, True, [1, 4, 8]),
+        (weighs, False, EVERY),
+        pytest.param(looks_up, False, EVERY, marks=pytest.mark.sweep),
+        (asks_on_one_rank, True, [1, 3, 7, 11]),
+    ],
+    ids=lambda item: getattr(item, "__name__", None),
+)
+def test_a_step_is_traced_again_where_a_number_makes_a_difference(
+    function: Any, reads_values: bool, expected: list[int]
+) -> None:
+    plain = run_ranks(train, 1, function, reads_values=reads_values)[0]
+    for rank, found in enumerate(
+        run_ranks(train, 2, function, reads_values=reads_values, pipeline_parallel_degree=2)
+    ):
+        torch.testing.assert_close(found[0], plain[0], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(found[3], plain[3], rtol=1e-12, atol=1e-14)
+        assert found[1] == expected
+        if function is reads_now_and_then:
+            assert found[2] == plain[2]
+        if function is asks_on_one_rank:
+            assert found[2] == [f"step {step}" for step in (3, 7, 11) for _ in range(2)] * (rank == 1)
+
+
+def test_what_it_costs_is_told_once_with_its_line() -> None:
+    def run() -> list[str]:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("shardwright").addHandler(handler)
+        train(weighs, reads_values=False, pipeline_parallel_degree=2)
+        return [text for text in told if "was traced" in text]
+
+    first, second = run_ranks(run, 2)
+    assert not second
+    (text,) = first
+    assert "test_numbers_as_arguments.py:" in text and "(0, 1, 2, 3, 4, 5, 6, 7)" in text
+
+
+def test_weights_of_losses_may_be_numbers() -> None:
+    """A float that goes into an operation holds for itself alone, and is right in every step."""
+
+    def step(model: Any, x: Tensor, y: Tensor, number: int) -> Any:
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) * max(0.1, 1 - number / 8)
+        model.backward(loss)
+        return loss, None
+
+    plain = run_ranks(train, 1, step, reads_values=False)[0]
+    for found in run_ranks(train, 2, step, reads_values=False, pipeline_parallel_degree=2):
+        torch.testing.assert_close(found[0], plain[0], rtol=1e-12, atol=1e-14)

@@ -1,0 +1,97 @@
+"""Numbers among the arguments of a traced step function, and for which others the trace holds."""
+
+import copy
+import json
+import math
+import numbers
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.torch.watched_numbers import NumberMatters, NumberReads, WatchedNumber, note_used
+
+
+def watched(*values: Any) -> tuple[NumberReads, list[Any]]:
+    reads = NumberReads()
+    return reads, reads.watched(values)
+
+
+def schedule(step: Any, warmup: Any) -> tuple[bool, ...]:
+    """What scripts ask of a step number."""
+    answers = [step % 4 == 0, step == warmup, not step, step < warmup / 2]
+    if step >= warmup:
+        answers.append((step - warmup) // 3 > 2)
+    if 0 < step <= 2 * warmup + 1 and -step < -1:
+        answers.append(bool(divmod(step, 5)[1]))
+    return tuple(bool(answer) for answer in answers)
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 40), st.integers(1, 9))
+def test_a_path_is_taken_by_numbers_with_the_same_answers_alone(step, warmup, other, other_warmup):
+    reads, (a, b) = watched(step, warmup)
+    assert schedule(a, b) == schedule(step, warmup)
+    taken = reads.path().taken_by([other, other_warmup])
+    assert not taken or schedule(other, other_warmup) == schedule(step, warmup)
+    assert reads.path().taken_by([step, warmup])
+
+
+def test_what_is_never_looked_at_does_not_matter():
+    reads, (number, tensor, truth, text) = watched(3, torch.ones(2), True, "a")
+    assert (type(number), truth, text) == (WatchedNumber, True, "a")
+    assert isinstance(number, int) and isinstance(number, numbers.Number) and not isinstance(number, float)
+    assert number is not None and number != "a" and not number == None  # noqa: E711, SIM201
+    path = reads.path()
+    assert not path.answers and path.taken_by([4, tensor, truth, text])
+
+
+WANTS_IT = {
+    "an index": lambda n: [1, 2, 3, 4][n],
+    "a slice": lambda n: [1, 2, 3, 4][:n],
+    "a range": lambda n: list(range(n)),
+    "int": int,
+    "float": float,
+    "a text": str,
+    "an f-string": lambda n: f"{n:03d}",
+    "an old format": lambda n: "%d" % n,  # noqa: UP031
+    "a key": lambda n: {1: 2}.get(n),
+    "a set": lambda n: n in {1, 2},
+    "round": round,
+    "floor": math.floor,
+    "sqrt": math.sqrt,
+    "times a text": lambda n: "a" * n,
+    "times a list": lambda n: [0] * n,
+    "plus a tensor": lambda n: n + torch.ones(2),
+    "a copy": copy.deepcopy,
+    "a method": lambda n: n.bit_length(),
+    "what is computed": lambda n: int((n + 1) * 2.5),
+    "an operation": lambda n: note_used([torch.ones(2), n]),
+    "a slice of a tensor": lambda n: note_used([slice(None, n)]),
+    "many questions": lambda n: [n == k for k in range(1000)],
+}
+
+
+@pytest.mark.parametrize("use", WANTS_IT.values(), ids=WANTS_IT)
+def test_a_number_that_is_wanted_itself_ends_the_trace(use):
+    _, (number,) = watched(3)
+    with pytest.raises(NumberMatters):
+        use(number)
+
+
+def test_behind_the_trace_it_is_a_number_as_any():
+    """One may be left in a variable of the script."""
+    reads, (number, half) = watched(3, 0.5)
+    reads.path()
+    assert [1, 2, 3, 4][number] == 4 and f"{number:03d}" == "003" and float(number + half) == 3.5
+    assert json.dumps(copy.deepcopy(number)) == "3" and hash(number) == hash(3) and number in {3}
+    assert (number**2, 2**number, pow(number, 2, 5), -number, abs(number)) == (9, 8, 4, -3, 3)
+    assert math.sqrt(number) == math.sqrt(3) and "a" * number == "aaa" and round(half) == 0
+
+
+def test_what_cannot_be_computed_is_another_path():
+    reads, (a, b) = watched(6, 2)
+    assert a // b == 3
+    assert not reads.path().taken_by([6, 0])
+    assert reads.path().taken_by([9, 3])
