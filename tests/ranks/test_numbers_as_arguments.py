@@ -139,7 +139,8 @@ def test_what_it_costs_is_told_once_with_its_line() -> None:
     first, second = run_ranks(run, 2)
     assert not second
     (text,) = first
-    assert "test_numbers_as_arguments.py:" in text and "(0, 1, 2, 3, 4, 5, 6, 7)" in text
+    assert "test_numbers_as_arguments.py:" in text
+    assert "(0, 1, 2, 3, 4, 5, 6, 7)" in text
 
 
 def test_weights_of_losses_may_be_numbers() -> None:

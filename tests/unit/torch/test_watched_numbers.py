@@ -41,10 +41,15 @@ def test_a_path_is_taken_by_numbers_with_the_same_answers_alone(step, warmup, ot
 def test_what_is_never_looked_at_does_not_matter():
     reads, (number, tensor, truth, text) = watched(3, torch.ones(2), True, "a")
     assert (type(number), truth, text) == (WatchedNumber, True, "a")
-    assert isinstance(number, int) and isinstance(number, numbers.Number) and not isinstance(number, float)
-    assert number is not None and number != "a" and not number == None  # noqa: E711, SIM201
+    assert isinstance(number, int)
+    assert isinstance(number, numbers.Number)
+    assert not isinstance(number, float)
+    assert number is not None
+    assert number != "a"
+    assert number is not None
     path = reads.path()
-    assert not path.answers and path.taken_by([4, tensor, truth, text])
+    assert not path.answers
+    assert path.taken_by([4, tensor, truth, text])
 
 
 WANTS_IT = {
@@ -84,10 +89,16 @@ def test_behind_the_trace_it_is_a_number_as_any():
     """One may be left in a variable of the script."""
     reads, (number, half) = watched(3, 0.5)
     reads.path()
-    assert [1, 2, 3, 4][number] == 4 and f"{number:03d}" == "003" and float(number + half) == 3.5
-    assert json.dumps(copy.deepcopy(number)) == "3" and hash(number) == hash(3) and number in {3}
+    assert [1, 2, 3, 4][number] == 4
+    assert f"{number:03d}" == "003"
+    assert float(number + half) == 3.5
+    assert json.dumps(copy.deepcopy(number)) == "3"
+    assert hash(number) == hash(3)
+    assert number in {3}
     assert (number**2, 2**number, pow(number, 2, 5), -number, abs(number)) == (9, 8, 4, -3, 3)
-    assert math.sqrt(number) == math.sqrt(3) and "a" * number == "aaa" and round(half) == 0
+    assert math.sqrt(number) == math.sqrt(3)
+    assert "a" * number == "aaa"
+    assert round(half) == 0
 
 
 def test_what_cannot_be_computed_is_another_path():
