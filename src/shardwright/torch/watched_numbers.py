@@ -150,8 +150,8 @@ class WatchedNumber:
         self._expression = expression
         self._reads = reads
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # for isinstance()
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance()
         return type(self._value)
 
     def plain(self) -> _Number:
