@@ -44,6 +44,7 @@ __all__ = [
     "goes_into_gradients",
     "gradient_is_wanted",
     "has_storage",
+    "hooks_of_every_module",
     "make_wrapper",
     "new_fake_mode",
     "non_persistent_buffers",
@@ -145,6 +146,17 @@ def spec_like(spec: Any, local: torch.Tensor) -> Any:
 def generator_key(generator: torch.Generator) -> int:
     """Equal for all Python objects that stand for one generator: operations are handed new ones."""
     return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def hooks_of_every_module() -> tuple[dict[int, Any], ...]:
+    """Where `torch.nn.modules.module.register_module_forward_hook` and its like keep hooks."""
+    module = torch.nn.modules.module
+    return (
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
+    )
 
 
 def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwright.torch._private import num_hooks_registered
 from shardwright.torch.autocast import autocast_state
 from shardwright.torch.cost import Watch, cost_class
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.recording import Sample
 from shardwright.torch.traced_call import TracedCall
 from shardwright.torch.traced_values import TracedValues
@@ -24,6 +25,7 @@ class CallSamples:
         values: of the trace.
         count_memory: find out what calls need for a moment.
         watch: is shown what calls make that run to be counted.
+        hooks: knows which hooks of modules change something.
 
     Attributes:
         samples: cost class -> arguments of its first call.
@@ -31,13 +33,14 @@ class CallSamples:
         num_hooks: hooks that counting has registered, which are none of the step function's.
     """
 
-    def __init__(self, values: TracedValues, *, count_memory: bool, watch: Watch):
+    def __init__(self, values: TracedValues, *, count_memory: bool, watch: Watch, hooks: HookEffects):
         self.samples: dict[str, Sample] = {}
         self.counts = False
         self.num_hooks = 0
         self._values = values
         self._count_memory = count_memory
         self._watch = watch
+        self._hooks = hooks
         self._memory: dict[str, WorkingMemory] = {}
 
     def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
@@ -57,7 +60,8 @@ class CallSamples:
         key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
         if key not in self.samples:
             arguments = call.fakes if kept is None else kept
-            self.samples[key] = Sample(call.func, arguments, call.structure.without_template(), autocast)
+            structure = call.structure.without_template()
+            self.samples[key] = Sample(call.func, arguments, structure, autocast, self._hooks)
         return key
 
     def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
@@ -72,7 +76,12 @@ class CallSamples:
             try:
                 with self._values.fake_mode:
                     self._memory[key] = working_memory(
-                        call.func, call.fakes, call.structure, given=given, watch=self._watch
+                        call.func,
+                        call.fakes,
+                        call.structure,
+                        given=given,
+                        watch=self._watch,
+                        hooks=self._hooks,
                     )
             finally:
                 self.counts = False

@@ -13,6 +13,7 @@ from shardwright.torch.batch import Arguments
 from shardwright.torch.cost import CostCounter, Counts
 from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.glue import intercept_calls, restore_calls
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.source_line import frames_up_to
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
@@ -24,7 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def discover(
-    model: nn.Module, function: Callable[..., Any], arguments: Arguments, *, device: torch.device
+    model: nn.Module,
+    function: Callable[..., Any],
+    arguments: Arguments,
+    *,
+    device: torch.device,
+    hooks: HookEffects | None = None,
 ) -> dict[str, ModuleCost]:
     """Costs of every module in one microbatch, by name of the module.
 
@@ -33,19 +39,21 @@ def discover(
         function: the step function.
         arguments: (args, kwargs) of one microbatch.
         device: where the model computes.
+        hooks: is shown what the hooks of modules do.
 
     Raises:
         TraceError: the model's own forward does to modules what stands in the way of any split.
     """
     watch = _Watch()
     handles = []
+    hooks = HookEffects() if hooks is None else hooks
     intercept_calls(model)
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(watch.enter, name)))
             handles.append(module.register_forward_hook(partial(watch.leave, name)))
-        with watch.entanglement.watching():
+        with watch.entanglement.watching(), hooks.watching(model):
             trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
         for handle in handles:

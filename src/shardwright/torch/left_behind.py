@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
@@ -33,7 +33,8 @@ _DEPTH = 3
 _LONGEST = 10_000
 _MOST = 200_000
 _LARGEST_SHARED = 2**20  # bytes of a tensor in a variable of a script: a count, a sum, but no data set
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})  # others may do things when they are read
+# Others may do things when they are read.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list})
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
 _SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 # Classes of these keep things that are not the model's: registries, locks, queues.
@@ -49,16 +50,16 @@ class NothingLeftBehind:
 
     Args:
         model: the whole model.
-        function: the step function.
+        functions: the step function, and hooks of modules: what their variables hold.
 
     Attributes:
         generators: of random numbers, that were there at the start.
         stand_ins: new ones of values that were in variables at the end: ``losses.append(loss.detach())``.
     """
 
-    def __init__(self, model: nn.Module, function: Callable[..., Any]):
+    def __init__(self, model: nn.Module, *functions: Callable[..., Any]):
         self._model = model
-        self._function = function
+        self._functions = functions
 
     def __enter__(self) -> None:
         self._owned: list[tuple[Any, Any]] = []
@@ -84,8 +85,11 @@ class NothingLeftBehind:
         for _, names in self._classes:
             for item in names.values():
                 self._look_into(item, _DEPTH - 1, owned=False)
-        self._cells = [(cell, cell.cell_contents) for cell in _cells_of(self._function) if _has(cell)]
-        for item in (*_variables_of(self._function), *(content for _, content in self._cells)):
+        cells = [cell for function in self._functions for cell in _cells_of(function) if _has(cell)]
+        self._cells = [(cell, cell.cell_contents) for cell in cells]
+        variables = [item for function in self._functions for item in _variables_of(function)]
+        # Globals last: what is in a cell, too, is looked into less deeply there.
+        for item in (*(content for _, content in self._cells), *variables):
             self._look_into(item, _DEPTH - 1, owned=False)
         for name in files:
             if name in sys.modules:
@@ -241,7 +245,7 @@ def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
 def _variables_of(function: Any) -> list[Any]:
     """The variables of a function's file, the object of a method, and what arguments are by default."""
     if isinstance(function, functools.partial):
-        return _variables_of(function.func)
+        return [*function.args, *function.keywords.values(), *_variables_of(function.func)]
     names = ("__globals__", "__self__", "__defaults__", "__kwdefaults__")
     found = [getattr(function, name, None) for name in names]
     wrapped = getattr(function, "__wrapped__", None)

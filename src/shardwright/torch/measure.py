@@ -1,9 +1,10 @@
 """Times units and glue operations on the present device.
 
 Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so
-that neither weights nor running statistics change. All ranks of a host measure at the same time, because
-that is how they will run: sharing memory bandwidth and caches. Where there are more of them than cores, what
-counts is the time that a rank had a core; how they take turns is left to the simulator.
+that neither weights nor running statistics change, and without hooks that only look on. All ranks of a host
+measure at the same time, because that is how they will run: sharing memory bandwidth and caches. Where there
+are more of them than cores, what counts is the time that a rank had a core; how they take turns is left to
+the simulator.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
 from shardwright.torch.autocast import autocast_as
+from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.split_backward import allow_split, put_off_weights, split_modules, unsplit
@@ -96,6 +98,17 @@ def measure_class(
     Raises:
         Exception: whatever the call raises on random data; the caller estimates instead.
     """
+
+    def measured() -> Timing:
+        return _measured(sample, device=device, train=train, share_cores=share_cores)
+
+    if not isinstance(sample.func, nn.Module):
+        return measured()
+    with NothingLeftBehind(sample.func, sample.func.forward):
+        return sample.hooks.unseen(sample.func, measured)
+
+
+def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores: bool) -> Timing:
     func, can_be_split = sample.func, False
     if isinstance(func, nn.Module):
         func = copy_of_module(func, device)

@@ -18,7 +18,9 @@ from shardwright.torch.cost_cache import CostCache
 from shardwright.torch.heap import give_back_freed_memory
 from shardwright.torch.machine import cores_of_host
 from shardwright.torch.measure import Timing, measure_class, unit_cost
+from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
+from shardwright.torch.rng import get_state, set_state
 from shardwright.units import format_seconds
 
 __all__ = ["Profiler", "rounds_of", "typical"]
@@ -121,14 +123,14 @@ class Profiler:
         failure = ""
         if context.mesh.world_size > 1:
             dist.barrier()
-        generators = torch.random.get_rng_state()
+        generators = get_state(context.device)
         try:
-            with self._cores.in_force():
+            with self._cores.in_force(), python_random_kept():
                 mine = measure_class(trace.samples[key], device=context.device, share_cores=share_cores)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
-            torch.random.set_rng_state(generators)
+            set_state(generators, context.device)
         found = _mean(self._gathered(mine))
         if found is None:
             log.warning("%s cannot be run on random data (%s): its cost is estimated", key, failure)

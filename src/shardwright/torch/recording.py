@@ -13,6 +13,7 @@ from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.autocast import AutocastState
 from shardwright.torch.batch import Arguments
 from shardwright.torch.functions import name_of_call
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.layout import Order
 from shardwright.torch.path import Path
 from shardwright.torch.rng import Draw
@@ -160,12 +161,14 @@ class Sample:
         leaves: leaves of the arguments; fake tensors in place of real ones.
         structure: their structure.
         autocast: in force when it was called.
+        hooks: knows which hooks of the unit change something.
     """
 
     func: Any
     leaves: list[Any]
     structure: Structure
     autocast: AutocastState = ()
+    hooks: HookEffects = field(default_factory=HookEffects)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.held_content import HeldContent
+from shardwright.torch.hook_effects import HookEffects, hooks_of
 from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
@@ -41,6 +42,7 @@ def trace_step(
     count_memory: bool = False,
     agree_on_end: Callable[[float], float] | None = None,
     numbers: NumberReads | None = None,
+    hooks: HookEffects | None = None,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -55,13 +57,24 @@ def trace_step(
         agree_on_end: for a `ReadingStep`: gives the first place of all ranks at which a trace ends, to be
             called by all of them; None for what this rank alone finds.
         numbers: watches those among the arguments.
+        hooks: knows which hooks of modules change something.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
         TraceError: the loss does not depend on the model.
         NumberMatters: a number that is watched is wanted itself.
     """
-    run = _Run(unit_map, function, arguments, torch.device(device), batch_size, count_memory, numbers)
+    hooks = HookEffects() if hooks is None else hooks
+    run = _Run(
+        unit_map,
+        function,
+        arguments,
+        torch.device(device),
+        batch_size,
+        count_memory,
+        hooks,
+        numbers,
+    )
     if not isinstance(function, ReadingStep):
         with fake_failures_unlogged():
             return _traced(run)
@@ -110,6 +123,7 @@ class _Run:
     device: torch.device
     batch_size: int
     count_memory: bool
+    hooks: HookEffects
     numbers: NumberReads | None = None
     ends_at: float = math.inf
 
@@ -135,7 +149,7 @@ class _Run:
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)
-        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
+        nothing_left = NothingLeftBehind(self.unit_map.model, self.function, *hooks_of(self.unit_map.model))
         tracer = self._tracer(copies, watch, nothing_left.was_there, state=state, counters=counters)
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
@@ -213,6 +227,7 @@ class _Run:
             counters=counters,
             was_there=was_there,
             count_memory=self.count_memory,
+            hooks=self.hooks,
             ends_at=self.ends_at,
             may_read=isinstance(self.function, ReadingStep) and self.function.may_read,
         )

@@ -27,6 +27,7 @@ from shardwright.torch.filled_containers import append_again, give_back_changes,
 from shardwright.torch.glue import plain_torch, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.layout import order_of
 from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
 from shardwright.torch.path import PathRecorder
@@ -63,6 +64,7 @@ class Tracer:
         counters: changed buffers that every rank keeps.
         was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
         count_memory: find out what calls need for a moment.
+        hooks: knows which hooks of modules change something.
         ends_at: the `place` at which code of a `ReadingStep` is left; infinite for the first read.
         may_read: it is left behind its backward, or at its end, if it has read nothing before.
 
@@ -91,6 +93,7 @@ class Tracer:
         counters: Collection[str],
         was_there: Callable[[Tensor], bool],
         count_memory: bool,
+        hooks: HookEffects,
         ends_at: float = math.inf,
         may_read: bool = False,
     ):
@@ -108,7 +111,7 @@ class Tracer:
         self._recorder = TraceRecorder(self._values, self._buffers, was_there)
         self._was_there = was_there
         self._hidden = HiddenInputs(self._values)
-        self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden)
+        self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden, hooks=hooks)
         self.python_draws = DrawsOfPython(lambda: self.position)
         self.draws = TracedDraws(device, user_line)
         self._path = PathRecorder(batch)

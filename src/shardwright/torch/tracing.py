@@ -12,6 +12,7 @@ from shardwright.torch.activation_checkpointing import is_marked
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.discover import discover
 from shardwright.torch.glue import intercept_calls, restore_calls
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.recording import Trace
 from shardwright.torch.trace import trace_step
@@ -52,7 +53,8 @@ def trace_parts(
         TraceError: the step function cannot be traced; the line is named.
     """
     splitter = Splitter() if splitter is None else splitter
-    costs = discover(model, function, next(iter(parts.values())), device=device)
+    hooks = HookEffects()
+    costs = discover(model, function, next(iter(parts.values())), device=device, hooks=hooks)
     forced: set[int] = set()
     preferred = frozenset(
         id(module)
@@ -81,6 +83,7 @@ def trace_parts(
                     batch_size=splitter.batch_size(part) or 1,
                     count_memory=count_memory,
                     agree_on_end=agree_on_end,
+                    hooks=hooks,
                 )
                 for m, part in parts.items()
             }

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import put_saved_tensor_hooks, storage_key, take_saved_tensor_hooks
 from shardwright.torch.cost import Watch
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.trace_guard import Attributes
@@ -56,6 +57,7 @@ def working_memory(
     structure: Structure,
     *,
     given: Sequence[bool],
+    hooks: HookEffects,
     watch: Watch | None = None,
 ) -> WorkingMemory:
     """Counts for one call, which leaves no trace; to be called under the fake mode of its arguments.
@@ -65,36 +67,41 @@ def working_memory(
         fakes: leaves of its arguments, fake tensors in place of real ones.
         structure: their structure.
         given: for each leaf, whether its memory is somebody else's: a part of the batch, a parameter.
+        hooks: knows which hooks of the module change something: no other is to notice.
         watch: is shown what the call makes, as it may leave some of it where others find it.
     """
     if not torch.is_grad_enabled():
         return WorkingMemory()
     # Those of a recomputation around this call would run all that is recomputed, at the first backward.
-    hooks = take_saved_tensor_hooks()
+    saved_tensor_hooks = take_saved_tensor_hooks()
     split = split_modules(func) if isinstance(func, nn.Module) else []
     attributes = [Attributes(func)] if isinstance(func, nn.Module) else []
     is_split = isinstance(func, nn.Module) and any("forward" in vars(sub) for sub in func.modules())
     trained = [p for p in _parameters(func, fakes) if p.requires_grad]
     before = [p.grad for p in trained]
+
+    def count(*, split: bool) -> tuple[int, int]:
+        try:
+            return _count(func, fakes, structure, given, watch, split=split)
+        finally:
+            for before_call in attributes:
+                before_call.restore()
+
     try:
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)  # gradients are there, and are added to
-        work_bytes, _ = _count(func, fakes, structure, given, watch, split=False)
-        for before_call in attributes:
-            before_call.restore()
+        work_bytes, _ = hooks.unseen(func, lambda: count(split=False))
         split_work_bytes, weight_bytes = work_bytes, 0
         if is_split:
-            split_work_bytes, weight_bytes = _count(func, fakes, structure, given, watch, split=True)
+            split_work_bytes, weight_bytes = hooks.unseen(func, lambda: count(split=True))
     except Exception as error:
         log.debug("the work memory of %s is not known: %s", type(func).__name__, error)
         return WorkingMemory()
     finally:
-        for before_call in attributes:
-            before_call.restore()
         unsplit(split)
         for parameter, gradient in zip(trained, before, strict=True):
             parameter.grad = gradient
-        put_saved_tensor_hooks(hooks)
+        put_saved_tensor_hooks(saved_tensor_hooks)
     return WorkingMemory(work_bytes, weight_bytes, split_work_bytes)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shardwright.torch._private import new_fake_mode
+from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.tree import flatten
 from shardwright.torch.working_memory import WorkingMemory, working_memory
 
@@ -17,7 +18,7 @@ def count(module, *, requires_grad=True):
         x = torch.empty(ROWS, WIDTH, requires_grad=requires_grad)
         items, structure = flatten(((x,), {}))
         assert mode is not None
-        return working_memory(module, items, structure, given=[False])
+        return working_memory(module, items, structure, given=[False], hooks=HookEffects())
 
 
 def test_gradients_and_temporaries_count():
