@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
 
 from compat.small_models import FEATURES, QUIET, Net, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.testing import run_ranks
@@ -267,8 +268,6 @@ def test_one_stage_may_keep_its_loss_and_recompute(reentrant):
     """Where reentrant checkpoints began backwards of their own, nobody averaged."""
 
     def called(reentrant):
-        from torch.utils.checkpoint import checkpoint
-
         smp, model, _, _ = wrapped({})
         x, y = batch(0, smp.dp_rank())
         inner = model.get_module()
@@ -280,6 +279,59 @@ def test_one_stage_may_keep_its_loss_and_recompute(reentrant):
         return largest_difference(model, expected)
 
     assert max(run_ranks(called, 2, reentrant)) < CLOSE
+
+
+class Layers(nn.Module):
+    """Each layer recomputes itself, the last two once more together."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x, recomputes):
+        first, second, third, fourth = (recomputing(layer, recomputes) for layer in self.layers)
+        both = recomputing(lambda x: fourth(third(x)), recomputes)
+        return both(second(first(self.embedding(x)))).square().mean()
+
+
+def recomputing(function, recomputes):
+    return (lambda x: checkpoint(function, x, use_reentrant=True)) if recomputes else function
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+def test_replicas_average_once_a_backward(embeds, monkeypatch):
+    """They did behind the inner backward of each layer, all gradients there were: 25 times for 24 layers."""
+
+    def called(embeds):
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "ddp": True})
+        plain = Layers()
+        plain.embedding.requires_grad_(embeds)  # else no parameter is in the outer backward
+        model = smp.DistributedModel(copy.deepcopy(plain))
+        averages = []
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # where they are nested
+        count_averages(monkeypatch, averages)
+        for index in range(2):
+            inputs = [batch(index, rank)[0].requires_grad_() for rank in range(2)]
+            model(inputs[smp.dp_rank()], True).backward()
+            sum(plain(x, False) / 2 for x in inputs).backward()
+        pairs = zip(plain.parameters(), model.get_module().parameters(), strict=True)
+        differences = [(one.grad - other.grad).abs().max() for one, other in pairs if one.requires_grad]
+        return len(averages), float(max(differences))
+
+    for num_averages, difference in run_ranks(called, 2, embeds):
+        assert num_averages == 2
+        assert difference < CLOSE
+
+
+def count_averages(monkeypatch, averages):
+    from smdistributed.modelparallel.torch import backward_without_step
+
+    average = backward_without_step._average
+    counting = lambda *args, **kwargs: averages.append(average(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(backward_without_step, "_average", counting)
 
 
 @pytest.mark.parametrize("calls", ["model.backward", "loss.backward"])

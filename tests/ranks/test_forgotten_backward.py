@@ -1,5 +1,6 @@
 """A training step without a backward says so, once; an evaluation does not."""
 
+import gc
 import warnings
 
 import pytest
@@ -118,7 +119,9 @@ class KeepsItsLoss(nn.Module):
         if how == "attribute":
             self.loss = loss
             return None
-        return Held(loss) if how == "object" else self.first.weight
+        if how == "parameter":
+            return self.first.weight
+        return Held(loss) if how == "object" else loss
 
 
 class Held:
@@ -163,3 +166,41 @@ def test_a_backward_outside_of_steps_is_refused_whatever_leads_to_it(how):
         return True
 
     assert run_ranks(called, 2, how) == [True] * 2
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "attribute", "object"])
+def test_a_call_outside_of_steps_costs_later_ones_nothing(how):
+    """Parameters kept hooks for good, of a microsecond in every backward."""
+
+    def called(how):
+        import shardwright.torch as sw
+        from shardwright.errors import UsageError
+
+        sw.init({"pipeline_parallel_degree": 1, "run_dir": "off"})
+        model = sw.DistributedModel(KeepsItsLoss())
+        parameters = list(model.get_module().parameters())
+        x = torch.ones(2, 4, requires_grad=True)
+        num_hooks = []
+
+        @sw.step
+        def train(model, x):
+            if torch.is_grad_enabled():
+                num_hooks.append(sum(len(p._backward_hooks or ()) for p in parameters))
+            model.backward(model(x, ""))
+
+        train(model, x.detach().requires_grad_())
+        loss = loss_kept(model, x, how)
+        train(model, x.detach().requires_grad_())
+        with pytest.raises(UsageError, match="is outside of a step"):  # a step in between is no excuse
+            loss.backward()
+        del loss
+        model.get_module().loss = None
+        gc.collect()  # the error has a circle of references around it
+        train(model, x.detach().requires_grad_())  # PyTorch has kept what the backward had not come to
+        train(model, x.detach().requires_grad_())
+        assert not any(p._backward_hooks for p in parameters)
+        with pytest.raises(UsageError, match="is outside of a step"):
+            loss_kept(model, x, how).backward()
+        return num_hooks[0], num_hooks[-1]
+
+    assert run_ranks(called, 2, how) == [(0, 0)] * 2

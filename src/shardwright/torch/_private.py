@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -34,6 +35,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchFunctionMode",
     "backward_in_progress",
+    "behind_inner_backward",
     "call_after_backward",
     "disabled_torch_function",
     "dtensor_of",
@@ -71,6 +73,8 @@ BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+_CODE_OF_CUSTOM_BACKWARD = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
 
 
 @contextmanager
@@ -205,6 +209,19 @@ def backward_in_progress() -> int:
 def call_after_backward(call: Callable[[], None]) -> None:
     """Has something called when the backward in progress, which calls this code, is over."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def behind_inner_backward() -> list[Any]:
+    """Of a backward that a custom function started in its own: nodes that the one around it comes to next.
+
+    Nothing for one that code calling this is in by itself. The gradients that the function gives go to them.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in _CODE_OF_CUSTOM_BACKWARD:
+            return [node for node, _ in frame.f_locals["self"].next_functions if node is not None]
+        frame = frame.f_back
+    return []
 
 
 def goes_into_gradients(parameter: torch.Tensor) -> bool:

@@ -2,22 +2,33 @@
 
 Parameters tell of such a backward. What the model returned could not: the loss may be an attribute of the
 model, or inside an object of the script's, and what reentrant checkpointing computes again has a backward of
-its own.
+its own. Every gradient of a parameter passes the watch, also in steps: so it lasts only until a step begins
+and no graph of a call outside is left.
 """
 
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import unserializable_hook
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import goes_into_gradients
 from shardwright.torch.glue import batch_is_running
 from shardwright.torch.source_line import user_line
+from shardwright.torch.tree import leaves
 
 __all__ = ["BackwardWatch", "refuse_backward_outside"]
+
+
+_MARK = "shardwright: called outside of a step"
+
+
+class _Graph:
+    """Lives as long as a node of the graph that a call of the model has left."""
 
 
 class BackwardWatch:
@@ -29,16 +40,37 @@ class BackwardWatch:
 
     def __init__(self, reached: Callable[[], None]):
         self._reached = reached
-        self._watched: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._watched: dict[int, tuple[weakref.ref[nn.Parameter], RemovableHandle]] = {}
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
-    def watch(self, module: nn.Module) -> None:
-        """Watches the parameters that a module has now, from now on."""
-        for parameter in module.parameters():
+    def watch(self, module: nn.Module, tensors: Any = ()) -> None:
+        """Watches the parameters that a module has now, after it was called outside of steps.
+
+        Args:
+            module: all of the model.
+            tensors: what it was given and returned; graphs of reentrant checkpoints may have these alone.
+        """
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in trained:
             known = self._watched.get(id(parameter))
-            if parameter.requires_grad and (known is None or known() is not parameter):
-                self._watched[id(parameter)] = own = weakref.ref(parameter)
+            if known is None or known[0]() is not parameter:
+                own = weakref.ref(parameter)
                 hook = unserializable_hook(partial(self._on_gradient, own))  # type: ignore[no-untyped-call]
-                parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._watched[id(parameter)] = own, handle
+        graph = _Graph()
+        self._graphs.add(graph)
+        for tensor in (*trained, *leaves(tensors)):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                # A parameter knows its node only as long as a graph has it, and the node what it is told.
+                get_gradient_edge(tensor).node.metadata[_MARK] = graph  # type: ignore[index]
+
+    def step_begins(self) -> None:
+        """Watches no longer, if no graph of a call outside is left, of which there could be a backward."""
+        if not self._graphs:
+            for _, handle in self._watched.values():
+                handle.remove()
+            self._watched.clear()
 
     def _on_gradient(self, own: "weakref.ref[nn.Parameter]", gradient: Tensor) -> None:
         parameter = own()

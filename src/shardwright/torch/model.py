@@ -170,13 +170,17 @@ class DistributedModel(nn.Module):
         else:
             result = self.get_module()(*args, **kwargs)
         if active_handler() is None and torch.is_grad_enabled():
-            self.called_outside()
+            self.called_outside((args, kwargs, result))
         return result if self._low_precision is None else cast_outputs(result)
 
-    def called_outside(self) -> None:
-        """Takes care of a call outside of steps, with gradients."""
+    def called_outside(self, tensors: Any) -> None:
+        """Takes care of a call outside of steps, with gradients.
+
+        Args:
+            tensors: what it was given and has returned.
+        """
         if context().mesh.data > 1:
-            self._outside.watch(self.get_module())
+            self._outside.watch(self.get_module(), tensors)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""
@@ -212,6 +216,7 @@ class DistributedModel(nn.Module):
         assert current.reporter is not None
         start = time.perf_counter()
         self._called_to_train = False
+        self._outside.step_begins()
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
         own_cores = nullcontext() if plans else self._cores.in_force()

@@ -3,6 +3,12 @@
 Replicas average their gradients when a backward is over, whether the script calls ``model.backward(loss)`` or
 ``loss.backward()``. What earlier ones left there is the same on all of them already, so that the average
 leaves it alone.
+
+Where layers recompute themselves by a backward of their own (reentrant checkpointing), replicas agree behind
+the outermost one. Each tells of itself, and those inside are over before it is::
+
+    loss.backward()   ──► head ──► layer 1 ──────────────► layer 0 ──────────────► embedding ──► agree
+                                     └► recompute, backward  └► recompute, backward
 """
 
 from collections.abc import Sequence
@@ -12,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import backward_in_progress, call_after_backward
-from shardwright.torch.backward_outside import BackwardWatch
+from shardwright.torch._private import backward_in_progress, behind_inner_backward, call_after_backward
 from shardwright.torch.source_line import user_line
 from smdistributed.modelparallel.torch.state_mod import current_run
 
@@ -29,9 +34,8 @@ class BackwardWithoutStep:
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._outside = BackwardWatch(self._reached)
         self._is_ours = False
-        self._last: int | None = None
+        self._told: set[int] = set()  # the backwards in progress that are known
 
     def run(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Runs autograd, and has replicas agree on gradients and buffers.
@@ -51,20 +55,21 @@ class BackwardWithoutStep:
             self._is_ours = False
         self._agree()
 
-    def watch(self) -> None:
-        """Has replicas agree where the script calls ``loss.backward()``."""
-        self._outside.watch(self._module)
-
-    def _reached(self) -> None:
-        """A backward has come to a parameter; others of it will tell, too."""
+    def reached(self) -> None:
+        """Has replicas agree behind a backward that has come to a parameter; others of it will tell, too."""
         number = backward_in_progress()
-        if self._is_ours or number == self._last:
+        if self._is_ours or number in self._told:
             return
-        self._last = number
         _refuse("loss.backward()")
-        call_after_backward(self._agree)
+        self._told.add(number)
+        if behind := behind_inner_backward():
+            for node in behind:
+                node.register_prehook(lambda gradients: self.reached())
+        else:
+            call_after_backward(self._agree)
 
     def _agree(self) -> None:
+        self._told.clear()
         run = current_run()
         if run.data_group is None:
             return

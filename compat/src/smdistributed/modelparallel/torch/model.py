@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
+from shardwright.torch.backward_outside import BackwardWatch
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
 from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
@@ -85,6 +86,7 @@ class DistributedModel(ModelStates):
             overlapping_allreduce=overlapping_allreduce,
             bucket_cap_mb=bucket_cap_mb,
         )
+        self._outside = BackwardWatch(self._without_step.reached)
         self._post_step_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._hooks_before_optimizer: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if current_run().mesh.shard > 1:
@@ -114,9 +116,13 @@ class DistributedModel(ModelStates):
         """Calls the module; with more than one stage, only inside of ``smp.step``."""
         return self.get_module()(*args, **kwargs) if self._is_whole else super().forward(*args, **kwargs)
 
-    def called_outside(self) -> None:
-        """Has replicas agree after the backward of a call outside of steps."""
-        self._without_step.watch()
+    def called_outside(self, tensors: Any) -> None:
+        """Has replicas agree after the backward of a call outside of steps.
+
+        Args:
+            tensors: what it was given and has returned.
+        """
+        self._outside.watch(self.get_module(), tensors)
 
     def backward(
         self,
