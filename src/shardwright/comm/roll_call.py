@@ -107,8 +107,9 @@ class RollCall:
         self._tell = tell
         self._last: dict[tuple[int, ...], Attendance] = {}
         self._meetings: dict[tuple[int, ...], int] = {}
-        # The first call that failed on this rank, and on others maybe not, by ranks.
-        self._failed: dict[tuple[int, ...], Exception] = {}
+        # The first call that failed on this rank, and on others maybe not, by ranks: the error's text, as
+        # the error itself would keep the frames of the script alive, with all tensors there.
+        self._failed: dict[tuple[int, ...], str] = {}
         self._process_id = os.getpid()
 
     def meet(self, where: str, ranks: Sequence[int]) -> None:
@@ -137,23 +138,29 @@ class RollCall:
         for call in joint:
             self.refuse_in_a_child(call.where)
             self._refuse_after_failure(call)
-        for begun in [self._begin(call) for call in joint]:
-            with self._whereabouts.at(begun.place):
-                if begun.attendance is None:
-                    try:
+        unfinished = [call for call in joint if self._is_on_this_host(call)]
+        try:
+            for begun in [self._begin(call) for call in joint]:
+                with self._whereabouts.at(begun.place):
+                    if begun.attendance is None:
                         self._finish_on_this_host(begun)
-                    except Exception as error:
-                        self._failed.setdefault(begun.call.ranks, error)
-                        raise
-                else:
-                    self._finish_at_store(begun, begun.attendance)
+                        unfinished.remove(begun.call)
+                    else:
+                        self._finish_at_store(begun, begun.attendance)
+        except Exception as error:
+            for call in unfinished:  # of which others may have heard
+                self._failed.setdefault(call.ranks, f"{type(error).__name__}: {error}")
+            raise
+
+    def _is_on_this_host(self, call: Call) -> bool:
+        return self._local is not None and all(r in self._local for r in call.ranks if r != self._rank)
 
     def _begin(self, call: Call) -> _Begun:
         """Says that this rank has come."""
         others = tuple(rank for rank in call.ranks if rank != self._rank)
         self._meetings[call.ranks] = meeting = self._meetings.get(call.ranks, 0) + 1
         place = self._whereabouts.begin(call.where, call.ranks, name=call.name, meeting=meeting)
-        if self._local is not None and all(other in self._local for other in others):
+        if self._local is not None and self._is_on_this_host(call):
             begun = _Begun(call, place, others)
             try:
                 for other in others:
@@ -187,7 +194,7 @@ class RollCall:
             raise UsageError(
                 f"{call.where} is called on rank {self._rank} after a call of the same ranks has failed "
                 "there, so that ranks no longer meet in the same calls. Let the script end where a call "
-                f"fails. The failure was {type(failure).__name__}: {failure}"
+                f"fails. The failure was {failure}"
             )
 
     def _terms(self, call: Call) -> Terms:

@@ -1,7 +1,9 @@
 """Ranks that wait for others in vain say which ones, and where these are."""
 
+import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -391,3 +393,47 @@ def test_notes_travel_as_text():
     assert note.common_calls(1) == 7
     assert note.common_calls(3) == 4
     assert str(note) == "is in model.state_dict() (train.py:7) for 2 s"
+
+
+class LostPeers:
+    """Ways to the ranks of a host, of which one ends while it is told that this rank has come, or later."""
+
+    def __init__(self, *, ends_at_once):
+        self._ends_at_once = ends_at_once
+
+    def __contains__(self, rank):
+        return True
+
+    def send(self, tensor, target, purpose):
+        if self._ends_at_once:
+            raise PeerLostError(f"rank {target} has ended", rank=target)
+
+    def post(self, tensor, source, purpose):
+        return None
+
+    def wait(self, receipt, source, look):
+        raise PeerLostError(f"rank {source} has ended", rank=source)
+
+
+class Data:
+    """Something large in a variable of the script."""
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_a_call_that_failed_is_remembered_without_what_the_script_had(ends_at_once):
+    """Its error kept the script's frames, with all tensors; and none was kept where it failed at once."""
+    calls = Ranks(3).calls[0]
+    calls._local = LostPeers(ends_at_once=ends_at_once)
+
+    def script():
+        data = Data()
+        with pytest.raises(PeerLostError, match="rank 1"):
+            calls.meet_each([Call("sw.barrier()", (0, 1)), Call("sw.barrier()", (0, 2))])
+        return weakref.ref(data)
+
+    data = script()
+    gc.collect()
+    assert data() is None
+    for ranks in [(0, 1), (0, 2)]:  # rank 2, too, may have heard that this one has come
+        with pytest.raises(UsageError, match=r"The failure was PeerLostError: .*rank 1"):
+            calls.meet("sw.barrier()", ranks)
