@@ -317,23 +317,36 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     assert "Nothing was loaded" in text
 
 
-def test_a_rank_that_cannot_read_does_not_call_it_damaged(tmp_path: Path) -> None:
-    """Too many files are open there, which says nothing of the checkpoint."""
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "model_1_0.pt"),
+            "On rank 1: model_1_0.pt could not be read: Too many open files. The reason",
+        ),
+        (MemoryError("none left"), "rank 1 could not verify its part of the checkpoint"),
+    ],
+    ids=["files", "memory"],
+)
+def test_a_rank_that_cannot_read_does_not_call_it_damaged(
+    error: Exception, message: str, tmp_path: Path
+) -> None:
+    """What it lacks says nothing of the checkpoint. Without memory it told the others nothing, who waited."""
 
-    def too_many_files(self: Any, **options: Any) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "model_1_0.pt")
+    def fails_to_read(self: Any, **options: Any) -> None:
+        raise error
 
     def run() -> None:
         from smdistributed.modelparallel.torch.checkpoints.folder import PartialCheckpoint
 
         if os.environ["RANK"] == "1":
-            PartialCheckpoint.verified = too_many_files  # type: ignore[method-assign]
+            PartialCheckpoint.verified = fails_to_read  # type: ignore[method-assign]
         resumes(TWO_STAGES, torch.float64, str(tmp_path))
 
     run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path))
     text = fails(run, 2)
     assert "CorruptCheckpointError: " not in text
-    assert "errors.CheckpointError: model_1_0.pt could not be read: Too many open files. The reason" in text
+    assert f"errors.CheckpointError: {message}" in text
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

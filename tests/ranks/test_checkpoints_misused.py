@@ -147,3 +147,42 @@ def test_a_state_that_cannot_be_saved_is_named_and_training_goes_on(tmp_path: Pa
 
     for text in run_ranks(run, 2):
         assert text.startswith("state/odd.a[1] is a builtins.object, which cannot be saved")
+
+
+@pytest.mark.parametrize("where", ["verifying", "finding"])
+def test_a_rank_without_memory_tells_the_others(where: str, tmp_path: Path) -> None:
+    """They waited for what it had to say of its part, for as long as it lived."""
+
+    def run() -> str:
+        from shardwright.checkpoint.folder import CheckpointFolder
+        from shardwright.checkpoint.manifest import Manifest
+
+        def no_memory(*args: Any, **kwargs: Any) -> None:
+            raise MemoryError("none left")
+
+        sw, model = prepared()
+        training_step(sw, model)
+        checkpoints = sw.Checkpoints(tmp_path)
+        checkpoints.save(1, asynchronous=False)
+        if where == "verifying" and sw.rank() == 1:
+            Manifest.check = no_memory  # type: ignore[method-assign]
+        if where == "finding" and sw.rank() == 0:
+            CheckpointFolder.commits = no_memory  # type: ignore[method-assign]
+        try:
+            checkpoints.resume()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    first, second = run_ranks(run, 2, timeout_s=30)
+    if where == "verifying":
+        assert first == second
+        assert first.startswith("CheckpointError: rank 1 could not verify its part of the checkpoint")
+        assert first.endswith("MemoryError: none left")
+    else:
+        assert first == "MemoryError: none left"
+        assert second == "ShardwrightError: rank 0 has failed: MemoryError: none left"
+
+
+def training_step(sw: Any, model: Any) -> None:
+    sw.step(lambda model, x: model.backward(model(x).sum()))(model, torch.zeros(2, 4, dtype=torch.int64))

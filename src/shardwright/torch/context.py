@@ -116,16 +116,22 @@ class Context:
         """What the first rank makes, on every rank, which fail together; collective over all ranks.
 
         Raises:
-            ShardwrightError: what `make` raised on the first rank.
+            ShardwrightError: what `make` raised on the first rank, or that it raised something else there.
         """
         made: list[Any] = [None]
+        unexpected: Exception | None = None
         if self.rank == 0:
             try:
                 made[0] = make()
             except ShardwrightError as error:
                 made[0] = error
+            except Exception as error:
+                unexpected = error
+                made[0] = ShardwrightError(f"rank 0 has failed: {type(error).__name__}: {error}")
         if self.mesh.world_size > 1:
             dist.broadcast_object_list(made, src=0)
+        if unexpected is not None:
+            raise unexpected
         if isinstance(made[0], ShardwrightError):
             raise made[0]
         result: _T = made[0]

@@ -27,7 +27,7 @@ from shardwright.torch.context import Context, following
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 
-__all__ = ["Resumed", "open_verified"]
+__all__ = ["Resumed", "open_verified", "problem_of"]
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> Saved
 
     # Only when all checksums are right: what else is wrong may follow from a damaged file.
     for look in (compare_checksums, lambda: saved[0].check()):
-        problem = _problem(look, rank=context.rank)
+        problem = problem_of(look, rank=context.rank)
         found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
         problems = [each for each in found if each is not None]
         if problems:  # a rank that could not read comes first: no older checkpoint is taken for that
@@ -116,13 +116,25 @@ def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> Saved
     return saved[0]
 
 
-def _problem(look: Callable[[], None], *, rank: int) -> CheckpointError | None:
+def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None:
+    """What a rank is to tell the others of its look at a checkpoint, whatever that raises: they wait for it.
+
+    Args:
+        look: at the part of this rank.
+        rank: this one.
+    """
     try:
         look()
     except CheckpointError as error:
         if isinstance(error.__cause__, OSError):  # it may be of this rank's machine
             return type(error)(f"On rank {rank}: {error}")
         return error
+    except Exception as error:  # no memory: nothing is known of the checkpoint
+        log.info("a checkpoint could not be verified", exc_info=True)
+        return CheckpointError(
+            f"rank {rank} could not verify its part of the checkpoint, which says nothing of that: "
+            f"{type(error).__name__}: {error}"
+        )
     return None
 
 

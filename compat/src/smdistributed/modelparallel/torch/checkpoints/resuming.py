@@ -10,6 +10,7 @@ from typing import Any
 from shardwright.checkpoint.reading import reading
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
+from shardwright.torch.checkpoints.resuming import problem_of
 from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
 from shardwright.torch.source_line import stacklevel_of_user
@@ -100,18 +101,18 @@ def _resume_full(
 def _opened(run: Context, root: Path, tag: str) -> PartialCheckpoint:
     """Opens a checkpoint whose files were compared with their checksums; ranks share that work."""
     chosen = run.from_first_rank(lambda: CheckpointFolder(root).partial(tag).path)
-    problem, checkpoint = None, None
-    try:
+    opened: list[PartialCheckpoint] = []
+
+    def verify() -> None:
         with reading(chosen):
-            checkpoint = CheckpointFolder(root).partial_at(chosen)
-            checkpoint.verified(share=(run.rank, run.mesh.world_size))
-    except CheckpointError as error:
-        problem = error
+            opened.append(CheckpointFolder(root).partial_at(chosen))
+            opened[0].verified(share=(run.rank, run.mesh.world_size))
+
+    problem = problem_of(verify, rank=run.rank)
     problems = [each for each in allgather(problem, CommGroup.WORLD) if each is not None]
     if problems:  # what a rank cannot read for a reason of its own says nothing of the checkpoint
         raise min(problems, key=lambda each: isinstance(each, CorruptCheckpointError))
-    assert checkpoint is not None
-    return checkpoint
+    return opened[0]
 
 
 def _lock_partition(run: Context, checkpoint: PartialCheckpoint) -> bool:
