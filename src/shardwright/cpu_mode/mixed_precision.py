@@ -62,10 +62,15 @@ def _state() -> dict[str, Callable[..., Any]]:
             _OWN.dtype = None
 
     def get_autocast_dtype(device_type: str) -> torch.dtype:
+        if device_type == "cpu" and _OWN.dtype is not None:
+            return _OWN.dtype
         in_force = is_cuda(device_type) and is_enabled("cpu")
         return dtype_of("cpu" if in_force else device_type)  # type: ignore[no-any-return]
 
     def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+        if device_type == "cpu" and _OWN.dtype is not None:
+            _OWN.dtype = dtype  # that for CUDA stays in its place
+            return
         set_dtype(device_type, dtype)
         if is_cuda(device_type) and is_enabled("cpu"):
             set_dtype("cpu", dtype)
@@ -76,6 +81,12 @@ def _state() -> dict[str, Callable[..., Any]]:
     def set_autocast_gpu_dtype(dtype: torch.dtype, /) -> None:
         set_autocast_dtype("cuda", dtype)
 
+    def get_autocast_cpu_dtype() -> torch.dtype:
+        return get_autocast_dtype("cpu")
+
+    def set_autocast_cpu_dtype(dtype: torch.dtype, /) -> None:
+        set_autocast_dtype("cpu", dtype)
+
     return {
         f.__name__: f
         for f in (
@@ -85,31 +96,40 @@ def _state() -> dict[str, Callable[..., Any]]:
             set_autocast_dtype,
             get_autocast_gpu_dtype,
             set_autocast_gpu_dtype,
+            get_autocast_cpu_dtype,
+            set_autocast_cpu_dtype,
         )
     }
 
 
 def _restore_types_on_leaving(autocast: Any) -> None:
-    """Has ``with torch.autocast("cuda"):`` leave the types that it has found.
+    """Has ``with torch.autocast("cuda"):`` leave the types that it has found, or that the script sets inside.
 
     PyTorch asks for the type for CUDA when it enters, and sets it when it leaves. Inside of
-    ``with torch.autocast("cpu"):`` it is told the one in force, which would stay the type for CUDA.
+    ``with torch.autocast("cpu"):`` it is told the one in force, which would stay the type for CUDA. And where
+    the type for CUDA is in the place of that for the CPU, a block for the CPU takes the place itself.
     """
     dtype_of, set_dtype = _private.CORE.get_autocast_dtype, _private.CORE.set_autocast_dtype
     enter, leave = autocast.__enter__, autocast.__exit__
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:  # noqa: N807
-        kinds = ("cpu", "cuda") if is_cuda(self.device) else ()
-        self._types_before = _OWN.dtype, [(kind, dtype_of(kind)) for kind in kinds]
+        self._types_before = _OWN.dtype, dtype_of("cpu"), dtype_of("cuda")
+        if self.device == "cpu":
+            _OWN.dtype = None
         return enter(self)
 
     @functools.wraps(leave)
     def __exit__(self: Any, *exc_info: Any) -> Any:  # noqa: N807
+        own_before, in_force, of_cuda = self._types_before
+        own = _OWN.dtype or dtype_of("cpu")
         result = leave(self, *exc_info)
-        _OWN.dtype, types = self._types_before
-        for kind, dtype in types:
-            set_dtype(kind, dtype)
+        if is_cuda(self.device):
+            set_dtype("cuda", of_cuda)
+        else:  # what the script has set inside is taken back, as by PyTorch
+            own = own_before or in_force
+        _OWN.dtype = None if own_before is None else own
+        set_dtype("cpu", own if own_before is None else in_force)
         return result
 
     autocast.__enter__, autocast.__exit__ = __enter__, __exit__

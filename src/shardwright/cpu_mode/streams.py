@@ -31,13 +31,11 @@ class _Current(threading.local):
     Attributes:
         device: its number.
         streams: of each device, by its number; a device that is not here has its default stream.
-        entered: what ``with`` blocks have made current, innermost last.
     """
 
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, Stream] = {}
-        self.entered: list[StreamContext] = []
 
 
 _NUMBERS = itertools.count(1)
@@ -146,6 +144,8 @@ class Stream(torch.Stream):
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any):
         least, greatest = _PRIORITIES
         self.priority = max(min(priority, least), greatest)
+        # What ``with`` blocks have entered, innermost last, each with its thread.
+        self._entered: list[tuple[int, StreamContext]] = []
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -174,16 +174,19 @@ class Stream(torch.Stream):
     def __enter__(self) -> "Stream":
         context = StreamContext(self)
         context.__enter__()
-        CURRENT.entered.append(context)
+        self._entered.append((threading.get_ident(), context))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A generator may have entered another one since.
-        context = next(each for each in reversed(CURRENT.entered) if each.stream is self)
-        CURRENT.entered.remove(context)
-        context.__exit__()
+        if not self._entered:
+            raise RuntimeError("a stream is left that was not entered: `with stream:` does both.")
+        # A generator may leave it in another thread than that in which it has entered.
+        own = [each for each in self._entered if each[0] == threading.get_ident()]
+        left = (own or self._entered)[-1]
+        self._entered.remove(left)
+        left[1].__exit__()
 
 
 class ExternalStream(Stream):

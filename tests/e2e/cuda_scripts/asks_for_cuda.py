@@ -275,6 +275,15 @@ def leaves_streams_as_it_found_them():
         assert torch.cuda.current_stream() is second
     assert torch.cuda.current_stream() is before
 
+    elsewhere = entered(first)
+    thread = threading.Thread(target=lambda: next(elsewhere))
+    thread.start()
+    thread.join()
+    with first:
+        assert next(elsewhere, None) is None
+    assert torch.cuda.current_stream() == before
+    assert outcome(lambda: first.__exit__(None, None, None)).startswith("RuntimeError: a stream is left")
+
     with first:
         seen = []
         thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_stream()))
@@ -445,6 +454,34 @@ def keeps_the_type_of_the_cpu():
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_enabled("cuda", False)
     assert torch.get_autocast_dtype("cpu") is default
+
+
+@case
+def takes_a_type_for_the_cpu_in_between():
+    x = torch.ones(2, 2, device="cuda")
+    default = torch.get_autocast_dtype("cpu")
+    try:
+        for set_dtype in (torch.set_autocast_cpu_dtype, lambda dtype: torch.set_autocast_dtype("cpu", dtype)):
+            for enabled in (True, False):
+                torch.set_autocast_dtype("cpu", torch.bfloat16)
+                with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", torch.bfloat16, enabled):
+                    set_dtype(torch.float16)
+                    assert (x @ x).dtype is (torch.bfloat16 if enabled else torch.float32)
+                    assert torch.get_autocast_dtype("cpu") is torch.float16
+                    with torch.autocast("cpu"):
+                        assert (x @ x).dtype is torch.float16
+                    assert (x @ x).dtype is (torch.bfloat16 if enabled else torch.float32)
+                assert torch.get_autocast_dtype("cpu") is torch.get_autocast_cpu_dtype() is torch.float16
+            torch.set_autocast_enabled("cuda", True)
+            set_dtype(torch.bfloat16)
+            assert (x @ x).dtype is torch.float16
+            torch.set_autocast_enabled("cuda", False)
+            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            set_dtype(torch.bfloat16)
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+    finally:
+        torch.set_autocast_dtype("cpu", default)
 
 
 @case
