@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError
 from shardwright.torch._private import fake_failures_unlogged, num_hooks_registered
@@ -149,7 +149,8 @@ class _Run:
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)
-        nothing_left = NothingLeftBehind(self.unit_map.model, self.function, *hooks_of(self.unit_map.model))
+        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
+        nor_by_hooks = NothingLeftBehind(nn.Module(), *hooks_of(self.unit_map.model))
         tracer = self._tracer(copies, watch, nothing_left.was_there, state=state, counters=counters)
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])
         use = AttributeUses(watched, lambda: tracer.position, rehearses=lambda: tracer.samples.counts)
@@ -169,7 +170,7 @@ class _Run:
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         try:
             glue = GlueMode(tracer, tracer.shape_asked)
-            with python_random_kept(), nothing_left, unchanged, open_modules, glue:
+            with python_random_kept(), nor_by_hooks, nothing_left, unchanged, open_modules, glue:
                 tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
                 with use.watching(), tracer.watching():
