@@ -431,8 +431,35 @@ def test_a_read_that_nobody_could_foresee_is_refused_and_not_waited_for() -> Non
     def run() -> None:
         outcome(one_reads_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")
 
-    with pytest.raises(RanksFailedError, match=r"TraceMismatchError: (?s:.*)ended without coming by"):
+    with pytest.raises(RanksFailedError, match=r"TraceMismatchError: (?s:.*)passed its backward, or ended"):
         run_ranks(run, 2, timeout_s=30)
+
+
+def fails_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """By a mistake of its own."""
+    loss = loss_of(model, x, y)
+    raise KeyError(f"no weight for a loss of {loss.item()}")
+
+
+def test_the_error_of_a_step_is_not_hidden_by_that_of_telling_others() -> None:
+    """The store did not answer when the values were to be put up: its error was all that was seen."""
+
+    def run() -> tuple[str, list[str]]:
+        from shardwright.torch.value_bundles import OwnValues
+
+        def unanswered(self: OwnValues) -> None:
+            raise OSError("the store does not answer")
+
+        OwnValues.pass_backward = unanswered  # type: ignore[method-assign]
+        try:
+            outcome(fails_behind_a_read, pipeline_parallel_degree=2)
+        except KeyError as error:
+            return str(error), error.__notes__
+        return "", []
+
+    for said, notes in run_ranks(run, 2):
+        assert "no weight for a loss" in said
+        assert any("Nor could other ranks be told: OSError: the store does not answer" in n for n in notes)
 
 
 value_of = operator.methodcaller("item")  # a name that tells nothing

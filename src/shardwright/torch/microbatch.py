@@ -483,9 +483,9 @@ class Microbatch:
         try:
             with GlueMode(self):
                 result = self._function(*args, **kwargs)
-        except Exception:
+        except Exception as error:
             if self._known is not None:
-                self._known.pass_backward()  # what other ranks need to come to the same error
+                self._put_up_behind(error, self._known)
             raise
         known = self._known
         if known is not None:
@@ -496,6 +496,14 @@ class Microbatch:
         self._cursor.end()
         self._comparison.result(result)
         return result
+
+    @staticmethod
+    def _put_up_behind(error: Exception, known: KnownValues) -> None:
+        """Puts up what other ranks need to come to the same error, which is the one that counts."""
+        try:
+            known.pass_backward()
+        except Exception as another:
+            error.add_note(f"Nor could other ranks be told: {type(another).__name__}: {another}")
 
     def _given_back(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,10 +11,11 @@ middle of a microbatch, and a trace cannot know what will be read. So there are 
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -103,21 +104,30 @@ def writes_text(func: Any) -> bool:
 
 def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
     """Whether a function calls what reads tensors, or a function of its own file does that it calls."""
-    function = getattr(function, "func", function)  # of a functools.partial
-    function = getattr(function, "__func__", function)
-    function = getattr(function, "__wrapped__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
+    function = _plain_function(function)
+    if function is None:
         return False
-    parts = list(_with_inner(code))
+    parts = list(_with_inner(function.__code__))
     names = {name for part in parts for name in part.co_names}
     if not names.isdisjoint(_NAMES_OF_READERS):
         return True
-    around = getattr(function, "__globals__", {})
+    around = function.__globals__
     called = [around[name] for name in names if name in around]
     called += _contents_of_cells(function)
-    own = (each for each in called if getattr(each, "__globals__", None) is around)
+    # Only functions are asked for attributes: other objects may do things when they are.
+    called = [each.__func__ if isinstance(each, MethodType) else each for each in called]
+    own = (each for each in called if isinstance(each, FunctionType) and each.__globals__ is around)
     return depth > 0 and any(_mentions_readers(each, depth - 1) for each in own)
+
+
+def _plain_function(function: Any) -> FunctionType | None:
+    """The function of a script behind a partial, a method or a decorator; None for other objects."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, MethodType):
+        function = function.__func__
+    function = inspect.getattr_static(function, "__wrapped__", function)
+    return function if isinstance(function, FunctionType) else None
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -128,10 +138,10 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(item)
 
 
-def _contents_of_cells(function: Any) -> list[Any]:
+def _contents_of_cells(function: FunctionType) -> list[Any]:
     """What a function has from the functions around it."""
     found = []
-    for cell in getattr(function, "__closure__", None) or ():
+    for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
         except ValueError:

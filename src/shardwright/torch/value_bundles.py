@@ -190,7 +190,8 @@ class TakenValues:
             # What is put up before the backward is there by now, if the other rank has come to that.
             late = any(bundle.is_last for bundle in bundles) and not is_behind_backward
             names = [by_itself, _name_of_bundle(self._index, source, len(bundles))][: 1 if late else 2]
-            found, packed = self._board.get(names, source, _not_put_up(source), is_late=late)
+            absent = _not_put_up(source, is_late=late)
+            found, packed = self._board.get(names, source, absent, is_late=late)
             if found == by_itself:
                 self._turns[name] += 1
                 return packed
@@ -236,10 +237,11 @@ def _name_of_value(index: int, name: _Name, turn: int) -> str:
     return f"{index}/{value}.{changes}/{turn}"
 
 
-def _not_put_up(source: int) -> TraceMismatchError:
+def _not_put_up(source: int, *, is_late: bool) -> TraceMismatchError:
+    came = "has passed its backward, or ended, without using it" if is_late else "has ended without coming by"
     return TraceMismatchError(
         f"{user_line()}: this rank uses a tensor here that pipeline rank {source} has, whose step function "
-        "has ended without coming by. Use large tensors on all ranks, or on none; one rank alone may read "
+        f"{came}. Use large tensors on all ranks, or on none; one rank alone may read "
         "small ones, in steps that say so: loss.item()."
     )
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor
@@ -43,6 +43,46 @@ READ_NOTHING: dict[str, Callable[..., Any]] = {
     "around": decorated(quiet),
     "an error message": lambda x: f"bad shape {tuple(x.shape)}",
     "no Python code": len,
+}
+
+
+class Remote:
+    """Fetches attributes when it is asked for them, or cannot."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        raise OSError("the server does not answer")
+
+
+REMOTE = Remote()
+
+
+def test_what_a_function_has_is_not_asked_for_attributes() -> None:
+    """An error of an object in a cell was that of the decorator, and a proxy asked its server."""
+    remote = Remote()
+    Remote.asked.clear()  # pytest has asked, too
+
+    def uses(loss: Tensor) -> Any:
+        return loss, remote, REMOTE
+
+    assert not ReadingStep(uses).may_read
+    assert Remote.asked == []
+
+
+class Trainer:
+    """Has a step in a method."""
+
+    def reads(self, loss: Tensor) -> Any:
+        """Its own code does."""
+        return loss.item()
+
+
+READ |= {
+    "a method": Trainer().reads,
+    "a method around": decorated(Trainer().reads),
+    "a wrapper": functools.wraps(helper)(lambda loss: None),
 }
 
 
