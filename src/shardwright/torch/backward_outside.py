@@ -68,8 +68,11 @@ class BackwardWatch:
     def step_begins(self) -> None:
         """Watches no longer, if no graph of a call outside is left, of which there could be a backward."""
         if not self._graphs:
-            for _, handle in self._watched.values():
+            for reference, handle in self._watched.values():
                 handle.remove()
+                parameter = reference()
+                if parameter is not None and not parameter._backward_hooks:
+                    parameter._backward_hooks = None  # autograd would look for hooks in an empty dictionary
             self._watched.clear()
 
     def _on_gradient(self, own: "weakref.ref[nn.Parameter]", gradient: Tensor) -> None:
