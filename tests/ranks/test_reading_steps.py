@@ -140,6 +140,33 @@ def reads_all(model: Any, x: Tensor, y: Tensor) -> Any:
     }
 
 
+class Hooked(Net):
+    """Hooks keep what they see in attributes of their modules, one of them inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[1], self.blocks[2].up):
+            module.register_forward_hook(keep_mean)
+
+
+def keep_mean(module: nn.Module, args: Any, output: Tensor) -> None:
+    module.seen = output.detach().mean()  # type: ignore[assignment]
+
+
+def reads_what_hooks_keep(model: Any, x: Tensor, y: Tensor) -> Any:
+    """As the error says to do that refuses a read in a hook."""
+    loss = loss_of(model, x, y)
+    net = model.module
+    means = [module.seen for module in (net.embedding, net.blocks[1], net.blocks[2].up)]
+    numbers = [mean.item() for mean in means]
+    model.backward(loss)
+    return {"means": means, "numbers": numbers}
+
+
+def test_what_hooks_keep_in_attributes_is_read_on_every_rank() -> None:
+    same_as_on_one_rank(reads_what_hooks_keep, model=Hooked)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
     same_as_on_one_rank(reads_all, ranks=ranks)
