@@ -653,6 +653,19 @@ def uses_a_parameter(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def reads_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a parameter: not all of it is there yet."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return [p.grad.norm().item() for p in model.local_parameters() if p.grad is not None]
+
+
+def trains_a_number(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What was read of the loss, in its place."""
+    loss = loss_of(model, x, y)
+    model.backward(loss.item())
+
+
 def trains_twice(model: Any, x: Tensor, y: Tensor) -> Any:
     """Two backwards."""
     loss = loss_of(model, x, y)
@@ -803,6 +816,8 @@ REFUSED = {
     calls_a_part_behind_a_read: (UsageError, "the model is called again behind a value"),
     draws_behind_a_read: (TraceMismatchError, "draws random numbers behind"),
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
+    reads_a_gradient: (UsageError, "the gradient of a parameter is used inside a step function"),
+    trains_a_number: (UsageError, r"gets the float 17\..*Write model\.backward\(loss\)"),
     trains_twice: (UsageError, "backward is called a second time"),
     trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
     changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),

@@ -14,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.tree import leaves
 
 __all__ = [
+    "OF_GRADIENT",
     "READS_DATA",
     "asks_for_shape",
     "gradient_of_backward",
@@ -77,6 +78,14 @@ READS_DATA: frozenset[Any] = frozenset(
         ).split(),
     )
     | _existing(torch, ["equal", "allclose", "is_nonzero"])
+)
+
+# ``p.grad``: read, set and deleted.
+OF_GRADIENT: frozenset[Any] = frozenset(
+    accessor
+    for name in ("grad", "grad_dtype")
+    for kind in ("__get__", "__set__", "__delete__")
+    if (accessor := getattr(getattr(Tensor, name, None), kind, None))
 )
 
 # Functions that change several tensors: versions of fake tensors do not move.

@@ -24,7 +24,7 @@ from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY, REMEDY_IN_HOOK
 from shardwright.torch.filled_containers import append_again, give_back_changes, without_appended
-from shardwright.torch.glue import plain_torch, without_hooks
+from shardwright.torch.glue import plain_torch, refuse_gradient_inside_step, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.layout import order_of
@@ -173,6 +173,8 @@ class Tracer:
                 return func(*args, **kwargs)
             return self._free_operation(func, args, kwargs, items, structure)
         self._end_in_step_code(reads=reads_values(func))
+        if parameters and self._backward_at is not None and func in functions.OF_GRADIENT:
+            refuse_gradient_inside_step()
         line = user_line()
         if func in functions.READS_DATA:
             raise self._unreadable(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError
-from shardwright.torch.glue import intercept_calls
+from shardwright.errors import DeferredReadError, UsageError
+from shardwright.torch.glue import active_handler, intercept_calls, plain_torch
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.trace import trace_step
@@ -202,6 +202,34 @@ def test_a_read_of_the_step_function_is_none_of_a_hook_that_has_run():
     model["a"].register_forward_hook(lambda m, i, o: None)
     with pytest.raises(DeferredReadError, match=r"only one rank has\. Return the tensor from the step"):
         traced(model, lambda x: model["a"](x).sum().item(), torch.ones(3, WIDTH))
+
+
+def clips(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clips_values(model):
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def clears(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("use", [clips, clips_values, clears, lambda model: model["a"].weight.grad])
+def test_gradients_are_not_used_behind_the_backward_of_a_step_function(use):
+    """A trace finds none; a later microbatch found those of an earlier one, and went another way."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+
+    def step(x):
+        loss, handler = model["a"](x).sum(), active_handler()
+        with plain_torch():
+            handler.backward(loss, None)
+        use(model)
+
+    with pytest.raises(UsageError, match=r"gradient of a parameter is used inside a step.*behind its call"):
+        traced(model, step, torch.ones(3, WIDTH))
 
 
 def test_only_hooks_of_the_step_function_itself_count_as_its_hooks():
