@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from shardwright.errors import UsageError, library_named
+from shardwright.errors import ShardwrightError, UsageError, library_named
+from shardwright.exit_codes import exit_code_of
+from shardwright.launch.exits import WorkerExit
+from shardwright.launch.verdict import exit_code
 from shardwright.testing import run_ranks
+from smdistributed.modelparallel.torch import exceptions
 
 
 def test_the_library_has_the_name_that_the_script_gives_it() -> None:
@@ -28,3 +32,13 @@ def test_errors_of_a_run_name_smp() -> None:
         assert str(UsageError("sw.step")) == "sw.step"
 
     run_ranks(run, 1)
+
+
+@pytest.mark.parametrize("name", exceptions.__all__)
+def test_a_run_ends_with_the_code_of_an_error_wherever_it_is_defined(name: str) -> None:
+    """`NotInitializedError`, which is no error of `shardwright.errors` itself, ended runs with 5."""
+    kind = getattr(exceptions, name)
+    text = f"Traceback (most recent call last):\n  File 'train.py', line 3\n{kind.__module__}.{name}: text"
+    ended = WorkerExit(rank=0, local_rank=0, life=0, exit_code=1, at_s=9.0, seconds=4.0, error=text, log="")
+    expected = 5 if kind is ShardwrightError else exit_code_of(kind)
+    assert exit_code([ended]) == expected
