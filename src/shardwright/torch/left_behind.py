@@ -3,8 +3,9 @@
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
 what they had, and tensors that were changed in place their content, also small ones in variables; counts in
-variables and classes, the model's and the script's, are put back, and fake tensors taken out of globals,
-classes and ``lru_cache``. Real tensors may stay there: code between units makes them, too.
+variables and classes, the model's and the script's, are put back, and fake tensors and stand-ins of the
+trace taken out of globals, classes and ``lru_cache``. Real tensors may stay there: code between units makes
+them, too.
 """
 
 import functools
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_content import content_of, put_content
+from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
 
@@ -186,10 +188,10 @@ class NothingLeftBehind:
             self._look_into(item, depth, owned=False)
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
-        """Whether it is a fake tensor, or a container of some that was not there."""
+        """Whether it is a fake tensor or a stand-in, or a container of some that was not there."""
         if type(item) in _PLAIN:
             return False
-        if isinstance(item, FakeTensor):
+        if isinstance(item, FakeTensor | DeferredTensor):
             return True
         if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False

@@ -124,6 +124,21 @@ def test_counts_in_classes_of_the_script_are_put_back():
     assert "calls" not in vars(Inherits)
 
 
+def test_what_a_step_keeps_of_units_in_a_list_of_the_script_is_taken_out():
+    """The stand-in of the trace stayed first in the list: one loss more than there were microbatches."""
+    model, losses, newest = nn.Linear(4, 4), ["of before"], {}
+
+    def step(x):
+        loss = model(x).sum()
+        losses.append(loss.detach())
+        newest["loss"] = loss
+        return loss
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert losses == ["of before"]
+    assert newest == {}
+
+
 def test_what_was_there_stays():
     model = KeepsEverywhere()
     model(torch.zeros(2, 4))
