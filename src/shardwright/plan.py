@@ -345,13 +345,18 @@ class Plan(_Record):
             raise PlanError(join(f"{source} cannot be used:", problems)) from error
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Reads a plan file; raises as `parse` does."""
+    def read(cls, path: str | os.PathLike[str], *, what: str = "plan file") -> "Plan":
+        """Reads a plan file; raises as `parse` does.
+
+        Args:
+            path: of the file.
+            what: the file is for the user, for errors.
+        """
         try:
             text = Path(path).read_bytes()
         except OSError as error:
-            raise PlanError(f"plan file {path} cannot be read: {error.strerror}.") from error
-        return cls.parse(text, source=f"plan file {path}")
+            raise PlanError(f"{what} {path} cannot be read: {error.strerror}.") from error
+        return cls.parse(text, source=f"{what} {path}")
 
     def check(self, graph: ModelGraph, *, world_size: int) -> None:
         """Refuses a model or a world that this plan was not made for.

@@ -185,8 +185,9 @@ def test_a_partition_file_that_contradicts_the_settings(tmp_path: Path) -> None:
     assert f"partition_file {file} contradicts the settings" in text
     assert "partitions is 2 in the file, and 1 in the settings" in text
     assert "microbatches is 2 in the file, and 4 in the settings" in text
-    text = begin({**given, **TWO_STAGES, "partition_file": str(tmp_path / "none")})
-    assert "cannot be read: No such file" in text
+    missing = str(tmp_path / "none")
+    text = begin({**given, **TWO_STAGES, "partition_file": missing})
+    assert f"ConfigError: partition_file {missing} cannot be read: No such file or directory. A run" in text
     text = begin({**QUIET, **TWO_STAGES, "load_partition": True})
     assert "load_partition is True, but partition_file is not set" in text
     file.write_text(file.read_text()[:100])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from shardwright.comm.environment import detect
 from shardwright.comm.process_group import destroy_process_group, group_of, init_process_group
@@ -141,6 +142,23 @@ def test_a_store_that_nobody_serves_is_named():
     environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=free_port())
     with pytest.raises(LaunchError, match=r"did not reach the store of rank 0 at 127.0.0.1:.* within 1 s"):
         init_process_group(environment, backend="gloo", timeout_s=1)
+
+
+def test_a_rank_that_is_left_while_it_joins_says_so(monkeypatch):
+    """It said that nothing had come within 300 s, after a fraction of a second."""
+
+    def lose(*args, **kwargs):
+        raise RuntimeError("Connection was likely closed")
+
+    monkeypatch.setattr(dist, "init_process_group", lose)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=store.port)
+    with pytest.raises(
+        LaunchError,
+        match=r"gave up after .*s, before timeout_s \(30 s\) was over: another rank has most likely failed "
+        r"or ended while it joined\. Look into the logs of the others first\. .*Connection was likely closed",
+    ):
+        init_process_group(environment, backend="gloo", timeout_s=30)
 
 
 def test_a_port_that_is_taken_is_named():

@@ -156,6 +156,33 @@ def reads_all(model: Any, x: Tensor, y: Tensor) -> Any:
     }
 
 
+class Hooked(Net):
+    """Hooks keep what they see in attributes of their modules, one of them inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[1], self.blocks[2].up):
+            module.register_forward_hook(keep_mean)
+
+
+def keep_mean(module: nn.Module, args: Any, output: Tensor) -> None:
+    module.seen = output.detach().mean()  # type: ignore[assignment]
+
+
+def reads_what_hooks_keep(model: Any, x: Tensor, y: Tensor) -> Any:
+    """As the error says to do that refuses a read in a hook."""
+    loss = loss_of(model, x, y)
+    net = model.module
+    means = [module.seen for module in (net.embedding, net.blocks[1], net.blocks[2].up)]
+    numbers = [mean.item() for mean in means]
+    model.backward(loss)
+    return {"means": means, "numbers": numbers}
+
+
+def test_what_hooks_keep_in_attributes_is_read_on_every_rank() -> None:
+    same_as_on_one_rank(reads_what_hooks_keep, model=Hooked)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
     same_as_on_one_rank(reads_all, ranks=ranks)
@@ -845,6 +872,19 @@ def uses_a_parameter(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def reads_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a parameter: not all of it is there yet."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return [p.grad.norm().item() for p in model.local_parameters() if p.grad is not None]
+
+
+def trains_a_number(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What was read of the loss, in its place."""
+    loss = loss_of(model, x, y)
+    model.backward(loss.item())
+
+
 def trains_twice(model: Any, x: Tensor, y: Tensor) -> Any:
     """Two backwards."""
     loss = loss_of(model, x, y)
@@ -963,6 +1003,8 @@ REFUSED = {
     calls_a_part_behind_a_read: (UsageError, "the model is called again behind a value"),
     draws_behind_a_read: (TraceMismatchError, "draws random numbers behind"),
     uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
+    reads_a_gradient: (UsageError, "the gradient of a parameter is used inside a step function"),
+    trains_a_number: (UsageError, r"gets the float 17\..*Write model\.backward\(loss\)"),
     trains_twice: (UsageError, "backward is called a second time"),
     trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
     changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),

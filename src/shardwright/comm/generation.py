@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError
+from shardwright.units import format_seconds
 
 __all__ = ["agree_on_generation"]
 
@@ -42,11 +43,14 @@ def agree_on_generation(store: Store, environment: LaunchEnvironment, *, timeout
         return environment.restart_count
     if environment.rank == 0:
         return _hand_out(store, environment.world_size, timeout_s=timeout_s)
+    begun_s = time.monotonic()
     try:
         return _ask(store, environment.rank)
     except RuntimeError as error:
+        waited = format_seconds(time.monotonic() - begun_s)
         raise LaunchError(
-            f"{environment} waited {timeout_s:g} s at the start, but rank 0 did not come. Look into its log."
+            f"{environment} waited {waited} at the start (timeout_s is {timeout_s:g}), but rank 0 did not "
+            "come. Look into its log."
         ) from error
 
 

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError, UsageError
+from shardwright.units import format_seconds
 
 __all__ = [
     "default_store",
@@ -93,6 +94,7 @@ def init_process_group(
     generation = agree_on_generation(store, environment, timeout_s=timeout_s)
     prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
     own_store = PrefixStore(prefix, store)
+    begun_s = time.monotonic()
     try:
         dist.init_process_group(
             backend,
@@ -103,12 +105,24 @@ def init_process_group(
             device_id=device if device is not None and device.type != "cpu" else None,
         )
     except (RuntimeError, ValueError) as error:
+        waited_s = time.monotonic() - begun_s
         raise LaunchError(
-            f"{environment} could not join the {backend} process group within {timeout_s:g} s: {error}. "
-            "Another rank may have failed before; look into the logs of the others first."
+            f"{environment} could not join the {backend} process group "
+            f"{_why_not(waited_s, timeout_s=timeout_s)}. Look into the logs of the others first. "
+            f"PyTorch says: {error}"
         ) from error
     end_with_process()
     return own_store
+
+
+def _why_not(waited_s: float, *, timeout_s: float) -> str:
+    """Whether the time is over, or something else has ended the wait before."""
+    if waited_s >= timeout_s:
+        return f"within {timeout_s:g} s: another rank did not come"
+    return (
+        f"and gave up after {format_seconds(waited_s)}, before timeout_s ({timeout_s:g} s) was over: another "
+        "rank has most likely failed or ended while it joined"
+    )
 
 
 def group_of(

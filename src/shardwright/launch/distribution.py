@@ -28,6 +28,7 @@ from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_par
 __all__ = ["Distribution", "read_distribution"]
 
 _LAUNCHERS = ("smdistributed", "mpi", "torch_distributed", "pytorchddp", "shardwright")
+_LIBRARIES = ("modelparallel", "dataparallel")
 _OF_TENSORFLOW = ("parameter_server", "multi_worker_mirrored_strategy", "horovod")
 _PROCESSES = "processes_per_host"
 # Settings of the second library (torch.sagemaker), which the first does not have.
@@ -82,6 +83,8 @@ def read_distribution(given: Mapping[str, Any] | None) -> Distribution:
     _refuse_unknown(given)
     parts = {name: _part(given, name) for name in _LAUNCHERS}
     smp, smddp = _libraries(given)
+    if smp is not None:
+        _refuse_without_mpi(given, by_torchrun=parts["torch_distributed"] is not None)
     mpi = parts["mpi"] or (smddp or parts["pytorchddp"] or {})
     options = str(mpi.get("custom_mpi_options") or "")
     parameters = (
@@ -127,6 +130,11 @@ def _refuse_unknown(given: Mapping[str, Any]) -> None:
 
 
 def _no_key(key: str, known: list[str] | tuple[str, ...]) -> str:
+    if key in _LIBRARIES:
+        return (
+            f"distribution has {key!r} itself, but it is a library of smdistributed. Write "
+            f'{{"smdistributed": {{"{key}": {{"enabled": True, ...}}}}, ...}}.'
+        )
     close = get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(_LAUNCHERS)}."
     return f"distribution has {key!r}, which is no way to start processes. {hint}"
@@ -155,14 +163,13 @@ def _libraries(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapp
     libraries = given.get("smdistributed")
     if libraries is None:
         return None, None
-    names = ("modelparallel", "dataparallel")
-    if not isinstance(libraries, Mapping) or not libraries or any(key not in names for key in libraries):
+    if not isinstance(libraries, Mapping) or not libraries or any(key not in _LIBRARIES for key in libraries):
         raise ConfigError(
             f"distribution has smdistributed: {libraries!r}, but it must be a dictionary with modelparallel "
             "or dataparallel in it: "
             '{"smdistributed": {"modelparallel": {"enabled": True, "parameters": {...}}}}.'
         )
-    smp, smddp = (_part(libraries, name, "smdistributed.") for name in names)
+    smp, smddp = (_part(libraries, name, "smdistributed.") for name in _LIBRARIES)
     if smp is not None and smddp is not None:
         raise ConfigError(
             "smdistributed.modelparallel and smdistributed.dataparallel are both enabled, but they cannot be "
@@ -170,6 +177,19 @@ def _libraries(given: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapp
             "modelparallel, and leave dataparallel out."
         )
     return smp, smddp
+
+
+def _refuse_without_mpi(given: Mapping[str, Any], *, by_torchrun: bool) -> None:
+    """Refuses the model parallel library where MPI is switched off, which it is started with."""
+    mpi = given.get("mpi")
+    if mpi is None or mpi["enabled"] or by_torchrun:
+        return
+    number = mpi.get(_PROCESSES)
+    raise ConfigError(
+        "smdistributed.modelparallel is enabled, but mpi has enabled: False. The processes of the model "
+        "parallel library are those of MPI, so that nothing would start more than one on each host. Write "
+        f'"mpi": {{"enabled": True, "{_PROCESSES}": {8 if number is None else number}}}.'
+    )
 
 
 def _mp_parameters(part: Mapping[str, Any], *, by_torchrun: bool) -> dict[str, Any]:

@@ -25,6 +25,12 @@ _MISSES_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|No CUDA GPUs are available|"
     r"Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False|no NVIDIA GPU detected"
 )
+# Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
+_DEFINED_ELSEWHERE: dict[str, type[errors.ShardwrightError]] = {
+    "shardwright.checkpoint.manifest.NewerVersionError": errors.CorruptCheckpointError,
+    "smdistributed.modelparallel.torch.exceptions.NotInitializedError": errors.UsageError,
+    "smdistributed.modelparallel.torch.exceptions.NotThereYetError": errors.UsageError,
+}
 _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
 
 
@@ -74,7 +80,10 @@ def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
     inside = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ")]
     # The message may have several lines, and name other errors in them.
     raised = next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
-    module, _, name = raised.partition(":")[0].rpartition(".")
+    full_name = raised.partition(":")[0]
+    if full_name in _DEFINED_ELSEWHERE:
+        return _DEFINED_ELSEWHERE[full_name]
+    module, _, name = full_name.rpartition(".")
     kind = getattr(errors, name, None) if module == errors.__name__ and name in errors.__all__ else None
     return kind if isinstance(kind, type) else None
 

@@ -36,7 +36,7 @@ from shardwright.planner.sharing import Sharing
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 
-__all__ = ["Candidates", "make_plan", "microbatch_counts"]
+__all__ = ["Candidates", "make_plan", "microbatch_counts", "too_few_samples"]
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """For each number of microbatches, the graph traced at that microbatch size and its profile."""
@@ -70,10 +70,7 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
     """
     if config.microbatches is not None:
         if config.microbatches > batch_size:
-            raise PlanError(
-                f"microbatches is {config.microbatches}, but a batch of a replica has {batch_size} samples. "
-                f"Set microbatches to {batch_size} or less, or give larger batches."
-            )
+            raise PlanError(too_few_samples("a batch of a replica", batch_size, config.microbatches))
         return (config.microbatches,)
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
     found = set()
@@ -83,6 +80,21 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
         near = max(nearest / wanted, wanted / nearest) <= 1.5
         found.add(nearest if near else min(wanted, batch_size))
     return tuple(sorted(found))
+
+
+def too_few_samples(batch: str, num_samples: int, microbatches: int) -> str:
+    """What is wrong with a batch that has not one sample for each microbatch, and what helps.
+
+    >>> too_few_samples("the batch", 1, 2)[:77]
+    'the batch has 1 sample, but microbatches is 2: each needs at least one sample'
+    """
+    samples, most = f"{num_samples} samples", f"at most {num_samples}"
+    if num_samples == 1:
+        samples, most = "1 sample", "1"
+    return (
+        f"{batch} has {samples}, but microbatches is {microbatches}: each needs at least one sample. Use "
+        f"batches of {microbatches} or more, or set microbatches to {most}."
+    )
 
 
 def make_plan(

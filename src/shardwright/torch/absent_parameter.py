@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.torch._private import without_subclass_functions
-from shardwright.torch.functions import is_metadata
+from shardwright.torch.functions import OF_GRADIENT, is_metadata
 from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright.torch.tree import leaves, map_tree
 
@@ -38,8 +38,6 @@ def _accessors(*names: str) -> set[Any]:
     }
 
 
-# The gradient belongs to the form of the parameter that computes.
-_OF_GRADIENT = frozenset(_accessors("grad", "grad_dtype"))
 _OF_HOOKS = frozenset(_accessors("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
@@ -52,7 +50,7 @@ class AbsentParameter(ShardedTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_GRADIENT:
+        if func in OF_GRADIENT:  # it belongs to the form of the parameter that computes
             sharded, _ = vars(args[0])[_PLACE]
             return func(sharded.holder, *args[1:])
         if is_metadata(func) or func in _OF_HOOKS:

@@ -1,16 +1,18 @@
-"""A model of one stage that is called outside of steps: nothing would sum the gradients of its backward.
+"""Backward calls outside of steps: nothing would sum their gradients, and what steps return has no history.
 
-Parameters tell of such a backward. What the model returned could not: the loss may be an attribute of the
-model, or inside an object of the script's, and what reentrant checkpointing computes again has a backward of
-its own. Every gradient of a parameter passes the watch, also in steps: so it lasts only until a step begins
-and no graph of a call outside is left.
+Parameters tell of the backward of a model of one stage that is called outside of steps. What the model
+returned could not: the loss may be an attribute of the model, or inside an object of the script's, and what
+reentrant checkpointing computes again has a backward of its own. Every gradient of a parameter passes the
+watch, also in steps: so it lasts only until a step begins and no graph of a call outside is left.
 """
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle, unserializable_hook
@@ -21,7 +23,7 @@ from shardwright.torch.glue import batch_is_running
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves
 
-__all__ = ["BackwardWatch", "refuse_backward_outside"]
+__all__ = ["BackwardWatch", "backward_of_results_refused", "refuse_backward_outside"]
 
 
 _MARK = "shardwright: called outside of a step"
@@ -91,3 +93,31 @@ def refuse_backward_outside() -> None:
         f"{user_line()}: loss.backward() is outside of a step, where replicas do not sum their gradients and "
         "would come apart. Call the model and model.backward(loss) inside a function decorated with @sw.step."
     )
+
+
+@contextmanager
+def backward_of_results_refused() -> Iterator[None]:
+    """Inside, a backward of what a step function has returned says where it belongs.
+
+    PyTorch says that a tensor does not require grad, which is true of all that steps return.
+    """
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except RuntimeError as error:
+            if batch_is_running() or "does not require grad" not in str(error):
+                raise
+            raise UsageError(
+                f"{user_line()}: backward is called outside of a step, for a tensor that has no gradients. "
+                "What a step function returns is for reading, reduce_mean() too. Call model.backward(loss) "
+                "inside the function decorated with @sw.step."
+            ) from error
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original

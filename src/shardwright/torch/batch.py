@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
+from shardwright.planner.search import too_few_samples
 from shardwright.torch.layout import Order, from_memory_order, in_memory_order, order_of
 from shardwright.torch.tree import Structure, flatten
 
@@ -257,9 +258,8 @@ class Splitter:
             )
         if batch < num_microbatches:
             raise UsageError(
-                f"the batch has {batch} samples, but microbatches is {num_microbatches}: each needs at "
-                f"least one. Use a batch of {num_microbatches} or more, or set microbatches to {batch} "
-                "or less. A DataLoader leaves a small last batch out with drop_last=True."
+                f"{too_few_samples('the batch', batch, num_microbatches)} A DataLoader leaves a small last "
+                "batch out with drop_last=True."
             )
 
     def _split_one(self, name: str, tree: Any, num_microbatches: int) -> list[Any]:

@@ -10,11 +10,16 @@ from shardwright.torch._private import disabled_torch_function, make_wrapper
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.step_code import in_step_code
 
-__all__ = ["DeferredTensor", "spec_of"]
+__all__ = ["REMEDY", "REMEDY_IN_HOOK", "DeferredTensor", "spec_of"]
 
 REMEDY = (
     "Return the tensor from the step function and read it from the StepOutput, "
     "or compute it inside a module that is placed as a whole."
+)
+REMEDY_IN_HOOK = (
+    "It is read in a forward hook. Keep the tensor in an attribute of the module there, module.seen = "
+    "output.detach().mean(), and return module.seen from the step function: it is known on every rank then, "
+    "for each microbatch."
 )
 
 

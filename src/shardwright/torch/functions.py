@@ -15,6 +15,7 @@ from shardwright.torch.tree import leaves
 
 __all__ = [
     "NEED_HISTORY",
+    "OF_GRADIENT",
     "READS_DATA",
     "asks_for_shape",
     "gradient_of_backward",
@@ -82,6 +83,14 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions that need the autograd history of a tensor, of which behind a read only one rank has it.
 NEED_HISTORY: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.retain_grad})
+
+# ``p.grad``: read, set and deleted.
+OF_GRADIENT: frozenset[Any] = frozenset(
+    accessor
+    for name in ("grad", "grad_dtype")
+    for kind in ("__get__", "__set__", "__delete__")
+    if (accessor := getattr(getattr(Tensor, name, None), kind, None))
+)
 
 # Functions that change several tensors: versions of fake tensors do not move.
 _MANY = ("_foreach_", "_fused_", "_amp_foreach_")

@@ -44,6 +44,7 @@ __all__ = [
     "has_units_inside",
     "intercept_calls",
     "plain_torch",
+    "refuse_gradient_inside_step",
     "refuse_inside_step",
     "restore_calls",
     "set_active_handler",
@@ -123,6 +124,19 @@ def refuse_inside_step(what: str, remedy: str) -> None:
             f"{user_line()}: {what} inside a step function, which runs once for each microbatch: the "
             f"gradients of a batch are there when it has returned. {remedy}"
         )
+
+
+def refuse_gradient_inside_step() -> None:
+    """Refuses that a step function uses the gradient of a parameter behind its backward.
+
+    Raises:
+        UsageError: a step function is running.
+    """
+    refuse_inside_step(
+        "the gradient of a parameter is used",
+        "Clip them behind its call, or read p.grad there, on the rank that has p; norm = "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) is the norm over all ranks, unclipped.",
+    )
 
 
 class Realised(TorchFunctionMode):

@@ -3,13 +3,16 @@
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. `trace_guard` puts back the attributes of modules. Here the objects that these hold get back
 what they had, and tensors that were changed in place their content, also small ones in variables; counts in
-variables and classes are put back, and fake tensors and stand-ins taken out of globals, classes and
-``lru_cache``. Real tensors may stay there: code between units makes them, too.
+variables and classes, the model's and the script's, are put back, and fake tensors and stand-ins of the
+trace taken out of globals, classes and ``lru_cache``. Real tensors may stay there: code between units makes
+them, too.
 """
 
 import functools
 import gc
+import os
 import sys
+import sysconfig
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection
@@ -42,6 +45,11 @@ _NOT_OURS = (
     *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
     *("multiprocessing.", "queue.", "threading.", "weakref."),
 )
+# Classes of these are at work in the trace.
+_AT_WORK = ("shardwright.", "smdistributed.")
+# Folders of installed packages, and of Python's own.
+_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in _PATHS})
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -79,12 +87,9 @@ class NothingLeftBehind:
                     self._look_into(item, _DEPTH, owned=True)
         files: dict[str, None] = {}
         for kind in dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__):
-            if not _is_of(kind, _NOT_OURS):
-                self._classes.append((kind, dict(vars(kind))))
+            if not _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
+                self._look_into_class(kind, _DEPTH - 1)
                 files[kind.__module__] = None
-        for _, names in self._classes:
-            for item in names.values():
-                self._look_into(item, _DEPTH - 1, owned=False)
         cells = [cell for function in self._functions for cell in _cells_of(function) if _has(cell)]
         self._cells = [(cell, cell.cell_contents) for cell in cells]
         variables = [item for function in self._functions for item in _variables_of(function)]
@@ -141,7 +146,11 @@ class NothingLeftBehind:
             depth: how far to look into it.
             owned: a module holds it.
         """
-        if type(item) in _PLAIN or isinstance(item, _SKIPPED) or id(item) in self._seen:
+        if type(item) in _PLAIN or id(item) in self._seen:
+            return
+        if isinstance(item, _SKIPPED):
+            if isinstance(item, type) and depth > 0 and not owned and _is_the_scripts(item):
+                self._look_into_class(item, depth)
             return
         if isinstance(item, nn.Module) and (owned or item in self._modules):
             return
@@ -187,6 +196,17 @@ class NothingLeftBehind:
                 self.stand_ins.append(item)
             elif type(item) in {*_CONTAINERS, tuple} and id(item) not in self._seen and len(item) <= _LONGEST:
                 self.stand_ins += [inner for inner in _items(item) if isinstance(inner, DeferredTensor)]
+
+    def _look_into_class(self, kind: type, depth: int) -> None:
+        """Takes note of a class of the model or the script, and of what its attributes hold."""
+        names = dict(vars(kind))
+        if len(names) > self._left[False]:
+            return
+        self._seen.add(id(kind))
+        self._left[False] -= len(names)
+        self._classes.append((kind, names))
+        for item in names.values():
+            self._look_into(item, depth, owned=False)
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
         """Whether it stands for something in a trace, or is a container of such that was not there."""
@@ -240,6 +260,14 @@ def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:
 
 def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
     return f"{kind.__module__}.".startswith(prefixes)
+
+
+def _is_the_scripts(kind: type) -> bool:
+    """Whether a class is of a file of the user's own; installed packages have thousands of them."""
+    if _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or not file.startswith(_INSTALLED)
 
 
 def _variables_of(function: Any) -> list[Any]:

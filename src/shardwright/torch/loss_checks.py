@@ -1,11 +1,33 @@
 """Whether a loss can be trained by; the same words in a trace, behind its end, and on a single rank."""
 
+from typing import Any
+
 from torch import Tensor
 
 from shardwright.errors import TraceError, UsageError
 from shardwright.torch.source_line import user_line
 
-__all__ = ["refuse_second_backward", "refuse_several_numbers", "refuse_untrained"]
+__all__ = ["refuse_no_tensor", "refuse_second_backward", "refuse_several_numbers", "refuse_untrained"]
+
+
+def refuse_no_tensor(loss: Any) -> None:
+    """Refuses what is no tensor in the place of a loss, such as a number that was read of it.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(loss, Tensor):
+        return
+    is_number = isinstance(loss, int | float)
+    given = (
+        f"the {type(loss).__name__} {loss}" if is_number else f"an object of the type {type(loss).__name__}"
+    )
+    line = "output.loss" if isinstance(getattr(loss, "loss", None), Tensor) else "loss"
+    hint = " Numbers, as of loss.item(), are for printing and adding up." if is_number else ""
+    raise UsageError(
+        f"{user_line()}: model.backward gets {given}, but needs the loss itself, a tensor that knows what it "
+        f"was computed from. Write model.backward({line}).{hint}"
+    )
 
 
 def refuse_second_backward(already: bool) -> None:

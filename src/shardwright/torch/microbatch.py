@@ -19,8 +19,15 @@ from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.exchange import Returned
 from shardwright.torch.filled_containers import FilledLists, given_the_same
-from shardwright.torch.functions import NEED_HISTORY, gradient_of_backward, name_of_call
-from shardwright.torch.glue import GlueMode, Realised, call_without_hooks, plain_torch, set_active_handler
+from shardwright.torch.functions import NEED_HISTORY, OF_GRADIENT, gradient_of_backward, name_of_call
+from shardwright.torch.glue import (
+    GlueMode,
+    Realised,
+    call_without_hooks,
+    plain_torch,
+    refuse_gradient_inside_step,
+    set_active_handler,
+)
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.known_values import KnownValues
@@ -276,6 +283,8 @@ class Microbatch:
         assert self._known is not None
         if func in NEED_HISTORY:
             self._known.refuse_history(name_of_call(func), (args, kwargs))
+        if func in OF_GRADIENT and not self._cursor.is_free(args[0]):
+            refuse_gradient_inside_step()
         args, kwargs = map_tree(self._known.here, (args, kwargs))
         generators = [item for item in flatten((args, kwargs))[0] if isinstance(item, torch.Generator)]
         with self._known.refusing_changes():

@@ -27,6 +27,7 @@ from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.gradient_scaling import GradientScaling
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
+from shardwright.torch.loss_checks import refuse_no_tensor
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
@@ -207,6 +208,7 @@ class DistributedModel(nn.Module):
             raise UsageError(
                 f"{user_line()}: model.backward(loss) belongs inside a function decorated with @sw.step."
             )
+        refuse_no_tensor(loss)
         with plain_torch():
             handler.backward(loss, gradient)
 

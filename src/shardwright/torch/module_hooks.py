@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["OwnHooks", "has_backward_hooks", "hook_registries"]
+from shardwright.torch.source_line import is_running
+
+__all__ = ["OwnHooks", "forward_hook_is_running", "has_backward_hooks", "hook_registries"]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -30,6 +32,16 @@ def hook_registries(module: nn.Module) -> tuple[dict[int, Any], ...]:
         module._forward_hooks_always_called,
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
+    )
+
+
+def forward_hook_is_running(model: nn.Module) -> bool:
+    """Whether a forward hook of a module of the model is among the callers."""
+    return is_running(
+        hook
+        for module in model.modules()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
     )
 
 

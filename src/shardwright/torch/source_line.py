@@ -1,15 +1,17 @@
 """Where in the user's code we are."""
 
+import functools
 import inspect
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import Any
 
 __all__ = [
     "called_from",
     "custom_function_call",
     "frames_up_to",
+    "is_running",
     "line_of",
     "outermost_checkpoint",
     "stacklevel_of_user",
@@ -64,6 +66,27 @@ def called_from(module: str, function: str = "") -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_running(functions: Iterable[Callable[..., Any]]) -> bool:
+    """Whether one of these functions, methods, or objects that can be called is among the callers."""
+    codes = {_code_of(function) for function in functions} - {None}
+    frame: FrameType | None = sys._getframe(1) if codes else None
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """The code that runs in a call; None where Python does not run it."""
+    if isinstance(function, functools.partial):
+        return _code_of(function.func)
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
 
 
 def outermost_checkpoint() -> FrameType | None:

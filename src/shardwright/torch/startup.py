@@ -8,6 +8,7 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.plan import Plan
+from shardwright.torch.backward_outside import backward_of_results_refused
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.grad_scaler import scalers_agree
@@ -59,6 +60,7 @@ def begin(settings: Config, plan: Plan | None) -> None:
     prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
+    made.cleanup.enter_context(backward_of_results_refused())
     if made.mesh.pipeline > 1:
         made.cleanup.enter_context(samplers_checked())
     if made.mesh.pipeline > 1 or made.mesh.shard > 1:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
 from shardwright.torch._private import FakeTensor, storage_key
-from shardwright.torch.deferred import REMEDY, DeferredTensor
+from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.recording import Step
@@ -80,7 +80,8 @@ class TraceRecorder:
             elif isinstance(item, FakeTensor) and id(item) not in self._values.lent_for:
                 raise DeferredReadError(
                     f"{user_line()}: a tensor that was made inside a unit left it by another way than as its "
-                    f"result (through an attribute, a list, a hook of a module inside it). {REMEDY}"
+                    "result (through an attribute, a list, a hook of a module inside it). Make it part of "
+                    "what the module returns, or keep it in an attribute of the module: module.seen = tensor."
                 )
             elif isinstance(item, DeferredTensor):
                 raise UsageError(

@@ -22,14 +22,15 @@ from shardwright.torch.aliases import follow_changes
 from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
-from shardwright.torch.deferred import REMEDY, DeferredTensor
+from shardwright.torch.deferred import REMEDY, REMEDY_IN_HOOK, DeferredTensor
 from shardwright.torch.filled_containers import append_again, give_back_changes, without_appended
-from shardwright.torch.glue import plain_torch, without_hooks
+from shardwright.torch.glue import plain_torch, refuse_gradient_inside_step, without_hooks
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.layout import order_of
 from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
+from shardwright.torch.module_hooks import forward_hook_is_running
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
 from shardwright.torch.real_execution import RealExecution
@@ -179,11 +180,12 @@ class Tracer:
                 return func(*args, **kwargs)
             return self._free_operation(func, args, kwargs, items, structure)
         self._end_in_step_code(reads=reads_values(func))
+        if parameters and self._backward_at is not None and func in functions.OF_GRADIENT:
+            refuse_gradient_inside_step()
         line = user_line()
         if func in functions.READS_DATA:
             raise self._unreadable(
-                f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank "
-                f"has. {REMEDY}",
+                f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank has.",
                 reads,
             )
         call = self._call(func, items, structure, reads, line)
@@ -195,7 +197,7 @@ class Tracer:
             self._end_in_step_code(reads=True)
             raise self._unreadable(
                 f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
-                f"tensor that only one rank has. {REMEDY}",
+                "tensor that only one rank has.",
                 reads,
             )
         self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
@@ -401,8 +403,9 @@ class Tracer:
         arguments = structure.rebuild([self._values.fake(item) for item in items])
         return TracedCall(func, items, structure, reads, arguments, leaves(arguments), line)
 
-    def _unreadable(self, message: str, reads: list[tuple[int, int]]) -> DeferredReadError:
-        error = DeferredReadError(message)
+    def _unreadable(self, what: str, reads: list[tuple[int, int]]) -> DeferredReadError:
+        in_hook = forward_hook_is_running(self._unit_map.model)
+        error = DeferredReadError(f"{what} {REMEDY_IN_HOOK if in_hook else REMEDY}")
         error.buffers = self._recorder.buffers_behind([value for _, value in reads])
         return error
 

@@ -133,6 +133,12 @@ def test_exported_variables_of_mpi_options(script):
         ),
         ({"smdistributed": {"modelparallel": {"parameters": {}}}}, "does not say whether it is enabled"),
         ({"smdistributed": {"pipeline": {}}}, "with modelparallel or dataparallel in it"),
+        ({"modelparallel": {"enabled": True}}, r'Write \{"smdistributed": \{"modelparallel": \{"enabled"'),
+        ({"dataparallel": {"enabled": True}, "mpi": {"enabled": True}}, "is a library of smdistributed"),
+        (
+            {**smp(), "mpi": {"enabled": False, "processes_per_host": 2}},
+            r'mpi has enabled: False.*Write "mpi": \{"enabled": True, "processes_per_host": 2\}',
+        ),
         ({"mpi": {"enabled": "yes"}}, "mpi has enabled: 'yes'"),
         ({"mpi": True}, "mpi: True, but it must be a dictionary"),
         (

@@ -431,9 +431,13 @@ def test_pinned_microbatch_count() -> None:
     config = Config.parse({"microbatches": 3})
     assert microbatch_counts(8, config=config, pipeline=2) == (3,)
     with pytest.raises(
-        PlanError, match=r"microbatches is 3, but a batch of a replica has 2 samples. Set microb"
+        PlanError,
+        match=r"a batch of a replica has 2 samples, but microbatches is 3: each needs at least one sample\. "
+        r"Use batches of 3 or more, or set microbatches to at most 2\.$",
     ):
         microbatch_counts(2, config=config, pipeline=2)
+    with pytest.raises(PlanError, match=r"has 1 sample, but .* set microbatches to 1\.$"):
+        microbatch_counts(1, config=config, pipeline=2)
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

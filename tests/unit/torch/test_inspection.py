@@ -113,7 +113,7 @@ def test_a_plan_keeps_what_is_pinned():
 
 def test_what_cannot_be_planned_is_refused():
     model, x = on_meta()
-    with pytest.raises(PlanError, match="16, but a batch of a replica has 8 samples"):
+    with pytest.raises(PlanError, match="a batch of a replica has 8 samples, but microbatches is 16"):
         plan_model(model, x, config=Config(microbatches=16), world_size=2, cluster=cluster())
     with pytest.raises(PlanError, match="no tensor that can be cut"):
         plan_model(model, 3, config=Config(), world_size=2, cluster=cluster())

@@ -93,6 +93,52 @@ def test_no_fake_tensor_is_left():
     torch.testing.assert_close(model(torch.zeros(2, 4)), model.layer(0.4 * torch.arange(4).expand(2, 4)))
 
 
+class Counts:
+    """A class of the script: no module, and in no attribute of one."""
+
+    calls = 0
+    seen: ClassVar[list[int]] = []
+
+
+class Inherits(Counts):
+    pass
+
+
+def test_counts_in_classes_of_the_script_are_put_back():
+    """Each trace counted once more, so that the script counted a step too much."""
+
+    class Inside:
+        calls = 0
+
+    model = nn.Linear(4, 4)
+
+    def step(x):
+        Counts.calls += 1
+        Inherits.calls = Counts.calls
+        Counts.seen.append(len(x))
+        Inside.calls += 1
+        return model(x).sum()
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert (Counts.calls, Counts.seen, Inside.calls) == (0, [], 0)
+    assert "calls" not in vars(Inherits)
+
+
+def test_what_a_step_keeps_of_units_in_a_list_of_the_script_is_taken_out():
+    """The stand-in of the trace stayed first in the list: one loss more than there were microbatches."""
+    model, losses, newest = nn.Linear(4, 4), ["of before"], {}
+
+    def step(x):
+        loss = model(x).sum()
+        losses.append(loss.detach())
+        newest["loss"] = loss
+        return loss
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert losses == ["of before"]
+    assert newest == {}
+
+
 def test_what_was_there_stays():
     model = KeepsEverywhere()
     model(torch.zeros(2, 4))

@@ -3,14 +3,15 @@
 import copy
 import cProfile
 import pstats
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError
-from shardwright.torch.glue import intercept_calls
+from shardwright.errors import DeferredReadError, UsageError
+from shardwright.torch.glue import active_handler, intercept_calls, plain_torch
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.trace import trace_step
@@ -167,6 +168,68 @@ def test_a_shape_that_follows_from_values_of_one_rank_is_refused(operation):
     model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
     with pytest.raises(DeferredReadError, match=r"only one rank has|on another rank"):
         traced(model, lambda x: operation(model["a"](x)), torch.ones(3, WIDTH))
+
+
+class Mean:
+    """An object that is a hook."""
+
+    def __call__(self, module, args, output):
+        output.mean().item()
+
+
+def looks_at_its_input(factor, module, args):
+    return None if (factor * args[0]).sum() > 0 else args
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_forward_hook(lambda m, i, o: float(o.mean())),
+        lambda module: module.register_forward_hook(Mean()),
+        lambda module: module.register_forward_pre_hook(partial(looks_at_its_input, 2)),
+    ],
+)
+def test_a_read_in_a_forward_hook_is_refused_with_what_a_hook_can_do(register):
+    """The advice was to return the tensor from the step function, which a hook cannot."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+    register(model["b"])
+    with pytest.raises(DeferredReadError, match=r"only one rank has\. It is read in a forward hook\. Keep"):
+        traced(model, lambda x: model["b"](model["a"](x)), torch.ones(3, WIDTH))
+
+
+def test_a_read_of_the_step_function_is_none_of_a_hook_that_has_run():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+    model["a"].register_forward_hook(lambda m, i, o: None)
+    with pytest.raises(DeferredReadError, match=r"only one rank has\. Return the tensor from the step"):
+        traced(model, lambda x: model["a"](x).sum().item(), torch.ones(3, WIDTH))
+
+
+def clips(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clips_values(model):
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def clears(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("use", [clips, clips_values, clears, lambda model: model["a"].weight.grad])
+def test_gradients_are_not_used_behind_the_backward_of_a_step_function(use):
+    """A trace finds none; a later microbatch found those of an earlier one, and went another way."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+
+    def step(x):
+        loss, handler = model["a"](x).sum(), active_handler()
+        with plain_torch():
+            handler.backward(loss, None)
+        use(model)
+
+    with pytest.raises(UsageError, match=r"gradient of a parameter is used inside a step.*behind its call"):
+        traced(model, step, torch.ones(3, WIDTH))
 
 
 def test_only_hooks_of_the_step_function_itself_count_as_its_hooks():

@@ -17,6 +17,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.backward_outside import BackwardWatch
 from shardwright.torch.glue import active_handler
 from shardwright.torch.gradient_hook import GradientHook
+from shardwright.torch.loss_checks import refuse_no_tensor
 from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
@@ -139,6 +140,7 @@ class DistributedModel(ModelStates):
             tensors, grad_tensors = _as_one(tensors, grad_tensors), None
         elif isinstance(grad_tensors, Sequence):
             (grad_tensors,) = grad_tensors
+        refuse_no_tensor(tensors)
         if self._joining is not None and self._joining.weight is not None:
             tensors = tensors * self._joining.weight
         if active_handler() is not None:
@@ -371,6 +373,8 @@ def _as_one(tensors: Sequence[Tensor], gradients: Any) -> Tensor:
     given = [gradients] * len(tensors) if gradients is None else list(gradients)
     if len(given) != len(tensors) or not tensors:
         _refuse_lengths(len(tensors), len(given))
+    for tensor in tensors:
+        refuse_no_tensor(tensor)
     parts = [
         tensor if gradient is None else (tensor * gradient).sum()
         for tensor, gradient in zip(tensors, given, strict=True)

@@ -44,9 +44,9 @@ def settings_with_partition(settings: Mapping[str, Any], values: Mapping[str, An
             "partition_file has stored."
         )
     try:
-        plan = Plan.read(str(file))
+        plan = Plan.read(str(file), what="partition_file")
     except PlanError as error:
-        raise ConfigError(f"partition_file {file} cannot be used: {error}") from error
+        raise ConfigError(f"{error} A run without load_partition stores it.") from error
     _refuse_contradictions(plan, values, file=str(file))
     return {**found, "plan": str(file)}
 
