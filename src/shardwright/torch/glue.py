@@ -29,7 +29,7 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
 from shardwright.torch.module_hooks import has_backward_hooks
-from shardwright.torch.source_line import user_line
+from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.step_code import in_step_code, writes_text
 from shardwright.torch.tree import map_tree
 
@@ -132,8 +132,9 @@ def refuse_gradient_inside_step() -> None:
     Raises:
         UsageError: a step function is running.
     """
+    clips = called_from("torch.nn.utils.clip_grad")
     refuse_inside_step(
-        "the gradient of a parameter is used",
+        "gradients are clipped" if clips else "the gradient of a parameter is used",
         "Clip them behind its call, or read p.grad there, on the rank that has p; norm = "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf) is the norm over all ranks, unclipped.",
     )
