@@ -1,12 +1,24 @@
 """Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-__all__ = ["chosen", "some_combinations"]
+__all__ = ["chosen", "in_every_run", "in_sweep", "some_combinations"]
+
+
+def in_sweep(*values: Any, **more: Any) -> Any:
+    """Values of a test's parameters that are left to the sweep: what they show, others show in every run."""
+    return pytest.param(*values, marks=pytest.mark.sweep, **more)
+
+
+def in_every_run(values: Iterable[Any], kept: Sequence[Any]) -> list[Any]:
+    """All values of a parameter, of which those that are not among some are left to the sweep."""
+    values = list(values)
+    assert all(value in values for value in kept)
+    return [value if value in kept else in_sweep(value) for value in values]
 
 
 def some_combinations(*axes: Sequence[Any], together: int | None = None) -> list[Any]:

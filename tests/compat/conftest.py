@@ -4,7 +4,10 @@ import pytest
 
 from shardwright.testing import preload, run_ranks
 
-preload("smdistributed.modelparallel.torch", "transformers.models.gpt2.modeling_gpt2")
+_ARCHITECTURES = ("gpt2", "gpt_neox", "bloom", "t5")
+
+preload("smdistributed.modelparallel.torch")
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in _ARCHITECTURES))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import smdistributed.modelparallel.torch as smp
+from choices import some_combinations
 from compat.small_models import QUIET, batch, loss_of, net, plain_gradients
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
@@ -64,9 +65,9 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("wrap_first", [True, False])
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "wrap_first"), some_combinations([1, 2], list(MAKERS), [True, False])
+)
 def test_updates_are_those_of_plain_training(name, num_ranks, wrap_first):
     def trained(name, num_ranks, wrap_first):
         make = MAKERS[name]

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from choices import in_sweep
 from compat.saving import Net, Script
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.testing import run_ranks
@@ -68,8 +69,8 @@ def job(root: str, settings: dict[str, Any], dtype: Any, with_optimizer: bool = 
     ("num_ranks", "settings", "dtype", "with_optimizer"),
     [
         (2, SHARED, torch.float64, True),
-        (2, SHARED, torch.float64, False),
-        (2, {**SHARED, "bf16": True}, torch.bfloat16, True),
+        in_sweep(2, SHARED, torch.float64, False),
+        in_sweep(2, {**SHARED, "bf16": True}, torch.bfloat16, True),
         (4, {**SHARED, "partitions": 2}, torch.float64, True),
         (4, {**SHARED, "shard_optimizer_state": True, "bf16": True}, torch.bfloat16, True),
         (3, {**SHARED, "sharded_data_parallel_degree": 3}, torch.float32, True),

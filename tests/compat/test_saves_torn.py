@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from choices import some_combinations
 from compat.saving import Script, plain
 from dying import die, in_child
 from shardwright.checkpoint.disk import Disk
@@ -85,8 +86,9 @@ KINDS: dict[str, tuple[Callable[..., None], Callable[..., int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("earlier", [(), ("a",), ("b", "a"), ("a", "b", "c")])
+@pytest.mark.parametrize(
+    ("earlier", "kind"), some_combinations([(), ("a",), ("b", "a"), ("a", "b", "c")], list(KINDS))
+)
 def test_killed_at_each_operation(kind: str, earlier: tuple[str, ...], tmp_path: Path) -> None:
     """The last save has the tag "a": a new one, the newest or an older one."""
     save, value = KINDS[kind]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 from smdistributed import dataparallel
 from smdistributed.dataparallel.torch.rendezvous import tell_torch
@@ -272,7 +273,7 @@ ENDS = """
 """
 
 
-@pytest.mark.parametrize("end", ["destroys", "just ends"])
+@pytest.mark.parametrize("end", ["destroys", in_sweep("just ends")])
 def test_a_job_ends_without_a_barrier(tmp_path, end):
     """Without a barrier before, one job in three aborted: "terminate called without an active exception"."""
     (tmp_path / "train.py").write_text(textwrap.dedent(ENDS))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import some_combinations
 from compat.small_models import FEATURES, QUIET, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.testing import run_ranks
 
@@ -38,8 +39,7 @@ def trained(settings, *, called=False, size=8, dummy="same", average=True):
     return largest_difference(model, expected), output.reduce_mean().item()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize(("pipeline", "num_ranks"), some_combinations(["simple", "interleaved"], [1, 2, 4]))
 def test_gradients_are_those_of_plain_training(num_ranks, pipeline):
     settings = {"partitions": min(num_ranks, 2), "pipeline": pipeline}
     found = run_ranks(trained, num_ranks, settings, called=pipeline == "simple")

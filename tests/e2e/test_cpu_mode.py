@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardwright.cpu_mode import _private, is_enabled
+from shardwright.cpu_mode.__main__ import main
 from shardwright.cpu_mode.factories import FACTORIES
 from shardwright.cpu_mode.process_groups import backend_on_cpu
 
@@ -42,12 +43,9 @@ def test_what_scripts_hard_code_of_cuda_works(asked):
     assert {name: said for name, said in json.loads(asked.stdout)["cases"].items() if said != "ok"} == {}
 
 
-def test_it_says_once_that_it_is_in_force(asked):
+def test_what_it_says_of_itself(asked):
+    """Once that it is in force; with the activity CUDA, profilers wrote the C++ frames of an error."""
     assert asked.stderr.count("CPU mode") == 1, asked.stderr
-
-
-def test_profilers_do_not_look_for_a_gpu(asked):
-    """With the activity CUDA, each operation wrote the C++ frames of an error to stderr."""
     assert "CUDA event" not in asked.stderr
 
 
@@ -105,7 +103,7 @@ def test_nccl_is_gloo_on_ranks(tmp_path):
 
 
 def test_a_script_for_cuda_fails_on_ranks_without_it(tmp_path):
-    command = ["-m", "shardwright", "run", "-n", "2", "--run-dir", tmp_path]
+    command = ["-m", "shardwright", "run", "-n", "1", "--run-dir", tmp_path]
     result = python(*command, SCRIPTS / "trains_on_cuda.py")
     assert result.returncode == 5
     assert "this script needs a GPU" in result.stderr
@@ -139,10 +137,12 @@ def test_a_module_runs_as_python_would_run_it(tmp_path):
         ([], "usage: python -m shardwright.cpu_mode SCRIPT"),
     ],
 )
-def test_what_cannot_be_started_is_a_mistake_of_usage(words, said, tmp_path):
-    result = python(*CPU_MODE, *words, cwd=tmp_path)
-    assert result.returncode == 2
-    assert said in result.stderr
+def test_what_cannot_be_started_is_a_mistake_of_usage(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_script_that_fails_fails_with_its_own_error(tmp_path):

@@ -59,7 +59,7 @@ SCRIPT = """
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs threads that can be held back")
-@pytest.mark.parametrize("times", [4, pytest.param(16, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("times", [2, pytest.param(16, marks=pytest.mark.sweep)])
 def test_ranks_end_well_without_being_told(times):
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(times)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from choices import in_sweep
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch import Estimator, Kubernetes
 from shardwright.launch.engines.packed_code import pack
@@ -139,7 +140,7 @@ def recording(folder, script="exit 0"):
     return {"python": str(python)}, written
 
 
-@pytest.mark.parametrize(("kind", "code"), [("TrainJob", 0), ("JobSet", 7)])
+@pytest.mark.parametrize(("kind", "code"), [in_sweep("TrainJob", 0), ("JobSet", 7)])
 def test_a_job_that_has_ended_goes_on_under_its_name(folder, cluster, kind, code):
     """Applied as it was, the ended job of the cluster stayed, and its end passed for that of the new one."""
     engine, written = recording(folder, f"[ -e {folder}/again ] || exit {code}")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from choices import in_sweep
+
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 
 TRAIN = """
@@ -124,14 +126,16 @@ def test_the_same_script_runs_under_torchrun(folder):
     assert found.stdout.count("done, restart 1") == 2
 
 
-def test_three_restarts_in_a_row_recover_from_a_killed_rank(folder):
-    found = folder.shardwright_run("-n", "2", "--max-restarts", "3", folder.script(TRAIN), "kill", "3")
+@pytest.mark.parametrize("times", [2, in_sweep(3)])
+def test_restarts_in_a_row_recover_from_a_killed_rank(folder, times):
+    words = ("-n", "2", "--max-restarts", str(times), folder.script(TRAIN), "kill", str(times))
+    found = folder.shardwright_run(*words)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("done, restart 3") == 2
-    assert found.stderr.count("rank 1 failed first") == 3
-    assert found.stderr.count("killed by SIGKILL") == 3
-    assert "restarted, attempt 4 of 4" in found.stderr
-    assert len(re.findall(r"^--- attempt \d", folder.log(1), flags=re.MULTILINE)) == 3
+    assert found.stdout.count(f"done, restart {times}") == 2
+    assert found.stderr.count("rank 1 failed first") == times
+    assert found.stderr.count("killed by SIGKILL") == times
+    assert f"restarted, attempt {times + 1} of {times + 1}" in found.stderr
+    assert len(re.findall(r"^--- attempt \d", folder.log(1), flags=re.MULTILINE)) == times
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback_once(folder):
@@ -227,7 +231,9 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(folder):
     assert "InfeasiblePlanError: nothing fits in 1000 B a rank" in found.stderr
 
 
-@pytest.mark.parametrize(("leave", "expected"), [("sys.exit(3)", 3), ("sys.exit(9)", 5), ("os._exit(8)", 8)])
+@pytest.mark.parametrize(
+    ("leave", "expected"), [("sys.exit(3)", 3), ("sys.exit(9)", 5), in_sweep("os._exit(8)", 8)]
+)
 def test_exit_codes_with_a_meaning_are_passed_on(folder, leave, expected):
     script = folder.script(without_torch(f"if rank == 1: {leave}"))
     found = folder.shardwright_run("-n", "2", script)
@@ -295,7 +301,7 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, in_sweep(signal.SIGUSR1)])
 def test_signals_reach_the_ranks_once_and_they_have_time_to_save(folder, number):
     process = folder.start("-n", "2", "--max-restarts", "1", folder.script(without_torch(SAVES)))
     pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]

@@ -43,29 +43,38 @@ def shardwright(tmp_path):
 
 
 @pytest.fixture
-def refused(shardwright, monkeypatch, capsys):
+def here(shardwright, monkeypatch, capsys):
     """Runs a command that starts no ranks in this process, which has imported torch already."""
     monkeypatch.chdir(shardwright.folder)
 
     def run(*words):
         with pytest.raises(SystemExit) as ended:
             main([*words])
-        assert ended.value.code == 2
-        return capsys.readouterr().err
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
 
     return run
 
 
-def test_a_plan_from_a_profile(shardwright, refused):
+@pytest.fixture
+def refused(here):
+    def run(*words):
+        code, _, err = here(*words)
+        assert code == 2
+        return err
+
+    return run
+
+
+def test_a_plan_from_a_profile(shardwright, here, refused):
     found = shardwright("profile", "model.py:build", "-n", "2", "-o", "profile.json")
     assert found.returncode == 0, found.stderr
     assert "Linear" in found.stdout or "Sequential" in found.stdout
     assert "plan make model.py:build -n 2 --profile profile.json" in found.stderr
-    made = shardwright(
-        "plan", "make", "model.py:build", "--world", "2", "--profile", "profile.json", "--search-degrees"
-    )
-    assert made.returncode == 0, made.stderr
-    assert "The times of the units were measured." in made.stdout
+    words = ("--world", "2", "--profile", "profile.json", "--search-degrees")
+    code, out, err = here("plan", "make", "model.py:build", *words)
+    assert code == 0, err
+    assert "The times of the units were measured." in out
     words = ("-n", "2", "--profile", "profile.json")
     stale = refused("plan", "make", "model.py:build_another", *words)
     assert "the profile is of a model with fingerprint" in stale

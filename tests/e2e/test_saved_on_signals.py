@@ -78,7 +78,7 @@ def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     ],
 )
 def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
-    process = _started(_command(tmp_path), tmp_path)
+    process = _started(_command(tmp_path, ranks=1), tmp_path)
     _until_it_says(process, "step 3 loss")
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
@@ -88,7 +88,7 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     (commit,) = CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
     assert 3 <= commit.step < 100
     resumed = subprocess.run(
-        _command(tmp_path, "0"), capture_output=True, text=True, cwd=tmp_path, check=False
+        _command(tmp_path, "0", ranks=1), capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert resumed.returncode == 0, resumed.stderr
     assert f"begins at {commit.step}" in resumed.stdout
@@ -109,7 +109,7 @@ def test_one_rank_alone_is_told(tmp_path: Path) -> None:
 
 
 def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path) -> None:
-    process = _started(_command(tmp_path, "30", grace="1"), tmp_path)
+    process = _started(_command(tmp_path, "30", ranks=1, grace="1"), tmp_path)
     _until_it_says(process, "step 1 loss")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -133,6 +133,7 @@ def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT, output
 
 
+@pytest.mark.sweep  # tests/ranks/test_checkpoints.py goes on with other ranks, too
 def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "resume.py"
 

@@ -94,6 +94,7 @@ def test_hosts_with_networks(folder, capabilities):
     assert environ["SM_NETWORK_INTERFACE_NAME"] == "eth0"
 
 
+@pytest.mark.sweep  # tests/compat/test_scripts.py trains such scripts, and tests above what starts them
 def test_the_example_trains_a_script_that_was_written_for_sagemaker(tmp_path):
     example = Path(__file__).parents[2] / "examples/estimator.py"
     found = subprocess.run(

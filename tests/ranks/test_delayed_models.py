@@ -7,6 +7,7 @@ import torch
 from sharded import QUIET
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 WIDTH = 80
@@ -51,7 +52,7 @@ def losses(settings, *, delayed, initialize=None):
         (1, {}),
         (2, {"microbatches": 2}),
         (2, {"sharded_data_parallel_degree": 2}),
-        (4, {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
+        in_sweep(4, {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2}),
     ],
 )
 def test_it_trains_as_otherwise(ranks, settings):
@@ -92,7 +93,7 @@ def test_shared_parameters_are_made_one_by_one_and_cut():
         assert made == [WIDTH**2] * 5
 
 
-@pytest.mark.parametrize("settings", [{}, {"sharded_data_parallel_degree": 2}])
+@pytest.mark.parametrize("settings", [in_sweep({}), {"sharded_data_parallel_degree": 2}])
 def test_in_bfloat16(settings):
     settings = {**settings, "bf16": True}
     expected = run_ranks(losses, 2, settings, delayed=False)

@@ -9,6 +9,7 @@ import torch
 from sharded import QUIET
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.cli import main
 from shardwright.testing import run_ranks
 
@@ -67,7 +68,7 @@ def _trained(settings: dict[str, Any], folder: Path, *, tied: bool, wrapped: boo
     return state
 
 
-@pytest.mark.parametrize(("tied", "wrapped"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("tied", "wrapped"), [(True, True), in_sweep(False, False)])
 def test_from_pretrained_gives_the_weights(
     tied: bool, wrapped: bool, tmp_path: Path, capabilities: dict[str, bool]
 ) -> None:

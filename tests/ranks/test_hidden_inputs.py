@@ -15,7 +15,7 @@ from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
-from choices import some_combinations
+from choices import in_every_run, in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.glue import intercept_calls
 from shardwright.torch.trace import trace_step
@@ -280,7 +280,13 @@ def test_modules_that_share_an_object_share_a_stage(name, pipeline):
     assert run_ranks(differences, 2, recipe_of({**TOGETHER, **FREE}[name]), case) == [[], []]
 
 
-@pytest.mark.parametrize("name", [*(n for n in TOGETHER if "list" in n or "dict" in n), *FREE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all of a list", "an entry of a dictionary", *FREE),
+        *(in_sweep(name) for name in ("the last of a list", "the length of a list")),
+    ],
+)
 def test_a_recomputed_module_finds_in_a_container_what_it_found_first(name):
     config = {**CONFIG, "pipeline_parallel_degree": 2, "activation_checkpointing": "full"}
     case = Case(config=config, iterations=[Iteration()] * 2)
@@ -325,7 +331,16 @@ def halves(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    "name",
+    in_every_run(
+        APART,
+        [
+            *("a tensor in an object", "a count in an object that blocks hold", "a global"),
+            *("all of a list", "an entry of a dictionary"),
+        ],
+    ),
+)
 def test_where_they_cannot_the_error_says_what_they_share(name):
     config = {**CONFIG, "pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
     recipe = recipe_of(lambda: halves(APART[name]()))
@@ -435,7 +450,7 @@ UNWATCHED = {
 }
 
 
-@pytest.mark.parametrize("name", UNWATCHED)
+@pytest.mark.parametrize("name", in_every_run(UNWATCHED, ["a sealed class", "all read values"]))
 def test_objects_of_any_class_bind_those_that_share_them(name):
     config = {**CONFIG, "pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0}
     recipe = recipe_of(lambda: halves(UNWATCHED[name]()))

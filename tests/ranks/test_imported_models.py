@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from sharded import QUIET, VOCABULARY
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.cli import main
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -75,8 +76,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("saved_tied", "tied"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("layout", "saved_tied", "tied"),
+    [
+        *(("one rank", True, True), ("pipeline", True, False), ("shards", False, False)),
+        *(("shards", True, True), ("shards", True, False)),
+        *(("one rank", True, False), ("one rank", False, False)),
+        *(in_sweep("pipeline", True, True), in_sweep("pipeline", False, False)),
+    ],
+)
 def test_a_run_begins_with_an_imported_model(
     layout: str, tied: bool, saved_tied: bool, tmp_path: Path
 ) -> None:

@@ -15,19 +15,19 @@ from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
 OTHER_LENGTHS = (*(Iteration(length=length) for length in (12, 7, 12)), EVALUATION)
-# Each is traced anew, which takes most of the time of these tests: after the first schedule of a test the
-# others do with less, except in the sweep.
-TWO_LENGTHS = OTHER_LENGTHS[:2]
+# Each schedule is traced anew, which takes most of the time of these tests: they run the first of theirs, and
+# the others in the sweep.
 
 
 def compare(build: Any, *kinds: str, whole: bool, **settings: Any) -> None:
+    """In the sweep with all the schedules, else with the first."""
     recipe = Recipe(build=build, batch=features, loss=classify)
     cases = {
         kind: Case(
             config={"microbatches": 4, "profile": "estimated", "pipeline": kind, **settings},
-            iterations=TWO_LENGTHS if number and not whole else OTHER_LENGTHS,
+            iterations=OTHER_LENGTHS,
         )
-        for number, kind in enumerate(kinds or KINDS)
+        for kind in (kinds if whole else kinds[:1])
     }
     assert run_ranks(differences_by_case, 2, recipe, cases, timeout_s=60) == [{}] * 2
 
@@ -211,12 +211,13 @@ TABLES = (
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
-    check(partial(AddsTable, kind), "1f1b", KINDS[1 + TABLES.index(kind) % 2])
+    number = TABLES.index(kind) % 3
+    check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])
 
 
 def test_a_table_is_copied_into_a_buffer_by_every_microbatch(check):
     """The buffer had a home, for which the path of the first microbatch was every other's."""
-    check(partial(AddsTableOnce, TableCopiedIntoABuffer))
+    check(partial(AddsTableOnce, TableCopiedIntoABuffer), "interleaved_1f1b", "1f1b", "zb_v")
 
 
 def test_a_table_may_be_filled_later_where_a_rank_has_one_stage(check):
@@ -288,7 +289,7 @@ class CountsInPlace(Stack):
 
 @pytest.mark.parametrize("build", [BlocksCountInPlace, CountsInPlace, CountsToo, ScalesByTheFirst, WarmsUp])
 def test_what_the_first_microbatch_alone_computes_on_every_rank(check, build):
-    check(build, "1f1b", "interleaved_1f1b")
+    check(build, "interleaved_1f1b", "1f1b")
 
 
 class ScalesOnce(WarmsUp):
@@ -467,7 +468,7 @@ class ReadsWhenRecomputed(Stack):
 
 
 def test_a_recomputation_finds_the_attributes_of_its_microbatch(check):
-    check(ReadsWhenRecomputed)
+    check(ReadsWhenRecomputed, "zb_v", "1f1b", "interleaved_1f1b")
 
 
 class KeepsMask(Block):
@@ -501,4 +502,4 @@ class ParameterAsBuffer(Stack):
 
 @pytest.mark.parametrize("build", [ReadsKeptMask, ParameterAsBuffer])
 def test_free_tensors_in_unusual_places(check, build):
-    check(build)
+    check(build, *KINDS[::-1])

@@ -13,6 +13,7 @@ from zoo_modules import WIDTH
 from zoo_modules import Stack as Blocks
 
 import shardwright.torch as sw
+from choices import in_every_run
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2}
@@ -175,7 +176,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name",
+    in_every_run(
+        WRITERS, ["a metric", "a global", "an attribute of a trainer", "behind a decorator", "a large one"]
+    ),
+)
 def test_variables_of_a_script_cannot_be_written_on_one_rank(name):
     def job() -> None:
         _, _, model = start(Stack, CONFIG)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sharded import QUIET, Net, batches, loss_of, on_hosts, plain_training, sharded_training
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 # The largest parameters have 1024 elements, all together some 11 000.
@@ -61,12 +62,12 @@ def trains_the_same(model: nn.Module, loss: Any, settings: dict[str, Any], *, st
 @pytest.mark.parametrize(
     ("ranks_per_host", "degree", "microbatches", "ddp_dist_backend"),
     [
-        (1, 2, 1, "auto"),
+        in_sweep(1, 2, 1, "auto"),
         (1, 4, 2, "auto"),
-        (2, 4, 1, "auto"),
+        in_sweep(2, 4, 1, "auto"),
         (2, 4, 2, "auto"),
         (3, 4, 1, "auto"),
-        (1, 4, 2, "gloo"),
+        in_sweep(1, 4, 2, "gloo"),
         (2, 2, 1, "gloo"),
     ],
 )
@@ -89,7 +90,7 @@ def test_few_at_once(ranks_per_host, degree, microbatches, ddp_dist_backend):
 
 @pytest.mark.parametrize(
     ("pipeline", "checkpointing"),
-    [("1f1b", "none"), ("interleaved", "full"), ("zb_h1", "full"), ("zb_v", "none")],
+    [("1f1b", "none"), in_sweep("interleaved", "full"), ("zb_h1", "full"), in_sweep("zb_v", "none")],
 )
 def test_few_at_once_over_stages(pipeline, checkpointing):
     settings = {

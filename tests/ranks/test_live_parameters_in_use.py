@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,12 +13,20 @@ from test_live_parameters import start, trains_the_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 # A bound that few parameters fit in, and one that is not reached.
 BOUNDS = [600, 10**9]
-pytestmark = pytest.mark.parametrize("most", BOUNDS)
+with_bounds = pytest.mark.parametrize("most", BOUNDS)
+
+
+def with_few(name: str, values: list[Any]) -> Any:
+    """Each value with the first bound, one with the other; the rest is in the sweep."""
+    few = [(value, 600) for value in values] + [(values[0], 10**9)]
+    rest = [in_sweep(value, 10**9) for value in values[1:]]
+    return pytest.mark.parametrize((name, "most"), [*few, *rest])
 
 
 class Mixed(nn.Module):
@@ -47,7 +56,7 @@ def mixed(most, microbatches):
     trains_the_same(Mixed(), loss_of, {"sdp_max_live_parameters": most, "microbatches": microbatches})
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@with_few("microbatches", [1, 2])
 def test_parameters_are_saved_as_they_are(most, microbatches):
     run_ranks(mixed, 2, most, microbatches)
 
@@ -75,6 +84,7 @@ def mixed_over_stages(most, pipeline):
         plain_updates.step()
 
 
+@with_bounds
 @pytest.mark.parametrize("pipeline", ["zb_h1"])
 def test_parameters_are_saved_as_they_are_over_stages(most, pipeline):
     run_ranks(mixed_over_stages, 4, most, pipeline)
@@ -111,6 +121,7 @@ def forces(most):
         torch.testing.assert_close(wrapped(x), plain(x))
 
 
+@with_bounds
 def test_a_forward_that_differentiates_in_an_evaluation(most):
     run_ranks(forces, 2, most)
 
@@ -142,7 +153,7 @@ def from_a_list(most, way):
     trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
 
 
-@pytest.mark.parametrize("way", ["function", "reentrant", "not reentrant"])
+@with_few("way", ["function", "reentrant", "not reentrant"])
 def test_functions_that_get_a_parameter_from_a_list(most, way):
     run_ranks(from_a_list, 2, most, way)
 
@@ -192,9 +203,9 @@ def fails_and_goes_on(most, where, every):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("every", [False, True])
-def test_a_step_after_one_that_failed(most, where, every):
+@with_few("failing", list(product(["forward", "backward"], [False, True])))
+def test_a_step_after_one_that_failed(most, failing):
+    where, every = failing
     run_ranks(fails_and_goes_on, 2, most, where, every)
 
 
@@ -221,6 +232,7 @@ def complex_numbers(most):
     trains_the_same(model, loss_of, {"sdp_max_live_parameters": most})
 
 
+@with_bounds
 def test_complex_parameters(most):
     run_ranks(complex_numbers, 2, most)
 
@@ -251,7 +263,7 @@ def under_autocast(most, around):
         torch.testing.assert_close(found.float(), expected.detach().float(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("around", [False, True])
+@with_few("around", [False, True])
 def test_autocast(most, around):
     run_ranks(under_autocast, 2, most, around)
 
@@ -266,6 +278,7 @@ def transforms(most):
     trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
 
 
+@with_bounds
 def test_transforms_of_functions(most):
     if most == 10**9:
         run_ranks(transforms, 2, most)
@@ -295,6 +308,7 @@ def asks_for_the_state(most):
             torch.testing.assert_close(full, state[name])
 
 
+@with_bounds
 def test_the_state_inside_of_a_step(most):
     run_ranks(asks_for_the_state, 2, most)
 
@@ -316,6 +330,7 @@ def keeps_a_graph(most):
         train(model, x)
 
 
+@with_bounds
 def test_a_graph_that_is_kept_over_a_step(most):
     if most == 10**9:
         run_ranks(keeps_a_graph, 2, most)

@@ -10,7 +10,7 @@ from torch import nn
 from shardwright.testing import run_ranks
 
 MIB = 2**20
-WIDTH, ROWS = 1024, 4096  # what a linear layer gives back for a microbatch: 16 MiB
+WIDTH, ROWS = 128, 32768  # what a linear layer gives back for a microbatch: 16 MiB
 STAGES = 2
 
 

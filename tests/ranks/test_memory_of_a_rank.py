@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from choices import some_combinations
+from choices import in_sweep, some_combinations
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -73,18 +73,18 @@ def microbatches_alive(kind, num_microbatches):
     return Alive.most, in_flight(schedule)[context().pipeline_rank]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [in_sweep(2), 3, in_sweep(4)])
 def test_1f1b_holds_no_more_microbatches_than_stages_follow(ranks):
     found = run_ranks(microbatches_alive, ranks, "1f1b", 8)
     assert [most for most, _ in found] == [ranks - stage for stage in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [in_sweep(2), 3, in_sweep(4)])
 def test_gpipe_holds_all_microbatches(ranks):
     assert [most for most, _ in run_ranks(microbatches_alive, ranks, "gpipe", 8)] == [8] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [in_sweep(2), 3, in_sweep(4)])
 def test_zb_h1_holds_no_more_than_1f1b_on_its_first_rank(ranks):
     """Inputs of linear layers are kept until the gradients of the weights are computed, and no longer."""
     found = run_ranks(microbatches_alive, ranks, "zb_h1", 8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -330,7 +331,7 @@ def test_what_has_values_keeps_them():
     assert run_ranks(run, 2) == [True, None]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", in_sweep("gpt2")])
 def test_a_transformer(name):
     """Values as `_init_weights` of the library makes them: rotary tables, scaled projections, ties."""
     pytest.importorskip("transformers")

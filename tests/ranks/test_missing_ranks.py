@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
@@ -92,7 +93,7 @@ def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
     assert said[elsewhere] in first.cause
 
 
-@pytest.mark.parametrize("missing", [1, 3])
+@pytest.mark.parametrize("missing", [in_sweep(1), 3])
 def test_ranks_that_share_parameters(missing):
     """Two stages on two replicas that share parameters: all four have to come."""
 

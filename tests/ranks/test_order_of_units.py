@@ -8,6 +8,7 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH, Block
 
 import shardwright.torch as sw
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 
@@ -37,13 +38,19 @@ def with_a_bucket_for_each_parameter(recipe, cases):
     return differences_by_case(recipe, cases)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_replicas_and_ties_in_another_order(tied):
+@pytest.mark.parametrize(
+    ("tied", "kinds"),
+    [
+        (False, ("1f1b",)),
+        (True, ("zb_v",)),
+        in_sweep(False, ("interleaved_1f1b", "zb_v")),
+        in_sweep(True, ("1f1b", "interleaved_1f1b")),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_replicas_and_ties_in_another_order(tied, kinds):
     recipe = Recipe(build=lambda: EitherWay(tied=tied), batch=features, loss=classify)
     iterations = (Iteration(), Iteration(length=13), Iteration())
     settings = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2}
-    cases = {
-        kind: Case(config={**settings, "pipeline": kind}, iterations=iterations)
-        for kind in ("1f1b", "interleaved_1f1b", "zb_v")
-    }
+    cases = {kind: Case(config={**settings, "pipeline": kind}, iterations=iterations) for kind in kinds}
     assert run_ranks(with_a_bucket_for_each_parameter, 4, recipe, cases, timeout_s=60) == [{}] * 4

@@ -8,6 +8,7 @@ import torch
 from sharded import QUIET, Net, batches, loss_of, on_hosts
 from torch import Tensor
 
+from choices import in_sweep
 from shardwright.testing import run_ranks_outcomes
 
 TIMEOUT_S = 3
@@ -45,14 +46,15 @@ def out_of_step(ranks_per_host, degree, *, skips):
     model.state_dict()
 
 
-@pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_host", "degree"),
+    ("num_ranks", "ranks_per_host", "degree", "skips"),
     [
-        (2, 1, 2),
-        (4, 2, 2),
-        pytest.param(2, 4, 2, marks=pytest.mark.sweep),
-        pytest.param(4, 2, 4, marks=pytest.mark.sweep),
+        (2, 1, 2, True),
+        (4, 2, 2, False),
+        in_sweep(2, 1, 2, False),
+        in_sweep(4, 2, 2, True),
+        *(in_sweep(2, 4, 2, skips) for skips in (True, False)),
+        *(in_sweep(4, 2, 4, skips) for skips in (True, False)),
     ],
 )
 def test_a_rank_out_of_step(num_ranks, ranks_per_host, degree, skips):

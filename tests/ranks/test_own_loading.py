@@ -9,6 +9,7 @@ import torch.distributed as dist
 from sharded import QUIET, Net, batches, loss_of, on_hosts, optimizer_of
 from torch import Tensor
 
+from choices import in_sweep
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.draft import TensorPart, add_file, add_tensors
@@ -100,7 +101,9 @@ def save(root: Path, model: Any, updates: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "ranks"), LAYOUTS, ids=lambda v: "+".join(v) if isinstance(v, dict) else v
+    ("before", "ranks"),
+    [*LAYOUTS[:3], in_sweep(*LAYOUTS[3])],
+    ids=lambda v: "+".join(v) if isinstance(v, dict) else v,
 )
 def test_a_layout_goes_on_from_itself_and_another(tmp_path, before, ranks):
     losses, state = run_ranks(training, ranks, before, tmp_path, loads=False)[0]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from sharded import QUIET, Net, batches, loss_of, on_hosts, optimizer_of
 from torch import Tensor
 
+from choices import in_sweep
 from shardwright.checkpoint.tensor_index import Piece, TensorEntry, TensorIndex
 from shardwright.testing import run_ranks
 
@@ -91,14 +92,14 @@ def joined(of_ranks: list[list[Any]]) -> dict[str, Tensor]:
     ("settings", "ranks", "ranks_per_host"),
     [
         ({}, 1, 4),
-        (PIPELINE, 4, 4),
+        in_sweep(PIPELINE, 4, 4),
         (SHARDED, 4, 4),
-        ({"sharded_data_parallel_degree": 4}, 4, 1),
+        in_sweep({"sharded_data_parallel_degree": 4}, 4, 1),
         (SHARED_UPDATES, 2, 4),
-        ({**SHARED_UPDATES, **SHARDED}, 4, 4),
+        in_sweep({**SHARED_UPDATES, **SHARDED}, 4, 4),
         ({**SHARED_UPDATES, **SHARDED}, 4, 1),
         ({**PIPELINE, **SHARDED}, 4, 4),
-        ({**PIPELINE, **SHARED_UPDATES}, 4, 4),
+        in_sweep({**PIPELINE, **SHARED_UPDATES}, 4, 4),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, dict) else str(value),
 )
@@ -120,7 +121,9 @@ def test_every_element_once(settings, ranks, ranks_per_host):
         assert max(sizes) < 1.5 * min(sizes)
 
 
-@pytest.mark.parametrize("settings", [{}, SHARDED, SHARED_UPDATES, {**SHARED_UPDATES, **SHARDED}])
+@pytest.mark.parametrize(
+    "settings", [in_sweep({}), SHARDED, in_sweep(SHARED_UPDATES), {**SHARED_UPDATES, **SHARDED}]
+)
 def test_copies_in_32_bits_are_saved(settings):
     found = run_ranks(parts_after_training, 4, {**settings, "bf16": True}, 4, torch.float32)
     of_model = joined([parts for parts, _, _ in found])

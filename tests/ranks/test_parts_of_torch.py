@@ -8,6 +8,7 @@ from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features, padded
 from zoo_modules import CLASSES, WIDTH, Block, Stack
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 # ---- nn.TransformerEncoder -------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the plain loop makes
-@pytest.mark.parametrize(("norm", "embed"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("norm", "embed"), [(True, True), in_sweep(False, False)])
 def test_evaluations_read_zeros_where_the_input_is_padding(norm, embed):
     recipe = Recipe(build=lambda: ReadsAllPlaces(norm=norm, embed=embed), batch=padded, loss=loss)
     case = Case(iterations=[Iteration(), EVALUATION, Iteration(), EVALUATION])

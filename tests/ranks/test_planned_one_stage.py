@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 
@@ -43,11 +44,10 @@ def train(settings, *, steps=2):
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"data_parallel_degree": 2, "sharded_data_parallel_degree": 2},
-        {"microbatches": 4, "activation_checkpointing": "full"},
+        in_sweep({}, id="replicas"),
+        pytest.param({"data_parallel_degree": 2, "sharded_data_parallel_degree": 2}, id="shared"),
+        pytest.param({"microbatches": 4, "activation_checkpointing": "full"}, id="recomputed"),
     ],
-    ids=["replicas", "shared", "recomputed"],
 )
 def test_the_same_values_with_a_prediction(settings, tmp_path):
     own = {"pipeline_parallel_degree": 1, **settings}

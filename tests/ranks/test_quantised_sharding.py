@@ -6,6 +6,7 @@ import pytest
 import torch
 from sharded import plain_training, sharded_training
 
+from choices import in_sweep
 from shardwright.errors import ConfigError
 from shardwright.testing import run_ranks
 
@@ -23,10 +24,10 @@ def errors_of(folder):
 @pytest.mark.parametrize(
     ("degree", "ranks_per_host", "kinds", "more"),
     [
-        (4, 2, {GRADIENTS}, {}),
-        (4, 2, {GRADIENTS}, EVERY),
+        in_sweep(4, 2, {GRADIENTS}, {}),
+        in_sweep(4, 2, {GRADIENTS}, EVERY),
         (4, 2, {PARAMETERS}, {}),
-        (4, 1, {GRADIENTS, PARAMETERS}, {}),
+        in_sweep(4, 1, {GRADIENTS, PARAMETERS}, {}),
         (4, 3, {GRADIENTS, PARAMETERS}, EVERY),
         (2, 1, {GRADIENTS, PARAMETERS}, {}),
         (2, 2, {GRADIENTS}, EVERY),  # the second hop goes between hosts

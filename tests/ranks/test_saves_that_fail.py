@@ -16,11 +16,11 @@ import torch
 from checkpointed import Dropped, training
 from sharded import QUIET
 
+from choices import in_sweep
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import CheckpointError
 from shardwright.testing import RanksFailedError, run_ranks
 
-NUM_KILLS = 4  # of each of two ranks; tests/unit/checkpoint/test_torn.py has all places
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
 
@@ -304,9 +304,16 @@ def test_states_that_differ_by_rank_come_back_on_the_same_ranks(tmp_path: Path) 
     assert "states that differ by rank (own)" in run_ranks(run, 1, 50, 1)[0][1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(victim: int, tmp_path: Path) -> None:
-    """Two ranks; one is killed before each operation on the disk in turn, and the next run resumes."""
+@pytest.mark.parametrize(
+    ("victim", "kills"), [(0, 3), (1, 2), in_sweep(0, 8), in_sweep(1, 8)], ids=lambda value: str(value)
+)
+def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(
+    victim: int, kills: int, tmp_path: Path
+) -> None:
+    """Two ranks; one is killed before some operations on the disk in turn, and the next run resumes.
+
+    The first and the last are among them; tests/unit/checkpoint/test_torn.py has all places.
+    """
 
     def run(folder: Path, at: int, plan: Path | None = None) -> int:
         import shardwright.torch as sw
@@ -331,7 +338,7 @@ def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(victim: int, tmp_p
 
     total = run_ranks(run, 2, tmp_path / "counted", 10**6)[victim]
     plan = CheckpointFolder(tmp_path / "counted").open().path / "plan.json"
-    for at in sorted({round(i * (total - 1) / (NUM_KILLS - 1)) for i in range(NUM_KILLS)}):
+    for at in sorted({round(i * (total - 1) / (kills - 1)) for i in range(kills)}):
         folder = tmp_path / str(at)
         with pytest.raises(RanksFailedError):
             run_ranks(run, 2, folder, at, plan)

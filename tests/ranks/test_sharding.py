@@ -10,7 +10,7 @@ from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_train
 from sharded import batches as tokens_of
 from torch import Tensor, nn
 
-from choices import some_combinations
+from choices import in_sweep, some_combinations
 from shardwright.errors import ConfigError
 from shardwright.shard_layout import ShardLayout
 from shardwright.testing import RanksFailedError, run_ranks
@@ -36,7 +36,7 @@ def check(ranks: int, settings: dict[str, Any], optimizer: str = "AdamW", **more
 
 
 @pytest.mark.parametrize(
-    ("degree", "ranks_per_host", "microbatches"), some_combinations([2, 4], [4, 3, 2, 1], [1, 2])
+    ("degree", "ranks_per_host", "microbatches"), some_combinations([2, 4], [4, 3, 2, 1], [1, 2], together=1)
 )
 def test_a_degree_on_hosts(degree, ranks_per_host, microbatches):
     settings = {"sharded_data_parallel_degree": degree, "microbatches": microbatches}
@@ -48,14 +48,18 @@ def test_a_degree_on_hosts(degree, ranks_per_host, microbatches):
 
 @pytest.mark.parametrize(
     ("kind", "ranks_per_host"),
-    some_combinations(["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"], [4, 2]),
+    [
+        *(("1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 4)),
+        *(in_sweep(kind, ranks_per_host) for kind in ("gpipe", "zb_h1") for ranks_per_host in (4, 2)),
+        *(in_sweep("1f1b", 4), in_sweep("interleaved_1f1b", 2), in_sweep("zb_v", 2)),
+    ],
 )
 def test_beside_a_pipeline(kind, ranks_per_host):
     found = check(4, {**PIPELINE, "pipeline": kind}, ranks_per_host=ranks_per_host, clip=0.5)
     assert all(names for _, _, _, names in found)
 
 
-@pytest.mark.parametrize("placement", ["spread", "cluster"])
+@pytest.mark.parametrize("placement", ["spread", in_sweep("cluster")])
 def test_shard_groups_that_span_hosts(placement):
     check(4, {**PIPELINE, "placement_strategy": placement, "pipeline": "zb_h1"}, ranks_per_host=2)
 
@@ -69,7 +73,14 @@ REDUCED_OFTEN = (
 )
 
 
-@pytest.mark.parametrize(("settings", "ranks_per_host"), some_combinations(REDUCED_OFTEN, [2, 4]))
+@pytest.mark.parametrize(
+    ("settings", "ranks_per_host"),
+    [
+        *((REDUCED_OFTEN[0], 2), (REDUCED_OFTEN[2], 4), (REDUCED_OFTEN[4], 2)),
+        *(in_sweep(REDUCED_OFTEN[number], 2) for number in (1, 2, 3)),
+        *(in_sweep(REDUCED_OFTEN[number], 4) for number in (0, 1, 3, 4)),
+    ],
+)
 def test_gradients_reduced_in_every_microbatch(settings, ranks_per_host):
     check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
 
@@ -89,7 +100,10 @@ def test_whole_gradients_are_kept_where_memory_allows(limit, wish, expected):
     assert run_ranks(reduces_in_every_backward, 2, limit, wish) == [expected, expected]
 
 
-@pytest.mark.parametrize("settings", [DEGREE_4, DEGREE_2, {**DEGREE_2, **EVERY, "microbatches": 2}, PIPELINE])
+@pytest.mark.parametrize(
+    "settings",
+    [DEGREE_4, in_sweep(DEGREE_2), {**DEGREE_2, **EVERY, "microbatches": 2}, in_sweep(PIPELINE)],
+)
 def test_gloo_by_name(settings):
     check(4, {**settings, "ddp_dist_backend": "gloo"}, clip=0.5)
 
@@ -100,7 +114,7 @@ def test_optimizers(optimizer):
     check(2, DEGREE_2, optimizer, clip=0.5)
 
 
-@pytest.mark.parametrize("settings", [{**DEGREE_2, "shard_optimizer_state": True}, PIPELINE])
+@pytest.mark.parametrize("settings", [{**DEGREE_2, "shard_optimizer_state": True}, in_sweep(PIPELINE)])
 def test_the_optimizer_clips_by_itself(settings):
     expected, _, state = plain_training(clip=0.5)
     for losses, _, own_state, _ in run_ranks(sharded_training, 4, {**settings, "sdp_gradient_clipping": 0.5}):
@@ -247,8 +261,7 @@ def gradients_of(settings, ranks_per_host, freeze=False):
     return found
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("ranks_per_host", [4, 1])
+@pytest.mark.parametrize(("ranks_per_host", "freeze"), some_combinations([4, 1], [False, True]))
 def test_modules_that_keep_lists_of_their_parameters(ranks_per_host, freeze):
     settings = {**DEGREE_2, "sdp_param_persistence_threshold": 0}
     assert run_ranks(gradients_of, 2, settings, ranks_per_host, freeze) == [{}, {}]
@@ -364,7 +377,7 @@ def test_a_rank_keeps_its_part_of_the_state(degree):
 
 
 @pytest.mark.parametrize(
-    ("degree", "shares_updates", "bf16"), some_combinations([1, 2], [False, True], [False, True])
+    ("degree", "shares_updates", "bf16"), some_combinations([1, 2], [False, True], [False, True], together=1)
 )
 def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, shares_updates, bf16):
     settings = {

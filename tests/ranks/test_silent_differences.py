@@ -15,6 +15,7 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH, Block
 from zoo_modules import Stack as Blocks
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
@@ -60,8 +61,15 @@ def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Modu
     return build
 
 
-@pytest.mark.parametrize("config", [CONFIG, V], ids=["", "V"])
-@pytest.mark.parametrize("block", [SkipsItself, SkipsWithoutLongRows])
+@pytest.mark.parametrize(
+    ("block", "config"),
+    [
+        (SkipsItself, CONFIG),
+        (SkipsWithoutLongRows, V),
+        in_sweep(SkipsItself, V),
+        in_sweep(SkipsWithoutLongRows, CONFIG),
+    ],
+)
 def test_blocks_that_skip_themselves_at_the_end_of_a_stage(block, config):
     """The next stage was given the argument of a block that gave it back in the trace, always."""
     recipe = Recipe(build=stack_of(block), batch=features, loss=classify)
@@ -218,9 +226,9 @@ class ReadsBuffersOfItsHead(Blocks):
     [
         (WritesIntoItsHead, CONFIG),
         (ReadsBuffersOfItsHead, CONFIG),
-        (BuffersUnderOtherNames, CONFIG),
+        in_sweep(BuffersUnderOtherNames, CONFIG),
         (BuffersUnderOtherNames, V),
-        (CodebookThatIsWrittenAlone, CONFIG),
+        in_sweep(CodebookThatIsWrittenAlone, CONFIG),
         (CodebookThatIsWrittenAlone, V),
         (MomentumEncoder, CONFIG),  # what is between the change and its last user is one stage
     ],
@@ -325,7 +333,14 @@ def train_a_probe(
     return found
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}, {"pipeline": "zb_h1"}], ids=["", "V", "zb_h1"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        in_sweep({}, id=""),
+        pytest.param({"pipeline": "zb_v"}, id="V"),
+        in_sweep({"pipeline": "zb_h1"}, id="zb_h1"),
+    ],
+)
 def test_what_a_unit_detaches_has_no_gradient(config):
     """It had zeros, so that AdamW made the weights behind it smaller."""
     assert run_ranks(train_a_probe, 2, torch.optim.AdamW, config) == [[], []]
@@ -515,7 +530,7 @@ def mix_up(config: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}], ids=["", "V"])
+@pytest.mark.parametrize("config", [in_sweep({}, id=""), pytest.param({"pipeline": "zb_v"}, id="V")])
 def test_samples_are_mixed_by_numbers_of_python_and_numpy(config):
     assert run_ranks(mix_up, 2, config) == [[], []]
 
@@ -619,7 +634,7 @@ class FrozenForAWhile(Blocks):
         return trained + frozen
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_h1"])
 def test_parameters_that_are_frozen_for_a_part_of_the_step(kind):
     """The gradients of weights that were put off went by what was trained at the end of the forward."""
     recipe = Recipe(build=FrozenForAWhile, batch=features, loss=classify)

@@ -14,7 +14,7 @@ from zoo import classify, features
 from zoo_modules import WIDTH
 from zoo_modules import Stack as Blocks
 
-from choices import some_combinations
+from choices import in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 
@@ -251,7 +251,7 @@ class Codebook(Blocks):
         return self.head(x)
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), in_sweep(4, 2)])
 def test_replicas_go_on_with_the_buffers_of_the_first(num_ranks, stages):
     """Each had its own, which drifted apart while the parameters that read them were averaged."""
     config = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": stages}

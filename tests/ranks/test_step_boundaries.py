@@ -22,7 +22,10 @@ class SkipsTheBlocks(Stack):
 @pytest.mark.parametrize(
     ("config", "is_leaf", "frozen"),
     some_combinations(
-        [{}, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}], [True, False], [True, False]
+        [{}, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}],
+        [True, False],
+        [True, False],
+        together=1,
     ),
 )
 def test_the_gradient_of_an_input_is_that_of_all_stages(config, is_leaf, frozen):

@@ -2,11 +2,13 @@
 
 Each call of `run_ranks` runs its cases one after the other in the same processes, with a fresh model each.
 Models take turns at the schedules; all of them with everything are left to the sweep at the end of this file.
+What other tests say of several schedules or models, those that are quick to trace show in every run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,11 +16,11 @@ import torch
 import zoo_modules
 from torch import Tensor, nn
 from transparency import EVALUATION, TOO_SMALL, Case, Iteration, Recipe, differences_by_case
-from zoo import TRANSFORMERS, ZOO, classify, features
+from zoo import ZOO, classify, features
 from zoo_modules import AddsToViews, ChangesWhatAnotherStageReads
 
 import shardwright.torch as sw
-from choices import some_combinations
+from choices import in_every_run, in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -47,44 +49,50 @@ def case(settings: Mapping[str, Any] | None = None, *, microbatches: int = 4, **
     return Case(config=config, **more)
 
 
-def kinds_of(name: str, names: Sequence[str], *, num_kinds: int) -> list[str]:
-    """Some schedules, other ones for each model of a test; together the models run all."""
-    kinds, first = list(SCHEDULES), list(names).index(name) * num_kinds
-    return [kinds[number % len(kinds)] for number in range(first, first + num_kinds)]
-
-
 def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> None:
     env = {"TRANSFORMERS_VERBOSITY": "error"}
     found = run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=120, env=env)
     assert found == [{}] * num_ranks
 
 
-@pytest.mark.parametrize("name", ZOO)
+# Other tests of this file train them over stages, and compare them with one process, in every run.
+TRAINED_ELSEWHERE = (
+    *("MLP", "ResNet", "3-D U-Net", "calls one module twice", "tied embeddings", "returns a dictionary"),
+    *("parameters in glue", "fills one tensor", "two towers", "recomputes", "unused parameters"),
+    *("buffers in glue", "GPT-NeoX", "Llama", "T5"),
+)
+
+
+@pytest.mark.parametrize("name", in_every_run(ZOO, [name for name in ZOO if name not in TRAINED_ELSEWHERE]))
 def test_every_model_trains_over_two_stages(name):
+    """Each schedule has 4 microbatches of some models, and 6 of others."""
     number = list(ZOO).index(name)
     kind = ("auto", *SCHEDULES)[number % 6]
-    check(ZOO[name], {kind: case(SCHEDULES.get(kind), iterations=UNEVEN)})
+    microbatches = 4 + 2 * (number // 6 % 2)
+    check(ZOO[name], {kind: case(SCHEDULES.get(kind), microbatches=microbatches, iterations=UNEVEN)})
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("GPT-NeoX", marks=pytest.mark.sweep), "3-D U-Net", "calls one module twice"]
-)
+@pytest.mark.parametrize("name", [in_sweep("GPT-NeoX"), in_sweep("3-D U-Net"), "calls one module twice"])
 def test_costs_may_be_measured(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     measured = case({"profile": "measured"})
     check(ZOO[name], {"measured": measured, "from the cache": measured})
 
 
-FOUR_STAGES = ("tied embeddings", "3-D U-Net", "two towers")
-
-
-@pytest.mark.parametrize("name", FOUR_STAGES)
-def test_every_schedule_runs_four_stages(name):
-    kinds = kinds_of(name, FOUR_STAGES, num_kinds=2)
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("tied embeddings", ("gpipe", "interleaved_1f1b")),
+        ("two towers", ("1f1b", "zb_h1", "zb_v")),
+        in_sweep("3-D U-Net", ("interleaved_1f1b", "zb_h1")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_every_schedule_runs_four_stages(name, kinds):
     check(ZOO[name], {kind: case(SCHEDULES[kind]) for kind in kinds}, num_ranks=4)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("interleaved_1f1b", marks=pytest.mark.sweep), "zb_v"])
+@pytest.mark.parametrize("kind", [in_sweep("interleaved_1f1b"), "zb_v"])
 def test_an_encoder_decoder_runs_over_eight_stages(kind):
     check(ZOO["T5"], {kind: case(SCHEDULES[kind])}, num_ranks=4)
 
@@ -102,10 +110,11 @@ MORE_MICROBATCHES = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MORE_MICROBATCHES)
 def test_every_schedule_runs_more_microbatches(name):
-    kinds = kinds_of(name, MORE_MICROBATCHES, num_kinds=2)
-    check(ZOO[name], {kind: case(SCHEDULES[kind], microbatches=6) for kind in kinds})
+    """What changes in place and what glue keeps; above, other models do in every run."""
+    check(ZOO[name], {kind: case(SCHEDULES[kind], microbatches=6) for kind in SCHEDULES})
 
 
 def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
@@ -120,7 +129,14 @@ def test_what_the_model_recomputes_itself_is_recomputed_once():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), some_combinations(["recomputes", "GPT-2, recomputed"], ["gpipe", "1f1b"])
+    ("name", "kind"),
+    [
+        ("recomputes", "gpipe"),
+        *(
+            in_sweep(*each)
+            for each in (("recomputes", "1f1b"), *product(["GPT-2, recomputed"], ["gpipe", "1f1b"]))
+        ),
+    ],
 )
 def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training(name, kind):
     """It planned cuts inside of what is recomputed as one, and the first step of training was refused."""
@@ -128,19 +144,34 @@ def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), some_combinations(["GPT-2", "Llama"], ["interleaved_1f1b", "zb_v"])
+    ("name", "kind"),
+    [
+        ("Llama", "zb_v"),
+        *(
+            in_sweep(*each)
+            for each in (("Llama", "interleaved_1f1b"), *product(["GPT-2"], ["interleaved_1f1b", "zb_v"]))
+        ),
+    ],
 )
 def test_hidden_states_of_every_layer(name, kind):
     check(replace(ZOO[name], loss=with_hidden_states), {kind: case(SCHEDULES[kind])})
 
 
-REPLICATED = ("tied embeddings", "unused parameters", "GPT-2", "ResNet", "parameters in glue")
-
-
-@pytest.mark.parametrize("name", REPLICATED)
-def test_replicas_average_their_gradients(name):
-    """Those of a large model in one schedule."""
-    kinds = kinds_of(name, REPLICATED, num_kinds=2)[: 1 if name in TRANSFORMERS else 2]
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("tied embeddings", ("interleaved_1f1b", "zb_v")),
+        ("unused parameters", ("gpipe",)),
+        ("ResNet", ("zb_h1",)),
+        ("parameters in glue", ("1f1b",)),
+        in_sweep("GPT-2", ("zb_v",)),
+        in_sweep("unused parameters", ("interleaved_1f1b", "zb_h1")),
+        in_sweep("ResNet", ("1f1b", "interleaved_1f1b")),
+        in_sweep("parameters in glue", ("zb_h1", "zb_v")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_replicas_average_their_gradients(name, kinds):
     config = {"pipeline_parallel_degree": 2}
     cases = {kind: case({**SCHEDULES[kind], **config}, iterations=UNEVEN) for kind in kinds}
     check(ZOO[name], cases, num_ranks=4)
@@ -172,7 +203,7 @@ def test_units_may_change_the_views_that_they_get(kind):
     check(Recipe(build=AddsToViews, batch=features, loss=classify), {kind: case(SCHEDULES[kind])})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_every_run(KINDS, ["zb_v"]))
 def test_evaluation_reads_the_buffers_that_glue_changed(kind):
     iterations = (Iteration(), EVALUATION, Iteration(batch_size=7))
     check(ZOO["buffers in glue"], {kind: case(SCHEDULES[kind], iterations=iterations)})
@@ -217,7 +248,17 @@ def test_too_few_pieces_are_left_where_everything_must_share_a_stage(build):
 
 
 @pytest.mark.parametrize(
-    ("kind", "then"), some_combinations(list(SCHEDULES), [EVALUATION, Iteration(batch_size=7)])
+    ("kind", "then"),
+    [
+        ("interleaved_1f1b", EVALUATION),
+        ("zb_v", Iteration(batch_size=7)),
+        *(
+            in_sweep(*each)
+            for each in product(("gpipe", "1f1b", "zb_h1"), (EVALUATION, Iteration(batch_size=7)))
+        ),
+        in_sweep("interleaved_1f1b", Iteration(batch_size=7)),
+        in_sweep("zb_v", EVALUATION),
+    ],
 )
 def test_several_groups_share_their_stages_in_every_schedule(kind, then):
     recipe = Recipe(build=zoo_modules.SharesAStage, batch=features, loss=classify)
@@ -254,7 +295,16 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(build):
     assert "zoo_modules.py:" in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "kind"), some_combinations(["Llama", "fills one tensor", "ResNet"], KINDS))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fills one tensor", "1f1b"),
+        ("ResNet", "zb_v"),
+        *(in_sweep("Llama", kind) for kind in KINDS),
+        *(in_sweep("fills one tensor", kind) for kind in KINDS if kind != "1f1b"),
+        *(in_sweep("ResNet", kind) for kind in KINDS if kind != "zb_v"),
+    ],
+)
 def test_evaluation_in_inference_mode(name, kind):
     around, inside = Iteration(train=False, inference="around"), Iteration(train=False, inference="inside")
     check(ZOO[name], {kind: case(SCHEDULES[kind], iterations=(around, Iteration(), inside, around))})
@@ -280,6 +330,7 @@ def test_what_scripts_do(script, name):
     check(ZOO[name], {script: SCRIPTS[script]})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("script", ["evaluation of another size", "gradients of two steps"])
 def test_what_scripts_do_with_a_large_model(script):
     check(ZOO["T5"], {script: SCRIPTS[script]})
@@ -292,9 +343,7 @@ def test_gradients_of_two_steps_are_averaged_over_replicas():
         check(ZOO["MLP"], {"replicas": replace(script, config=config)}, num_ranks=2 * degree)
 
 
-@pytest.mark.parametrize(
-    "name", ["GPT-NeoX", pytest.param("T5", marks=pytest.mark.sweep), "ResNet", "parameters in glue"]
-)
+@pytest.mark.parametrize("name", ["GPT-NeoX", in_sweep("T5"), in_sweep("ResNet"), "parameters in glue"])
 def test_autocast_around_the_model_call(name):
     recipe = replace(ZOO[name], dtype=torch.float32)
     check(recipe, {"bfloat16": case(autocast=torch.bfloat16, tolerance=2e-2)})
@@ -306,9 +355,22 @@ FROZEN: dict[str, tuple[str, ...]] = {
     "3-D U-Net": ("down",),
     "MLP": ("0", "2", "4"),
 }
+FROZEN_IN = {
+    "1f1b": "returns a dictionary",
+    "interleaved_1f1b": "3-D U-Net",
+    "zb_h1": "MLP",
+    "zb_v": "GPT-NeoX",
+    "gpipe": "MLP",
+}
 
 
-@pytest.mark.parametrize(("name", "kind"), some_combinations(list(FROZEN), list(SCHEDULES)))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind) if FROZEN_IN.get(kind) == name else in_sweep(name, kind)
+        for name, kind in product(FROZEN, SCHEDULES)
+    ],
+)
 def test_the_first_stage_may_be_frozen(name, kind):
     check(ZOO[name], {kind: case(SCHEDULES[kind], frozen=FROZEN[name])})
 

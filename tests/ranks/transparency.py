@@ -87,7 +87,7 @@ class Case:
         tolerance: replaces that of the recipe.
     """
 
-    config: Mapping[str, Any] = field(default_factory=lambda: {"microbatches": 4})
+    config: Mapping[str, Any] = field(default_factory=lambda: {"microbatches": 4, "profile": "estimated"})
     iterations: Sequence[Iteration] = (Iteration(), Iteration())
     frozen: tuple[str, ...] = ()
     plain_backward: bool = False

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.checkpoints import save, values
+from choices import in_sweep
 from dying import die, in_child
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
@@ -39,32 +40,32 @@ def _operations(root: Path, **keep: int) -> list[str]:
     return counted.operations
 
 
-def test_every_operation_of_a_save_is_a_place_todie(tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [(), in_sweep((1,)), (1, 2)], ids=len)
+def test_every_operation_of_a_save_is_a_place_todie(earlier: tuple[int, ...], tmp_path: Path) -> None:
     """Killed at each write, fsync, rename and removal, in a first save and in later ones: old or new."""
     cases = 0
-    for earlier in ((), (1,), (1, 2)):
-        shape = tmp_path / f"shape-{len(earlier)}"
+    shape = tmp_path / f"shape-{len(earlier)}"
+    for step in earlier:
+        save(shape, step)
+    operations = _operations(shape, keep=2)
+    assert {"write", "fsync", "rename", "create", "mkdir"} <= set(operations)
+    for at in range(len(operations) + 1):
+        root = tmp_path / f"{len(earlier)}-{at}"
         for step in earlier:
-            save(shape, step)
-        operations = _operations(shape, keep=2)
-        assert {"write", "fsync", "rename", "create", "mkdir"} <= set(operations)
-        for at in range(len(operations) + 1):
-            root = tmp_path / f"{len(earlier)}-{at}"
-            for step in earlier:
-                save(root, step)
-            disk = Disk(_Counted(at, die))
-            ended = in_child(lambda root=root, disk=disk: save(root, 9, keep=2, disk=disk))  # type: ignore[misc]
-            assert ended == (signal.SIGKILL if at < len(operations) else 0)
-            commits = [commit.step for commit in CheckpointFolder(root).commits()]
-            assert commits in ([*earlier], [*earlier, 9], [*earlier, 9][-2:])
-            if commits:
-                assert values(root) == {float(commits[-1])}
-            save(root, 10, keep=2)  # the next run saves, and clears what was left
-            assert values(root) == {10.0}
-            folders = {path.name for path in root.iterdir()} - {"COMMITTED"}
-            assert folders == {commit.name for commit in CheckpointFolder(root).commits()}
-            cases += 1
-    assert cases >= 50
+            save(root, step)
+        disk = Disk(_Counted(at, die))
+        ended = in_child(lambda root=root, disk=disk: save(root, 9, keep=2, disk=disk))  # type: ignore[misc]
+        assert ended == (signal.SIGKILL if at < len(operations) else 0)
+        commits = [commit.step for commit in CheckpointFolder(root).commits()]
+        assert commits in ([*earlier], [*earlier, 9], [*earlier, 9][-2:])
+        if commits:
+            assert values(root) == {float(commits[-1])}
+        save(root, 10, keep=2)  # the next run saves, and clears what was left
+        assert values(root) == {10.0}
+        folders = {path.name for path in root.iterdir()} - {"COMMITTED"}
+        assert folders == {commit.name for commit in CheckpointFolder(root).commits()}
+        cases += 1
+    assert cases >= 15
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
