@@ -42,7 +42,7 @@ def server_pid() -> int:
     return pid
 
 
-def test_how_long_a_call_takes(record_property):
+def test_how_long_a_call_takes():
     run_ranks(lambda: None, 1)
     for num_ranks in (1, 2, 4, 8):
         seconds = []
@@ -50,7 +50,6 @@ def test_how_long_a_call_takes(record_property):
             before_s = time.perf_counter()
             run_ranks(dist.barrier, num_ranks)
             seconds.append(time.perf_counter() - before_s)
-        record_property(f"seconds_{num_ranks}_ranks", f"{min(seconds):.3f}")
         print(f"{num_ranks} ranks: {min(seconds):.3f} to {max(seconds):.3f} s a call")
         assert min(seconds) < 3.0  # ten times what it takes: this must not fail on a busy machine
 

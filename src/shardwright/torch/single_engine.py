@@ -1,5 +1,6 @@
 """Runs step functions where a rank has the whole model: as they are, microbatch by microbatch."""
 
+import logging
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -22,12 +23,15 @@ from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
 from shardwright.torch.replica_buffers import ReplicaBuffers
+from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
     from shardwright.torch.planning import Planner
 
 __all__ = ["SingleEngine"]
+
+log = logging.getLogger(__name__)
 
 
 class SingleEngine:
@@ -47,6 +51,8 @@ class SingleEngine:
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        if planner is None:
+            _point_out_unused_limit(context)
         if context.data_group is not None:
             self._share(context.data_group)
 
@@ -168,6 +174,17 @@ class SingleEngine:
 def _schedule(num_microbatches: int) -> Schedule:
     """The order in which a plain loop works, as a schedule of one stage."""
     return build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
+
+
+def _point_out_unused_limit(context: Context) -> None:
+    """Says that nothing keeps to a limit for which nothing is planned."""
+    limit = context.config.memory_limit
+    if limit is not None and context.plan is None and context.mesh.shard == 1 and context.rank == 0:
+        log.warning(
+            "memory_limit is %s, but nothing is planned where each rank has the whole model, so that nothing "
+            "keeps to it. Set plan_one_stage to have it checked.",
+            format_bytes(limit),
+        )
 
 
 class _Plain:

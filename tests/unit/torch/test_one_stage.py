@@ -149,3 +149,11 @@ def test_the_timeline_of_a_loop(tmp_path: Path) -> None:
     looked = [event for event in events if event["name"] == MEMORY_IN_USE]
     assert len(looked) == 4
     assert all(event["args"]["bytes"] > 2**20 for event in looked)
+
+
+def test_a_limit_that_nothing_keeps_to_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A run went on with a limit of 1000 bytes, without a word."""
+    sw.init({"memory_limit": 1000, "run_dir": "off"})
+    train(sw.DistributedModel(build()))
+    (told,) = (text for text in caplog.messages if "memory_limit" in text)
+    assert "Set plan_one_stage to have it checked" in told
