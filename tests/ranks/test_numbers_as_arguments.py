@@ -61,6 +61,47 @@ def asks_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
     return loss, None
 
 
+def asks_for_its_type(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    loss = loss_of(model, x, y)
+    if type(step) is int:
+        loss = loss * 2
+    model.backward(loss)
+    return loss, None
+
+
+def divides(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    try:
+        weight = 1 / (step - 6)
+    except ZeroDivisionError:
+        weight = None
+    loss = loss_of(model, x, y)
+    if weight is None:
+        loss = loss * 2
+    model.backward(loss)
+    return loss, None
+
+
+def catches_everything(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    try:
+        rate = RATES[step]
+    except:  # noqa: E722
+        rate = 3.0
+    loss = loss_of(model, x, y) * rate
+    model.backward(loss)
+    return loss, None
+
+
+def reads_an_array_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
+    """That rank cannot follow what it read, and traces each microbatch; the other would not have to."""
+    import shardwright.torch as sw
+
+    if sw.rank() == 0:
+        shown.append(str(x.numpy().sum()))
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return loss, None
+
+
 def train(function: Callable[..., Any], *, reads_values: bool, **settings: Any) -> Any:
     """The results of each step, and in which of them anything was traced."""
     import shardwright.torch as sw
@@ -108,6 +149,10 @@ EVERY = list(range(1, STEPS))
         (weighs, False, EVERY),
         pytest.param(looks_up, False, EVERY, marks=pytest.mark.sweep),
         (asks_on_one_rank, True, [1, 3, 7, 11]),
+        (asks_for_its_type, False, EVERY),
+        (divides, False, [1, 6]),
+        (catches_everything, True, EVERY),
+        (reads_an_array_on_one_rank, True, [0, *EVERY]),
     ],
     ids=lambda item: getattr(item, "__name__", None),
 )

@@ -417,7 +417,7 @@ class PipelineEngine:
                 is_known = not self._agreement.on_any(not is_known)
             if known is not None and is_known:
                 trace, numbers = known.trace, None
-            elif watched := self._programs.watches_numbers(part, circumstances):
+            elif watched := self._watches_numbers(part, circumstances, together=together):
                 trace, numbers = self._trace_watching_numbers(function, part, together=together)
             else:
                 trace, numbers = self._trace(function, part), None
@@ -476,17 +476,27 @@ class PipelineEngine:
         def agree_on_end(end: float) -> float:
             nonlocal asked
             asked = True
-            if together and self._agreement.on_any(False):
-                raise NumberMatters  # to another rank
+            if together and self._agreement.on_any(reads.matter):
+                raise NumberMatters  # here, or to another rank
             return self._agreement.on_end(end)
 
+        general: Trace | None = None
         try:
-            trace = self._trace(function, part, agree_on_end=agree_on_end, numbers=reads)
+            general = self._trace(function, part, agree_on_end=agree_on_end, numbers=reads)
         except (NumberMatters, Exception):  # what is no number of Python's own may fail elsewhere
             if together and not asked:
                 self._agreement.on_any(True)
-            return self._trace(function, part), None
-        return trace, reads.path()
+        numbers = reads.path()
+        trace = self._trace(function, part)
+        # Some code asks for the type of a number: it must not have made a difference.
+        same = general is not None and not reads.matter and general.digest == trace.digest
+        if together:
+            same = not self._agreement.on_any(not same)
+        return trace, numbers if same else None
+
+    def _watches_numbers(self, part: Arguments, circumstances: Hashable, *, together: bool) -> bool:
+        watches = self._programs.watches_numbers(part, circumstances)
+        return not self._agreement.on_any(not watches) if together else watches
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
         """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""

@@ -14,7 +14,7 @@ from shardwright.torch.path import Path
 from shardwright.torch.program import Program
 from shardwright.torch.recording import Trace
 from shardwright.torch.tree import flatten, leaves
-from shardwright.torch.watched_numbers import NumberPath, is_number
+from shardwright.torch.watched_numbers import NumberPath, numbers_among
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def signature_of(part: Arguments, *, but_numbers: bool = False) -> Hashable:
     """
     items, structure = flatten(part)
     if but_numbers:
-        items = [type(item) if is_number(item) else item for item in items]
+        numbers = numbers_among(items, structure)
+        items = [type(item) if number else item for item, number in zip(items, numbers, strict=True)]
     return structure.key, tuple(_signature_of_leaf(item) for item in items)
 
 
@@ -144,7 +145,7 @@ class ProgramCache:
         Not at first, when nobody knows whether there will be others; and not where it was mostly in vain.
         """
         seen = self._numbers.get((signature_of(part, but_numbers=True), circumstances))
-        numbers = tuple(map(repr, filter(is_number, leaves(part))))
+        numbers = _numbers_of(part)
         if seen is None or not numbers or seen.traced.keys() <= {numbers}:
             return False
         return seen.num_watched < _TRIED_IN_VAIN + 2 * seen.num_general
@@ -195,7 +196,7 @@ class ProgramCache:
 
     def _note_numbers(self, seen: _NumbersSeen, part: Arguments, signature: Hashable, where: str) -> None:
         """Bounds the programs for microbatches that differ in numbers alone, and tells of them."""
-        numbers = tuple(map(repr, filter(is_number, leaves(part))))
+        numbers = _numbers_of(part)
         if not numbers or numbers in seen.traced:
             return
         seen.traced[numbers] = signature
@@ -214,6 +215,13 @@ class ProgramCache:
                 _NUMBERS_TOLD,
                 ", ".join(changed),
             )
+
+
+def _numbers_of(part: Arguments) -> tuple[str, ...]:
+    items, structure = flatten(part)
+    return tuple(
+        repr(item) for item, number in zip(items, numbers_among(items, structure), strict=True) if number
+    )
 
 
 def _find(entries: dict[Hashable, list[_Entry]], signature: Hashable, part: Arguments) -> Program | None:

@@ -145,7 +145,7 @@ class _Run:
         # On copies: a step function that changes its batch in place must find it unchanged when it runs.
         copies = [_copy(item) if is_batch_tensor(item) else item for item in items]
         if self.numbers is not None:
-            copies = self.numbers.watched(copies)
+            copies = self.numbers.watched(copies, structure)
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)

@@ -48,6 +48,16 @@ class Structure:
             (name, *path) for name, child in zip(names, self.children, strict=True) for path in child.paths()
         ]
 
+    def in_plain_containers(self) -> list[bool]:
+        """Of each leaf, whether nothing but tuples, lists and dictionaries is around it.
+
+        Other containers may keep more of a leaf than the leaf itself: what a dataclass has computed of it.
+        """
+        if self._kind == "leaf":
+            return [True]
+        found = [plain for child in self.children for plain in child.in_plain_containers()]
+        return found if type(self._template) in (tuple, list, dict) else [False] * len(found)
+
     def rebuild(self, items: Sequence[Any]) -> Any:
         """Puts leaves back, in the order of `flatten`."""
         if self._kind == "leaf":

@@ -18,12 +18,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "is_number", "note_used"]
+from shardwright.torch.tree import Structure
+
+__all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "note_used", "numbers_among"]
 
 _Number: TypeAlias = int | float
 
 _MOST_ANSWERS = 256  # asking costs time, too
 _NO_NUMBERS = frozenset({type(None), str, bytes})
+_MAY_FAIL = frozenset(
+    {operator.floordiv, operator.truediv, operator.mod, operator.lshift, operator.rshift, operator.mul, pow}
+)
 
 
 class NumberMatters(BaseException):
@@ -31,8 +36,17 @@ class NumberMatters(BaseException):
 
 
 def is_number(item: Any) -> bool:
-    """Whether an argument may be watched: an integer or a float, and no truth value."""
+    """Whether it is an integer or a float, and no truth value."""
     return type(item) is int or type(item) is float
+
+
+def numbers_among(items: Sequence[Any], structure: Structure) -> list[bool]:
+    """Of each leaf of arguments, whether it is a number that may be watched."""
+    if not any(map(is_number, items)):
+        return [False] * len(items)
+    return [
+        is_number(item) and plain for item, plain in zip(items, structure.in_plain_containers(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +90,10 @@ class NumberPath:
     """What was asked of the numbers of a trace.
 
     Attributes:
-        answers: (what was computed of them, the truth value that it had).
+        answers: (what was computed of them, the truth value that it had; None if it had only to succeed).
     """
 
-    answers: tuple[tuple[_Expression, bool], ...]
+    answers: tuple[tuple[_Expression, bool | None], ...]
 
     def taken_by(self, items: Sequence[Any]) -> bool:
         """Whether other arguments give the same answers.
@@ -88,27 +102,43 @@ class NumberPath:
             items: leaves of the arguments, with numbers of the same types at the same places.
         """
         try:
-            return all(bool(expression.of(items)) == answer for expression, answer in self.answers)
+            return all(_agrees(expression.of(items), answer) for expression, answer in self.answers)
         except (ArithmeticError, ValueError):
             return False  # the trace that follows raises it in the user's own code
 
 
+def _agrees(found: Any, answer: bool | None) -> bool:
+    return answer is None or bool(found) == answer
+
+
 class NumberReads:
-    """Watches numbers during one trace."""
+    """Watches numbers during one trace.
+
+    Attributes:
+        matter: a number itself was wanted. (Code may have gone on: ``except:`` catches everything.)
+    """
 
     def __init__(self) -> None:
-        self._answers: dict[tuple[_Expression, bool], None] = {}
+        self.matter = False
+        self._answers: dict[tuple[_Expression, bool | None], None] = {}
         self._has_ended = False
 
-    def watched(self, items: Iterable[Any]) -> list[Any]:
-        """Puts watched numbers in place of numbers, among the leaves of arguments."""
+    def watched(self, items: Sequence[Any], structure: Structure) -> list[Any]:
+        """Puts watched numbers in place of numbers that may be watched.
+
+        Args:
+            items: leaves of the arguments.
+            structure: theirs.
+        """
         return [
-            WatchedNumber(item, _Argument(position), self) if is_number(item) else item
-            for position, item in enumerate(items)
+            WatchedNumber(item, _Argument(position), self) if may_be else item
+            for position, (item, may_be) in enumerate(
+                zip(items, numbers_among(items, structure), strict=True)
+            )
         ]
 
-    def note(self, expression: _Expression, answer: bool) -> None:
-        """A number was asked a question."""
+    def note(self, expression: _Expression, answer: bool | None) -> None:
+        """A number was asked a question, or something was computed of it that may fail."""
         self._answers[expression, answer] = None
         if len(self._answers) > _MOST_ANSWERS:
             self.note_used()
@@ -120,6 +150,7 @@ class NumberReads:
             NumberMatters: during the trace.
         """
         if not self._has_ended:
+            self.matter = True
             raise NumberMatters
 
     def path(self) -> NumberPath:
@@ -196,8 +227,14 @@ def _computed(function: Callable[..., Any], *operands: Any) -> Any:
             return function is operator.ne
         watched.plain()
         return function(*(each._value if type(each) is WatchedNumber else each for each in operands))
-    result = function(*(value for value, _ in known))
+    try:
+        result = function(*(value for value, _ in known))
+    except (ArithmeticError, ValueError):
+        watched.plain()
+        raise
     expression = _Computed(function, tuple(where for _, where in known))
+    if function in _MAY_FAIL:
+        watched._reads.note(expression, None)
     if type(result) is bool:
         watched._reads.note(expression, result)
     elif is_number(result):

@@ -1,9 +1,12 @@
 """Numbers among the arguments of a traced step function, and for which others the trace holds."""
 
+import contextlib
 import copy
+import dataclasses
 import json
 import math
 import numbers
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,12 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.watched_numbers import NumberMatters, NumberReads, WatchedNumber, note_used
+from shardwright.torch.tree import flatten
+from shardwright.torch.watched_numbers import (
+    NumberMatters,
+    NumberReads,
+    WatchedNumber,
+    note_used,
+    numbers_among,
+)
 
 
 def watched(*values: Any) -> tuple[NumberReads, list[Any]]:
     reads = NumberReads()
-    return reads, reads.watched(values)
+    return reads, reads.watched(*flatten(list(values)))
 
 
 def schedule(step: Any, warmup: Any) -> tuple[bool, ...]:
@@ -106,3 +116,35 @@ def test_what_cannot_be_computed_is_another_path():
     assert a // b == 3
     assert not reads.path().taken_by([6, 0])
     assert reads.path().taken_by([9, 3])
+
+
+def test_what_fails_for_another_number_is_another_path():
+    """Python may catch the error, and go on elsewhere."""
+    reads, (number,) = watched(3)
+    assert 1 / number
+    path = reads.path()
+    assert path.taken_by([4])
+    assert not path.taken_by([0])
+    reads, (number,) = watched(0)
+    with pytest.raises(NumberMatters):
+        1 / number
+
+
+def test_code_that_catches_everything_does_not_hide_that_a_number_matters():
+    reads, (number,) = watched(3)
+    with contextlib.suppress(BaseException):
+        [1, 2, 3, 4][number]
+    assert reads.matter
+
+
+@dataclasses.dataclass
+class Info:
+    step: int
+
+    def __post_init__(self) -> None:
+        self.is_warm = self.step > 3
+
+
+def test_numbers_in_containers_with_more_than_them_are_not_watched():
+    items, structure = flatten([1, {"a": 2.0}, (Info(3), True), Counter(a=4)])
+    assert numbers_among(items, structure) == [True, True, False, False, False]
