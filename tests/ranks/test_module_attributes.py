@@ -66,6 +66,18 @@ class ChoosyExpert(Expert):
         return y if self.aux_loss.item() > -1 else x
 
 
+class Routes(Expert):
+    """Each row takes its own way, which is not known without data; nothing inside reads the attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        out, chosen = torch.zeros_like(x), scores[..., 0] > 1 / 3
+        if chosen.any():
+            out[chosen] = Block.forward(self, x[chosen][None])[0]
+        self.aux_loss = scores.mean((0, 1)).square().sum()
+        return x + out
+
+
 class SumsAttributes(Stack):
     """Reads what its blocks left, at the end."""
 
@@ -329,7 +341,9 @@ def test_an_attribute_may_refuse_to_be_changed(check):
     check(HasSettings, "1f1b")
 
 
-@pytest.mark.parametrize(("block", "first"), [(Expert, "interleaved_1f1b"), (ChoosyExpert, "zb_v")])
+@pytest.mark.parametrize(
+    ("block", "first"), [(Expert, "interleaved_1f1b"), (ChoosyExpert, "zb_v"), (Routes, "1f1b")]
+)
 def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block, first):
     check(lambda: SumsAttributes(block), *beginning_with(first))
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,6 +92,11 @@ def catches_everything(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
     return loss, None
 
 
+def ignores_an_array(model: Any, x: Tensor, y: Tensor, step: int, array: Any) -> Any:
+    """The first rank sends it to the others, which have another object in each step."""
+    return ignores(model, x, y, step)[0], None
+
+
 def reads_an_array_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> Any:
     """That rank cannot follow what it read, and traces each microbatch; the other would not have to."""
     import shardwright.torch as sw
@@ -124,10 +130,11 @@ def train(function: Callable[..., Any], *, reads_values: bool, **settings: Any) 
     step = step_function(function, reads_values=reads_values)
     results, traced = [], []
     (x, y), *_ = batches(1)
+    more = (np.ones(2),) if function is ignores_an_array else ()
     for number in range(STEPS):
         num_traces = 0
         optimizer.zero_grad()
-        loss, passed = step(model, x, y, number)
+        loss, passed = step(model, x, y, number, *more)
         results.append(([each.item() for each in loss.outputs], passed if passed is None else list(passed)))
         optimizer.step()
         if num_traces:
@@ -152,6 +159,7 @@ EVERY = list(range(1, STEPS))
         (asks_for_its_type, False, EVERY),
         (divides, False, [1, 6]),
         (catches_everything, True, EVERY),
+        (ignores_an_array, True, [1]),
         (reads_an_array_on_one_rank, True, [0, *EVERY]),
     ],
     ids=lambda item: getattr(item, "__name__", None),

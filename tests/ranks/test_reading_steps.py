@@ -1152,6 +1152,36 @@ def test_what_a_step_leaves_elsewhere_is_none_of_its_trace() -> None:
     run_ranks(run, 2)
 
 
+def keeps_before_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What must be traced comes behind what is kept, which stays a stand-in where it is."""
+    loss = loss_of(model, x, y)
+    before_parameters.append(loss.detach())
+    loss = loss + 1e-3 * sum(p.square().sum() for p in model.module.parameters())
+    model.backward(loss)
+    return loss
+
+
+before_parameters: list[Tensor] = []
+
+
+def test_what_is_kept_does_not_end_a_trace_before_parameters() -> None:
+    same_as_on_one_rank(keeps_before_parameters)
+
+
+def leaves_out_or_reads(model: Any, x: Tensor, y: Tensor) -> Any:
+    """None, or a number."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 16:
+        return None
+    model.backward(loss)
+    return loss.item()
+
+
+def test_a_step_returns_numbers_for_some_microbatches() -> None:
+    """The report of the step failed at None."""
+    same_as_on_one_rank(leaves_out_or_reads)
+
+
 kept_total: Any = 0.0
 
 

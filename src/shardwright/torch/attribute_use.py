@@ -125,6 +125,7 @@ class AttributeUses:
         self._contents = dict(self._initial)
         self._in_place: set[tuple[int, Any]] = set()
         self._written: dict[tuple[int, str], Slot] = {}
+        self._told: set[tuple[int, Any]] = set()  # writes that were noted and not seen yet
 
     def look(self, *, inside: bool = False) -> None:
         """Looks what has changed in containers and tensors since the last time; before every step.
@@ -132,6 +133,7 @@ class AttributeUses:
         Args:
             inside: a unit has just ended, and may have changed it.
         """
+        told, self._told = self._told, set()
         for module, key in self._places:
             before = self._contents[id(module), key]
             if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
@@ -143,11 +145,13 @@ class AttributeUses:
                 self._in_place.add((id(module), key))
             self._contents[id(module), key] = now
             tells = isinstance(module, nn.Module) or type(module) in self._watched
-            if now.value is not before.value and tells:
-                continue  # it was written, which is noted
             accesses = self._log[id(module), key]
             line = accesses[-1].line if accesses else user_line()
             position = self._position() - 0.5 * inside
+            if now.value is not before.value and tells:
+                if (id(module), key) not in told:  # by a unit of which a copy was run
+                    accesses.append(Access(position, True, line))
+                continue
             if not accesses:
                 accesses.append(Access(position, False, line))
             accesses.append(Access(position, True, line))
@@ -228,6 +232,8 @@ class AttributeUses:
         inside = active_handler() is None
         if not inside:
             self._from_glue.add((id(module), key))
+        if writes:
+            self._told.add((id(module), key))
         accesses.append(Access(self._position() + 0.5 * inside, writes, user_line()))
 
     def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:

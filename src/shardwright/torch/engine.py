@@ -483,8 +483,13 @@ class PipelineEngine:
         general: Trace | None = None
         try:
             general = self._trace(function, part, agree_on_end=agree_on_end, numbers=reads)
-        except (NumberMatters, Exception):  # what is no number of Python's own may fail elsewhere
+        except NumberMatters:
             if together and not asked:
+                self._agreement.on_any(True)
+        except Exception:  # what is no number of Python's own may fail elsewhere
+            if together and asked:
+                raise
+            if together:
                 self._agreement.on_any(True)
         numbers = reads.path()
         trace = self._trace(function, part)

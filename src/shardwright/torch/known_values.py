@@ -10,8 +10,11 @@ of what it touches besides, the rank that made it puts up the values, and each o
 Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
 (``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
 
-Where a rank has several stages, another one may wait for it before it gets on, and it for that one. So it
-puts up all that it has when it leaves a microbatch.
+Where a rank has several stages, another one may wait for a value of it before it gets on, and it for that one.
+So it puts up large ones, too, when it leaves a microbatch: whether anybody will ask is not known then::
+
+    rank 0    stage 0 of microbatch 0, leaves it ── stage 0 of 1 ── stage 3 of 0: waits for rank 2
+    rank 2    ... stage 5 of microbatch 0 ── reads what stage 0 has made: waits for rank 0
 """
 
 from collections import Counter
@@ -71,7 +74,7 @@ class KnownValues:
         self._device = device
         self._known: dict[int, Tensor] = {}
         self._changes: Counter[int] = Counter()  # how often the program has changed a value so far
-        # The rank of the loss is the first one that waits; nobody can wait for it before.
+        # Not the rank of the loss: the backward of each microbatch begins there, before others wait for it.
         self._may_block = len(program.stages) > 1 and program.loss_stage not in program.stages
         self._own_values = OwnValues(index, program, board, self._changes)
         self._taken_values = TakenValues(index, program, board, self._changes)

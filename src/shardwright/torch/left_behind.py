@@ -14,8 +14,8 @@ import os
 import sys
 import sysconfig
 import weakref
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
@@ -59,15 +59,17 @@ class NothingLeftBehind:
     Args:
         model: the whole model.
         functions: the step function, and hooks of modules: what their variables hold.
+        objects: others that may be changed, such as arguments.
 
     Attributes:
         generators: of random numbers, that were there at the start.
         stand_ins: new ones of values that were in variables at the end: ``losses.append(loss.detach())``.
     """
 
-    def __init__(self, model: nn.Module, *functions: Callable[..., Any]):
+    def __init__(self, model: nn.Module, *functions: Callable[..., Any], objects: Iterable[Any] = ()):
         self._model = model
         self._functions = functions
+        self._objects = objects
 
     def __enter__(self) -> None:
         self._owned: list[tuple[Any, Any]] = []
@@ -78,6 +80,7 @@ class NothingLeftBehind:
         self._seen: set[int] = set()
         self.generators: list[torch.Generator] = []
         self.stand_ins: list[DeferredTensor] = []
+        self._rest: deque[tuple[Any, int, bool]] = deque()
         self._left = {True: _MOST, False: _MOST}
         self._modules = set(self._model.modules())
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
@@ -85,6 +88,7 @@ class NothingLeftBehind:
             for key, item in list(vars(module).items()):
                 if key not in OF_EVERY_MODULE:
                     self._look_into(item, _DEPTH, owned=True)
+        self._look_at_rest()
         files: dict[str, None] = {}
         for kind in dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__):
             if not _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
@@ -94,11 +98,11 @@ class NothingLeftBehind:
         self._cells = [(cell, cell.cell_contents) for cell in cells]
         variables = [item for function in self._functions for item in _variables_of(function)]
         # Globals last: what is in a cell, too, is looked into less deeply there.
-        for item in (*(content for _, content in self._cells), *variables):
-            self._look_into(item, _DEPTH - 1, owned=False)
-        for name in files:
-            if name in sys.modules:
-                self._look_into(vars(sys.modules[name]), _DEPTH - 1, owned=False)
+        for item in (*self._objects, *(content for _, content in self._cells)):
+            self._look_into(item, _DEPTH, owned=False)
+        for item in (*variables, *(vars(sys.modules[name]) for name in files if name in sys.modules)):
+            self._look_into(item, _DEPTH + 1, owned=False)  # a namespace is not one more step
+        self._look_at_rest()
 
     def was_there(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one that shares its memory, was in an attribute or a variable at the start.
@@ -139,13 +143,22 @@ class NothingLeftBehind:
             raise too_large
 
     def _look_into(self, item: Any, depth: int, *, owned: bool) -> None:
-        """Takes note of containers, and of what they and plain objects hold.
+        """Has a look taken, in turn, at an object.
 
         Args:
-            item: an object.
+            item: the object.
             depth: how far to look into it.
             owned: a module holds it.
         """
+        self._rest.append((item, depth, owned))
+
+    def _look_at_rest(self) -> None:
+        """Looks at all that is left to be looked at, first at what is near: it is looked into deepest."""
+        while self._rest:
+            self._look_at(*self._rest.popleft())
+
+    def _look_at(self, item: Any, depth: int, owned: bool) -> None:
+        """Takes note of a container, and of what that or a plain object holds."""
         if type(item) in _PLAIN or id(item) in self._seen:
             return
         if isinstance(item, _SKIPPED):
@@ -153,6 +166,8 @@ class NothingLeftBehind:
                 self._look_into_class(item, depth)
             return
         if isinstance(item, nn.Module) and (owned or item in self._modules):
+            return
+        if _is_of(type(item), _AT_WORK):
             return
         size = len(item) if type(item) in _CONTAINERS else 1
         if size > min(self._left[owned], _LONGEST):
@@ -236,19 +251,27 @@ def _take_fakes_out(container: Any, content: Any, is_fake: Callable[[Any], bool]
 
 
 def _put_plain_back(container: Any, content: Any) -> None:
-    """Puts back numbers and texts that were changed, and takes out those that were added: a count."""
+    """Puts back numbers and texts that were changed, and takes out those that were added: a count, a row."""
     before = dict(enumerate(content)) if isinstance(container, list) else content
     if isinstance(container, list):
         added = container[len(content) :]
-        if all(type(item) in _PLAIN for item in added):
+        if all(map(_is_plain, added)):
             del container[len(content) :]
     for key, item in list(enumerate(container) if isinstance(container, list) else container.items()):
-        if type(item) not in _PLAIN or item is before.get(key):
-            continue
         if key not in before:
-            del container[key]
-        elif type(before[key]) in _PLAIN:
+            if isinstance(container, dict) and _is_plain(item):
+                del container[key]
+        elif type(item) in _PLAIN and type(before[key]) in _PLAIN and item is not before[key]:
             container[key] = before[key]
+
+
+def _is_plain(item: Any, depth: int = _DEPTH) -> bool:
+    """Whether it is a number, a text or the like, or a container of such alone."""
+    if type(item) in _PLAIN:
+        return True
+    if depth == 0 or type(item) not in {*_CONTAINERS, tuple} or len(item) > _LONGEST:
+        return False
+    return all(_is_plain(inner, depth - 1) for inner in _items(item))
 
 
 def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +25,9 @@ __all__ = ["ProgramCache", "signature_of"]
 # that are others in every step (a step number).
 _PATHS_KEPT = 32
 _SIGNATURES_KEPT = 512
-_NUMBERS_KEPT = 64
 _NUMBERS_TOLD = 8
 _TRIED_IN_VAIN = 4
+_LARGEST_ARRAY = 4096  # bytes
 
 _BY_VALUE = frozenset(
     {type(None), bool, int, float, complex, slice, type(Ellipsis)}
@@ -54,6 +55,9 @@ def _signature_of_leaf(item: Any) -> Hashable:
         packed = item.layout is not torch.strided or item.is_contiguous()
         stride = None if packed else item.stride()
         return tuple(item.shape), item.dtype, item.requires_grad, stride
+    if type(item) is np.ndarray and item.nbytes <= _LARGEST_ARRAY and not item.dtype.hasobject:
+        # Ranks that are sent the batch have another object in every step.
+        return np.ndarray, item.shape, item.dtype.str, item.tobytes()
     if type(item) in _BY_VALUE:
         return type(item), repr(item)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
     return (type(item), item) if type(item) in (str, bytes) else _Same(item)
@@ -99,12 +103,12 @@ class _NumbersSeen:
     """Of microbatches that differ in their numbers alone.
 
     Attributes:
-        traced: numbers of each trace that holds for no others -> its signature.
+        traced: numbers of the first traces that hold for no others.
         num_watched: traces that were tried with watched numbers.
         num_general: those that hold for other numbers, too.
     """
 
-    traced: dict[tuple[str, ...], Hashable] = field(default_factory=dict)
+    traced: dict[tuple[str, ...], None] = field(default_factory=dict)
     num_watched: int = 0
     num_general: int = 0
 
@@ -190,19 +194,16 @@ class ProgramCache:
         else:
             signature = signature_of(part), circumstances
             _keep(self._entries, signature, entry)
-            self._note_numbers(seen, part, signature, where)
+            self._note_numbers(seen, part, where)
         while len(self._numbers) > _SIGNATURES_KEPT:
             del self._numbers[next(iter(self._numbers))]
 
-    def _note_numbers(self, seen: _NumbersSeen, part: Arguments, signature: Hashable, where: str) -> None:
-        """Bounds the programs for microbatches that differ in numbers alone, and tells of them."""
+    def _note_numbers(self, seen: _NumbersSeen, part: Arguments, where: str) -> None:
+        """Tells of many traces that differ in numbers alone."""
         numbers = _numbers_of(part)
-        if not numbers or numbers in seen.traced:
+        if not numbers or numbers in seen.traced or len(seen.traced) == _NUMBERS_TOLD:
             return
-        seen.traced[numbers] = signature
-        if len(seen.traced) > _NUMBERS_KEPT:
-            oldest = next(iter(seen.traced))
-            self._entries.pop(seen.traced.pop(oldest), None)
+        seen.traced[numbers] = None
         if len(seen.traced) == _NUMBERS_TOLD and self._warns and not self._warned_of_numbers:
             self._warned_of_numbers = True
             changed = next(pair for pair in zip(*seen.traced, strict=True) if len(set(pair)) > 1)

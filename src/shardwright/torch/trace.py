@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,10 +76,10 @@ def trace_step(
         numbers,
     )
     if not isinstance(function, ReadingStep):
-        with fake_failures_unlogged():
+        with fake_failures_unlogged(), _unprinted() if numbers is not None else nullcontext():
             return _traced(run)
     # print("loss", loss) has written the first word where the trace ends.
-    with fake_failures_unlogged(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with fake_failures_unlogged(), _unprinted():
         trace = _traced(run)
         end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
         if end == trace.end:
@@ -87,6 +87,12 @@ def trace_step(
         earlier = _traced(replace(run, ends_at=end))
         # It may end at a change in place before the read.
         return replace(earlier, end_line=trace.end_line or earlier.end_line)
+
+
+@contextmanager
+def _unprinted() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def _traced(run: "_Run") -> Trace:
@@ -149,7 +155,8 @@ class _Run:
         versions = [item._version if isinstance(item, Tensor) else 0 for item in copies]
         watch = BufferWatch(self.unit_map)
         generators = get_state(self.device)
-        nothing_left = NothingLeftBehind(self.unit_map.model, self.function)
+        objects = [item for item in items if not is_batch_tensor(item)]
+        nothing_left = NothingLeftBehind(self.unit_map.model, self.function, objects=objects)
         nor_by_hooks = NothingLeftBehind(nn.Module(), *hooks_of(self.unit_map.model))
         tracer = self._tracer(copies, watch, nothing_left.was_there, state=state, counters=counters)
         tracer.note_batch([c for item, c in zip(items, copies, strict=True) if is_batch_tensor(item)])

@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwright.errors import TraceError
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import generator_key
+from shardwright.torch.glue import plain_torch
 from shardwright.torch.rng import Draw, get_state, is_default
 
 __all__ = ["TracedDraws"]
@@ -191,5 +192,6 @@ class TracedDraws:
 
 
 def _content(state: Tensor) -> bytes:
-    """Read past all modes, in which tensors have no data."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+    """Read past all modes, in which tensors have no data, and by no operation of the step function."""
+    with plain_torch():
+        return ctypes.string_at(state.data_ptr(), state.nbytes)

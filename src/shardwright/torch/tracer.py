@@ -342,10 +342,14 @@ class Tracer:
             self.changed_at = min(self.changed_at, *behind, math.inf)
 
     def left_at(self, stand_ins: Iterable[DeferredTensor]) -> float:
-        """The first place where code of a `ReadingStep` has made one of some values; infinite for none."""
+        """The first place where code of a `ReadingStep` has made one of some values; infinite for none.
+
+        Those before what must be traced stay stand-ins.
+        """
         values = (self._values.find(item) for item in stand_ins)
-        made = (self._values[value].producer for value in values if value is not None)
-        return min((self._places.get(node, math.inf) for node in made), default=math.inf)
+        nodes = (self._values[value].producer for value in values if value is not None)
+        made = (self._places.get(node, math.inf) for node in nodes)
+        return min((place for place in made if place >= self._traced_up_to), default=math.inf)
 
     def step_returned(self) -> None:
         """The step function has come to its own end."""

@@ -56,6 +56,7 @@ class OwnValues:
         self._large: dict[int, weakref.ref[Tensor]] = {}
         self._versions: dict[int, int] = {}  # of what was put up in bundles
         self._num_bundles = 0
+        self._has_any = False
         self._turns: Counter[_Name] = Counter()  # how often this rank has used a large one
         self._num_put: Counter[_Name] = Counter()  # how often that was put up
 
@@ -65,7 +66,10 @@ class OwnValues:
 
     def note(self, value: int, tensor: Tensor) -> None:
         """Code of the step function gets to see a tensor."""
-        if self._program.ends and self._program.specs[value].num_bytes <= _SMALL_BYTES:
+        self._has_any = True
+        if not self._program.ends:
+            return  # what is read nevertheless is put up then
+        if self._program.specs[value].num_bytes <= _SMALL_BYTES:
             self._waiting[value] = tensor
             self._small[value] = weakref.ref(tensor)
         else:
@@ -114,7 +118,7 @@ class OwnValues:
         """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
         if not self.is_behind_backward:
             self.is_behind_backward = True
-            if self._small or self._large:
+            if self._has_any:
                 self._put_bundle(is_last=True)
 
     def _put_up_large(self, value: int, tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from shardwright.torch.tree import Structure
 
@@ -25,6 +25,7 @@ __all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "note_
 _Number: TypeAlias = int | float
 
 _MOST_ANSWERS = 256  # asking costs time, too
+_LONGEST = 32  # operators in an expression
 _NO_NUMBERS = frozenset({type(None), str, bytes})
 _MAY_FAIL = frozenset(
     {operator.floordiv, operator.truediv, operator.mod, operator.lshift, operator.rshift, operator.mul, pow}
@@ -58,6 +59,7 @@ class _Argument:
     """
 
     position: int
+    length: ClassVar[int] = 0
 
     def of(self, items: Sequence[Any]) -> Any:
         return items[self.position]
@@ -66,6 +68,7 @@ class _Argument:
 @dataclass(frozen=True, slots=True)
 class _Constant:
     value: Any
+    length: ClassVar[int] = 0
 
     def of(self, items: Sequence[Any]) -> Any:
         return self.value
@@ -73,10 +76,17 @@ class _Constant:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """An operator, applied to other numbers."""
+    """An operator, applied to other numbers.
+
+    Attributes:
+        operator: what is computed.
+        operands: of what.
+        length: operators in all.
+    """
 
     operator: Callable[..., Any]
     operands: tuple[Any, ...]
+    length: int
 
     def of(self, items: Sequence[Any]) -> Any:
         return self.operator(*(operand.of(items) for operand in self.operands))
@@ -103,7 +113,7 @@ class NumberPath:
         """
         try:
             return all(_agrees(expression.of(items), answer) for expression, answer in self.answers)
-        except (ArithmeticError, ValueError):
+        except Exception:
             return False  # the trace that follows raises it in the user's own code
 
 
@@ -229,10 +239,13 @@ def _computed(function: Callable[..., Any], *operands: Any) -> Any:
         return function(*(each._value if type(each) is WatchedNumber else each for each in operands))
     try:
         result = function(*(value for value, _ in known))
-    except (ArithmeticError, ValueError):
+    except Exception:
         watched.plain()
         raise
-    expression = _Computed(function, tuple(where for _, where in known))
+    operands_of = tuple(where for _, where in known)
+    expression = _Computed(function, operands_of, 1 + sum(each.length for each in operands_of))
+    if expression.length > _LONGEST:
+        watched.plain()
     if function in _MAY_FAIL:
         watched._reads.note(expression, None)
     if type(result) is bool:

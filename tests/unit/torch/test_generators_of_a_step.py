@@ -64,6 +64,20 @@ def drawn_from_last(blocks: list[Any], x: Tensor) -> Tensor:
     return blocks[1](y + torch.randn(x.shape, generator=generator))
 
 
+OF_THE_SCRIPT = torch.Generator().manual_seed(1)
+
+
+def test_a_generator_of_the_script_is_no_part_of_the_step():
+    """Its state was read by an operation that the trace had, and no microbatch."""
+
+    def step(blocks: list[Any], x: Tensor) -> Tensor:
+        assert OF_THE_SCRIPT.initial_seed() == 1
+        return blocks[1](x)
+
+    (only,) = traced(step).steps
+    assert isinstance(only.func, nn.Linear)
+
+
 def test_who_goes_on_with_a_generator_is_where_it_was_left():
     """Another stage began with the seed."""
     assert bound(handed_on) == [(0, 2)]

@@ -1,5 +1,6 @@
 """What forwards keep outside of modules must not be a fake tensor when a trace has ended."""
 
+from collections import defaultdict
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -137,6 +138,40 @@ def test_what_a_step_keeps_of_units_in_a_list_of_the_script_is_taken_out():
     discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
     assert losses == ["of before"]
     assert newest == {}
+
+
+HISTORY: dict[str, list] = {"loss": [], "size": []}
+
+
+class Log:
+    def __init__(self) -> None:
+        self.rows: list = []
+        self.by_name: dict[str, list] = {"size": []}
+
+
+LOG = Log()
+
+
+def test_lists_inside_of_other_variables_and_of_arguments_are_as_they_were():
+    """They had entries of each trace: statistics of a script were of more microbatches than there were."""
+    model, by_name, given, mixed = nn.Linear(4, 4), defaultdict(list), Log(), []
+
+    def step(x, log):
+        loss = model(x).sum()
+        for each in (HISTORY["size"], LOG.by_name["size"], by_name["size"], log.by_name["size"]):
+            each.append(len(x))
+        for rows in (LOG.rows, log.rows):
+            rows.append((1, "row", len(x)))
+        HISTORY["loss"].append(loss.detach())
+        mixed.extend([1, object(), 2])
+        return loss
+
+    discover(model, step, ((torch.zeros(2, 4), given), {}), device=torch.device("cpu"))
+    assert HISTORY == {"loss": [], "size": []}
+    assert not by_name
+    for log in (LOG, given):
+        assert (log.rows, log.by_name) == ([], {"size": []})
+    assert [type(each) for each in mixed[:3]] == [int, object, int]  # who knows what the object is for
 
 
 def test_what_was_there_stays():

@@ -54,7 +54,7 @@ def test_what_is_never_looked_at_does_not_matter():
     assert isinstance(number, int)
     assert isinstance(number, numbers.Number)
     assert not isinstance(number, float)
-    assert number is not None
+    assert number != None  # noqa: E711
     assert number != "a"
     assert number is not None
     path = reads.path()
@@ -128,6 +128,23 @@ def test_what_fails_for_another_number_is_another_path():
     reads, (number,) = watched(0)
     with pytest.raises(NumberMatters):
         1 / number
+
+
+def test_what_another_number_makes_complex_is_another_path():
+    reads, (number,) = watched(50)
+    assert (number - 10) ** 0.5 > 2
+    path = reads.path()
+    assert path.taken_by([60])
+    assert not path.taken_by([5])
+
+
+def test_long_formulas_want_the_number_itself():
+    """Each question would take longer than the one before."""
+    reads, (number,) = watched(0.5)
+    with contextlib.suppress(NumberMatters):
+        for _ in range(64):
+            number = number * (2.0 - number)
+    assert reads.matter
 
 
 def test_code_that_catches_everything_does_not_hide_that_a_number_matters():
