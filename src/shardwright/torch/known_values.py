@@ -10,8 +10,8 @@ of what it touches besides, the rank that made it puts up the values, and each o
 Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
 (``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
 
-Where a rank has several stages, another one may wait for a value of it before it gets on, and it for that one.
-So it puts up large ones, too, when it leaves a microbatch: whether anybody will ask is not known then::
+Where a rank has several stages, another one may wait for a value of it before it goes on, and it for that
+one. So it puts up large ones, too, when it leaves a microbatch: whether anybody will ask is not known then::
 
     rank 0    stage 0 of microbatch 0, leaves it ── stage 0 of 1 ── stage 3 of 0: waits for rank 2
     rank 2    ... stage 5 of microbatch 0 ── reads what stage 0 has made: waits for rank 0
