@@ -115,10 +115,18 @@ def gather_outputs(results: Sequence[Any]) -> Any:
     for microbatch, result in enumerate(results):
         items = _by_path(result)
         if items.keys() != set(paths):
+            here = [path for path in items if path not in paths]
+            there = [path for path in paths if path not in items]
+            alone = " and ".join(
+                f"{_named(some)} in microbatch {number} alone"
+                for some, number in ((here, microbatch), (there, 0))
+                if some
+            )
             raise UsageError(
-                f"the step function returns {_named(items)} in microbatch {microbatch} and {_named(paths)} "
-                "in microbatch 0, so there is not one value a microbatch to put together. Return the same "
-                "keys, and lists of the same length, in every microbatch, with None where there is no value."
+                f"the step function returns {alone}, so there is not one value a microbatch to put together. "
+                "Return the same keys, and lists of the same length, in every microbatch, with None where "
+                "there is no value. What has an entry for each sample is returned as a tensor, and its parts "
+                "are put together by concat()."
             )
         for column, path in zip(columns, paths, strict=True):
             column.append(items[path])
@@ -131,8 +139,8 @@ def _by_path(result: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _named(paths: Iterable[tuple[Any, ...]]) -> str:
-    """What an error says of a result; one value alone has no path."""
-    names = [".".join(map(str, path)) or "one value" for path in paths]
+    """What an error says of parts of a result: ``result['loss'][0]``."""
+    names = ["result" + "".join(f"[{key!r}]" for key in path) for path in paths]
     return shorten(", ".join(names), _LONGEST_NAMES) if names else "nothing"
 
 
