@@ -58,6 +58,7 @@ def check(text, others):
     assert named & set(others) or "the job's store on 10.77.0.1 does not answer" in error
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("degree", [4, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_link_that_dies_in_mid_step(tmp_path, degree):
     """The host without the store waited for it for ever; with degree 2, ranks of the own host were named."""

@@ -84,6 +84,7 @@ def test_a_plan_from_a_profile(shardwright, here, refused):
     assert "cluster.intra_node.latency_s is -" in damaged
 
 
+@pytest.mark.sweep
 def test_the_best_of_the_plans_that_were_tried(shardwright):
     words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--trial-steps", "2")
     found = shardwright(*words, "-o", "plan.json")

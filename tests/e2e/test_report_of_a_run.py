@@ -27,6 +27,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.sweep
 def test_a_run_that_just_ends(tmp_path):
     pytest.importorskip("plotly")
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))

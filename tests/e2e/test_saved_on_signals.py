@@ -95,6 +95,7 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     assert re.search(r"step 100 loss \S+", resumed.stdout)
 
 
+@pytest.mark.sweep
 def test_one_rank_alone_is_told(tmp_path: Path) -> None:
     """A scheduler that signals a single process: all ranks save, and end; here as on Ctrl-C."""
     process = _started(_command(tmp_path), tmp_path)

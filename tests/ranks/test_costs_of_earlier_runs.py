@@ -20,6 +20,7 @@ def measured():
     measure_here(training, config=Config())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_costs_that_do_not_hold_any_more_are_measured_anew(num_ranks, monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))

@@ -417,7 +417,8 @@ def test_the_peak_of_a_rank_is_its_share(capabilities):
     def run():
         import shardwright.torch as sw
 
-        sw.init({**QUIET, "profile": "measured"})
+        # Not a schedule that puts gradients of weights off, as the planner may choose by noise.
+        sw.init({**QUIET, "profile": "measured", "pipeline": "1f1b"})
         gc.collect()
         before = _resident()
         assert _peak() < before + 16 * MIB

@@ -15,6 +15,7 @@ from sharded import QUIET, VOCABULARY, Net, batches, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from choices import in_sweep
 from shardwright.errors import PlanError, TraceError, TraceMismatchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
@@ -183,12 +184,14 @@ def test_what_hooks_keep_in_attributes_is_read_on_every_rank() -> None:
     same_as_on_one_rank(reads_what_hooks_keep, model=Hooked)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [in_sweep(2), 3])
 def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
     same_as_on_one_rank(reads_all, ranks=ranks)
 
 
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize(
+    "kind", [in_sweep("gpipe"), in_sweep("1f1b"), "zb_h1", "interleaved_1f1b", in_sweep("zb_v")]
+)
 def test_they_are_in_every_schedule(kind: str) -> None:
     stages = {"virtual_stages": 2} if kind in ("interleaved_1f1b", "zb_v") else {}
     same_as_on_one_rank(reads_all, pipeline=kind, **stages)
@@ -351,7 +354,7 @@ def uses_both_heads(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, scale
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_a_loss_of_several_stages_behind_a_read(kind: str) -> None:
     stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
     same_as_on_one_rank(uses_both_heads, model=TwoHeads, pipeline=kind, **stages)
@@ -395,8 +398,7 @@ class Kept:
         pass
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("rank", "every"), [(0, 3), (1, 1), in_sweep(0, 1), in_sweep(1, 3)])
 def test_one_rank_may_read_alone(rank: int, every: int) -> None:
     def run() -> tuple[Any, str]:
         before, kept = sys.stdout, Kept()
@@ -563,8 +565,13 @@ def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, total
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        *(("1f1b", 3), ("interleaved_1f1b", 3), ("zb_v", 2)),
+        *(in_sweep("1f1b", 2), in_sweep("interleaved_1f1b", 2), in_sweep("zb_v", 3)),
+    ],
+)
 def test_values_may_be_read_between_parts_of_the_model(kind: str, ranks: int) -> None:
     """A rank in the middle sent what it had not computed, because it waited for a value of an earlier one."""
     stages = {"virtual_stages": 2} if kind != "1f1b" else {}
@@ -667,7 +674,7 @@ def one_reads_between_calls_of_the_model(model: Any, x: Tensor, y: Tensor) -> An
     return first, second
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_one_rank_reads_between_calls_of_the_model(kind: str) -> None:
     """The rank that had it was on its way to its next stage, and has put it up before."""
     stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
@@ -743,7 +750,7 @@ def changes_between_parts(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, before
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_changes_in_place_before_what_must_be_traced(kind: str) -> None:
     """The trace ended at the first change, so that nothing was left for later stages."""
     stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
@@ -757,7 +764,7 @@ def calls_what_is_inside(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, loss.item()
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_the_module_inside_may_be_called_itself(kind: str) -> None:
     """A change in place inside it ended the trace."""
     stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
@@ -774,7 +781,7 @@ def recomputes_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_what_is_recomputed_behind_a_read(kind: str) -> None:
     """The backward got stand-ins for tensors of other ranks."""
     stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
@@ -1104,8 +1111,8 @@ class Meter:
     values: tuple[float, ...] = ()
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.parametrize("trains", [True, in_sweep(False)])
+@pytest.mark.parametrize("kind", [in_sweep("gpipe"), "1f1b", in_sweep("zb_h1"), "interleaved_1f1b"])
 def test_sums_and_counts_are_those_of_a_plain_loop(kind: str, trains: bool) -> None:
     """A microbatch was left at its first read, so that others added to the same total meanwhile."""
 
@@ -1185,7 +1192,7 @@ def test_a_step_returns_numbers_for_some_microbatches() -> None:
 kept_total: Any = 0.0
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
 def test_tensors_may_be_kept_outside_of_the_step(kind: str) -> None:
     """They were stand-ins, also on the rank that had them, and failed when they were used at the end."""
 

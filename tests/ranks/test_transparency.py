@@ -59,7 +59,7 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> N
 TRAINED_ELSEWHERE = (
     *("MLP", "ResNet", "3-D U-Net", "calls one module twice", "tied embeddings", "returns a dictionary"),
     *("parameters in glue", "fills one tensor", "two towers", "recomputes", "unused parameters"),
-    *("buffers in glue", "GPT-NeoX", "Llama", "T5"),
+    *("buffers in glue", "GPT-NeoX", "Llama", "T5", "GPT-J", "Bloom", "RoBERTa", "GPT-Neo"),
 )
 
 
@@ -72,7 +72,7 @@ def test_every_model_trains_over_two_stages(name):
     check(ZOO[name], {kind: case(SCHEDULES.get(kind), microbatches=microbatches, iterations=UNEVEN)})
 
 
-@pytest.mark.parametrize("name", [in_sweep("GPT-NeoX"), in_sweep("3-D U-Net"), "calls one module twice"])
+@pytest.mark.parametrize("name", ["MLP", *map(in_sweep, ("GPT-NeoX", "3-D U-Net", "calls one module twice"))])
 def test_costs_may_be_measured(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     measured = case({"profile": "measured"})
