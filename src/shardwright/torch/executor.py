@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Program, generators_of
+from shardwright.torch.reading_microbatch import ReadingMicrobatch
 from shardwright.torch.recomputed_statistics import RecomputedStatistics
 from shardwright.torch.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.split_backward import allow_split, count_uses, put_off_weights
@@ -119,21 +120,18 @@ class Executor:
         self._watches_memory = watch_memory
         self._board = board
         attributes = OwnAttributes(programs) if any(program.attributes for program in programs) else None
-        parameters = cache(lambda: frozenset() if model is None else _parameters_of(model))
+        settings: dict[str, Any] = {
+            "device": self._device,
+            "parameters": cache(lambda: frozenset() if model is None else _parameters_of(model)),
+            "model": model,
+            "buffers": buffers,
+            "attributes": attributes,
+        }
+        make: Callable[..., Microbatch] = partial(Microbatch, **settings)
+        if board is not None:
+            make = partial(ReadingMicrobatch, board=board, **settings)
         self._microbatches = [
-            Microbatch(
-                index,
-                program,
-                function,
-                args,
-                self._receive_value,
-                device=self._device,
-                parameters=parameters,
-                model=model,
-                buffers=buffers,
-                attributes=attributes,
-                board=board,
-            )
+            make(index, program, function, args, self._receive_value)
             for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
         ]
         final_state = self._run_generators_ahead(programs)
