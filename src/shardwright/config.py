@@ -460,4 +460,5 @@ def _equation(pipeline: int | None, data: int | None, world_size: int) -> str:
     unknown = pipeline is None or data is None
     start = f"a multiple of {product}" if unknown else f"{product}"
     divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-    return f"{left}. Start {start} ranks, or choose degrees that divide {world_size}: {divisors}."
+    choice = f"degrees that divide {world_size}: {divisors}" if world_size > 1 else "1 for all degrees"
+    return f"{left}. Start {start} ranks, or choose {choice}."

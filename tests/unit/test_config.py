@@ -287,6 +287,11 @@ def test_degrees_that_do_not_fit_the_world(settings: dict[str, Any], world_size:
     assert str(caught.value).endswith("choose degrees that divide 4: 1, 2, 4.")
 
 
+def test_degrees_of_a_single_rank() -> None:
+    with pytest.raises(ConfigError, match=r"Start a multiple of 2 ranks, or choose 1 for all degrees\.$"):
+        Config.parse({"partitions": 2}).resolve_world(1)
+
+
 def test_replicas_without_ddp() -> None:
     with pytest.raises(ConfigError, match=r"ddp is false, but pipeline\(2\) on 4 ranks makes 2 replicas"):
         Config.parse({"partitions": 2, "ddp": False}).resolve_world(4)
