@@ -202,7 +202,7 @@ class Trace:
             it is changed just so, once in the forward.
         generators_set_at: where the step function has set PyTorch's generators so that ranks would not draw
             what a plain loop draws; empty if it has not.
-        end: the place (see `Tracer.place`) behind which the step function goes on as every rank runs it
+        end: the place (see `TraceEnd`) behind which the step function goes on as every rank runs it
             (see `step_code`); infinite where all that it does is traced.
         end_line: the line that reads a value there, or soon behind that; empty where the step function has
             come to its own end.

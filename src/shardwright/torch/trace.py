@@ -200,7 +200,7 @@ class _Run:
                 temporary_hooks=registers_hooks and not unchanged.left_hooks,
                 attributes=attributes,
                 left_in_units=tuple(unchanged.left_in_units),
-                left_at=tracer.left_at(nothing_left.stand_ins),
+                left=nothing_left.stand_ins,
             )
             touched = {
                 (id(m), key): (m, key)
@@ -244,10 +244,10 @@ class _Run:
         """Calls the step function; None where its program ends before it returns."""
         try:
             result = self.function(*args, **kwargs)
-            tracer.step_returned()
+            tracer.end.step_returned()
         except TraceEnds:
             result = None
-        if tracer.end < math.inf:
+        if tracer.end.is_found:
             result = None
             set_active_handler(None)
             tracer.assume_loss()

@@ -6,7 +6,7 @@ unit returns is a `DeferredTensor`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -38,11 +38,12 @@ from shardwright.torch.recomputed_statistics import RepeatedBuffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.source_line import called_from, user_line
-from shardwright.torch.step_code import TraceEnds, assumed_loss, in_step_code, reads_values, writes_text
+from shardwright.torch.step_code import assumed_loss, in_step_code, reads_values, writes_text
 from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
+from shardwright.torch.trace_end import TraceEnd
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
-from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.traced_call import TracedCall, is_opaque
 from shardwright.torch.traced_draws import TracedDraws
 from shardwright.torch.traced_execution import TracedExecution
 from shardwright.torch.traced_values import TracedValues
@@ -66,8 +67,8 @@ class Tracer:
         was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
         count_memory: find out what calls need for a moment.
         hooks: knows which hooks of modules change something.
-        ends_at: the `place` at which code of a `ReadingStep` is left; infinite for the first read.
-        may_read: it is left behind its backward, or at its end, if it has read nothing before.
+        ends_at: see `TraceEnd`.
+        may_read: see `TraceEnd`.
 
     Attributes:
         before_step: called before every call and before ``backward``.
@@ -75,9 +76,7 @@ class Tracer:
         samples: calls of each cost class.
         python_draws: random numbers of Python and NumPy.
         draws: PyTorch's.
-        end: the `place` at which the step function was left, or is to be; infinite where it is not.
-        changed_at: the first place from which code of a `ReadingStep` changes tensors, and does nothing
-            that only a trace can cover; infinite where there is none.
+        end: where a `ReadingStep` is left.
     """
 
     before_step: Callable[[], None]
@@ -98,18 +97,12 @@ class Tracer:
         ends_at: float = math.inf,
         may_read: bool = False,
     ):
-        self.end = ends_at
-        self.changed_at = math.inf
-        self._end_line = ""
-        self._may_read = may_read
-        self._seen_by_step: list[Tensor] = []
-        self._places: dict[int, float] = {}  # of the nodes that code of a `ReadingStep` makes
-        self._traced_up_to = 0.0  # the place behind what no trace may leave out
         self._unit_map = unit_map
         self._watch = watch
         self._values = TracedValues(unit_map.parameters, device)
         self._buffers = TracedBuffers(self._values, watch.tensors(), state, counters)
         self._recorder = TraceRecorder(self._values, self._buffers, was_there)
+        self.end = TraceEnd(self._values, self._recorder, at=ends_at, may_read=may_read)
         self._was_there = was_there
         self._hidden = HiddenInputs(self._values)
         self.samples = CallSamples(self._values, count_memory=count_memory, watch=self._hidden, hooks=hooks)
@@ -145,11 +138,6 @@ class Tracer:
         """Number of steps so far, and a quarter more behind ``backward``."""
         return len(self._recorder.steps) + (0.0 if self._backward_at is None else 0.25)
 
-    @property
-    def place(self) -> float:
-        """Number of nodes so far, and a quarter more behind ``backward``: the same on all ranks."""
-        return self._recorder.num_nodes + (0.0 if self._backward_at is None else 0.25)
-
     def lend(self, tensor: Tensor) -> Tensor:
         """A fake tensor in place of a parameter or buffer."""
         return self._values.lend(tensor)
@@ -179,7 +167,7 @@ class Tracer:
             if writes_text(func):
                 return func(*args, **kwargs)
             return self._free_operation(func, args, kwargs, items, structure)
-        self._end_in_step_code(reads=reads_values(func))
+        self.end.come_by(reads=reads_values(func))
         if parameters and self._backward_at is not None and func in functions.OF_GRADIENT:
             refuse_gradient_inside_step()
         line = user_line()
@@ -194,7 +182,7 @@ class Tracer:
         self.draws.before_step(self._recorder.num_nodes)
         outcome = self._execution.operation(call)
         if outcome is None:
-            self._end_in_step_code(reads=True)
+            self.end.come_by(reads=True)
             raise self._unreadable(
                 f"{line}: the shape of the result of {functions.name_of(func)}() depends on the values of a "
                 "tensor that only one rank has.",
@@ -216,23 +204,24 @@ class Tracer:
             line=line,
         )
         if in_step_code():
-            self._note_changes(call, outcome)
-            self._places[self._recorder.num_nodes] = self.place
+            self.end.note_node(self._recorder.num_nodes)
+            if changed := call.changed(outcome):
+                self.end.note_change(value for position, value in call.reads if position in changed)
         result = self._recorder.record(node, call, outcome)
         if parameters or outcome.cost.random or func in functions.NEED_HISTORY:
-            self._must_be_traced()
+            self.end.must_be_traced()
         if in_step_code():
-            self._note_seen(result)
+            self.end.note_seen(result)
         return result
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
-        self._end_in_step_code()
+        self.end.come_by()
         self.before_step()
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():
             result = self._unit_call(module, args, kwargs)
         self.after_unit()
-        self._must_be_traced()
+        self.end.must_be_traced()
         self.model_returned(result)  # to the step function, if that has called it itself
         return result
 
@@ -295,16 +284,16 @@ class Tracer:
 
     def model_begins(self) -> None:
         """Ends the trace, if it is to end before the model is called again."""
-        self._end_in_step_code()
+        self.end.come_by()
 
     def model_returned(self, result: Any) -> None:
         """Takes note of what the step function gets to see."""
         if in_step_code():
-            self._note_seen(result)
+            self.end.note_seen(result)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Records where the backward starts."""
-        self._end_in_step_code()
+        self.end.come_by()
         self.before_step()
         refuse_second_backward(self._backward_at is not None)
         value = self._values.find(loss)
@@ -312,52 +301,7 @@ class Tracer:
         refuse_several_numbers(loss, gradient)
         self._loss = value
         self._backward_at = len(self._recorder.steps)
-
-    # ---- where the trace ends ----
-
-    def _end_in_step_code(self, *, reads: bool = False) -> None:
-        """Leaves a `ReadingStep` at its end, be it where it reads or where another rank does."""
-        if not in_step_code():
-            return
-        if reads or (self._may_read and self._backward_at is not None):
-            self.end = min(self.end, self.place)
-        if self.place >= self.end:
-            self._end_line = user_line()
-            raise TraceEnds
-
-    def _must_be_traced(self) -> None:
-        """What has been called is refused behind the end of a trace, which changes before it do not end."""
-        self.changed_at = math.inf
-        self._traced_up_to = self.place
-
-    def _note_changes(self, call: TracedCall, outcome: Outcome) -> None:
-        """A `ReadingStep` changes tensors in place, or makes other names of what it will change."""
-        changed = call.changed(outcome)
-        if changed:
-            self.changed_at = min(self.changed_at, self.place)
-        for value in (value for position, value in call.reads if position in changed):
-            _, *views = self._values.in_memory(self._values.memory_of(value))
-            made = (self._places.get(self._values[view].producer, math.inf) for view in views)
-            behind = (place for place in made if place >= self._traced_up_to)
-            self.changed_at = min(self.changed_at, *behind, math.inf)
-
-    def left_at(self, stand_ins: Iterable[DeferredTensor]) -> float:
-        """The first place where code of a `ReadingStep` has made one of some values; infinite for none.
-
-        Those before what must be traced stay stand-ins.
-        """
-        values = (self._values.find(item) for item in stand_ins)
-        nodes = (self._values[value].producer for value in values if value is not None)
-        made = (self._places.get(node, math.inf) for node in nodes)
-        return min((place for place in made if place >= self._traced_up_to), default=math.inf)
-
-    def step_returned(self) -> None:
-        """The step function has come to its own end."""
-        if self._may_read:
-            self.end = min(self.end, self.place)
-
-    def _note_seen(self, result: Any) -> None:
-        self._seen_by_step += [item for item in leaves(result) if self._values.find(item) is not None]
+        self.end.pass_backward()
 
     def assume_loss(self) -> None:
         """Adds a loss of all that the step function has seen, and that may get gradients behind the end."""
@@ -366,7 +310,7 @@ class Tracer:
         values, nodes = self._values, self._recorder.nodes()
         trained = (node for node in nodes if any(values[v].had_gradient for v in node.outputs))
         read = {value for node in trained for value in node.inputs}
-        seen = dict.fromkeys(values.find(item) for item in self._seen_by_step)
+        seen = dict.fromkeys(values.find(item) for item in self.end.seen)
         last = [v for v in seen if v is not None and values[v].had_gradient and v not in read]
         if last:
             loss = self.operation(assumed_loss, tuple(values[v].holder for v in last), {})
@@ -390,7 +334,7 @@ class Tracer:
             result = func(*args, **kwargs)
         self.draws.after_step(self._recorder.num_nodes, draws=cost.random, free=True)
         if cost.random:
-            self._must_be_traced()
+            self.end.must_be_traced()
         step.draws = tuple(cost.draws)
         reads = cost.reads_data or func in functions.READS_DATA
         self._path.note(func, items, structure, result, versions, draws=cost.random, reads=reads)
@@ -438,7 +382,7 @@ class Tracer:
         temporary_hooks: bool,
         attributes: tuple[AttributeUse, ...],
         left_in_units: tuple[Slot, ...],
-        left_at: float,
+        left: Collection[DeferredTensor],
     ) -> Trace:
         """Makes the graph.
 
@@ -450,7 +394,7 @@ class Tracer:
             temporary_hooks: it registers hooks, and has removed them all at its end.
             attributes: changed attributes of modules that it uses between units.
             left_in_units: attributes that units changed.
-            left_at: where the first value was made that is in a variable of the script (see `left_at`).
+            left: what is in variables of the script at its end.
         """
         recorder, values = self._recorder, self._values
         recorder.forget_frames()
@@ -460,7 +404,7 @@ class Tracer:
         recorder.reads(leaves(result))
         result_values = tuple(recorder.reads(leaves(result)))
         # Behind its end, it may use all that it has seen.
-        seen = (values.find(item) for item in self._seen_by_step) if math.isfinite(self.end) else ()
+        seen = (values.find(item) for item in self.end.seen) if self.end.is_found else ()
         returned = (value for _, value in result_values)
         outputs = tuple(dict.fromkeys((*returned, *(value for value in seen if value is not None))))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
@@ -496,9 +440,9 @@ class Tracer:
             python_draws=tuple(self.python_draws.places),
             draws_in_units=self.python_draws.in_units,
             stand_ins=values.stand_ins(),
-            end=self.end,
-            end_line=self._end_line,
-            wanted_end=min(end, self.changed_at) if math.isfinite(end := min(self.end, left_at)) else end,
+            end=self.end.at,
+            end_line=self.end.line,
+            wanted_end=self.end.wanted(left),
             generators_set_at=self.draws.set_at,
             repeated_buffers=self._repeated_buffers.names(graph.contributing()),
             orders={
