@@ -597,6 +597,18 @@ class Changing(Parts):
         self.relu = ScaledReLU()
 
 
+class ChangingInTurn(Changing):
+    """Its parts run on both ranks in turn; what changes a tensor, where that was made."""
+
+    def __init__(self) -> None:
+        import shardwright.torch as sw
+
+        super().__init__()
+        if sw.pp_size() > 1:
+            sw.set_partition(self.body[1], 1)
+            sw.set_partition(self.head, 1)
+
+
 def total(tensor: Tensor) -> float:
     """Sum, without an operation that the trace does not have."""
     return float(sum(sum(row) for sample in tensor.tolist() for row in sample))
@@ -621,17 +633,20 @@ def reads_much_that_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "kind"),
+    ("function", "model", "settings"),
     [
-        (reads_what_a_module_changes, "1f1b"),
-        (reads_what_a_module_changes, "interleaved_1f1b"),
-        (reads_much_that_a_module_changes, "1f1b"),
+        (reads_what_a_module_changes, Changing, {"pipeline": "1f1b"}),
+        (
+            reads_what_a_module_changes,
+            ChangingInTurn,
+            {"pipeline": "interleaved_1f1b", "auto_partition": False, "default_partition": 0},
+        ),
+        (reads_much_that_a_module_changes, Changing, {"pipeline": "1f1b"}),
     ],
 )
-def test_what_a_module_changes_is_read_as_it_is(function: Any, kind: str) -> None:
+def test_what_a_module_changes_is_read_as_it_is(function: Any, model: Any, settings: dict[str, Any]) -> None:
     """Other ranks read what it was before, without a word; then it was refused."""
-    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
-    same_as_on_one_rank(function, model=Changing, steps=3, pipeline=kind, **stages)
+    same_as_on_one_rank(function, model=model, steps=3, **settings)
 
 
 def one_reads_before_a_change(model: Any, x: Tensor, y: Tensor) -> Any:
