@@ -111,18 +111,18 @@ def reads_an_array_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> A
 def train(function: Callable[..., Any], *, reads_values: bool, **settings: Any) -> Any:
     """The results of each step, and in which of them anything was traced."""
     import shardwright.torch as sw
-    from shardwright.torch import engine
+    from shardwright.torch import program_maker
     from shardwright.torch.step import step_function
 
     shown.clear()
-    num_traces, plain_trace = 0, engine.trace_step
+    num_traces, plain_trace = 0, program_maker.trace_step
 
     def trace_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_traces
         num_traces += 1
         return plain_trace(*args, **kwargs)
 
-    engine.trace_step = trace_step
+    program_maker.trace_step = trace_step
     sw.init({**QUIET, "microbatches": 2, **settings})
     torch.manual_seed(0)
     model = sw.DistributedModel(Net().double())

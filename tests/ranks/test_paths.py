@@ -107,12 +107,12 @@ class CountsWhereTheBatchSays(Stack):
 
 
 def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list[str]]:
-    """How often the engine traced what the planner had not, for how many microbatches, and `differences`."""
-    import shardwright.torch.engine as engine
+    """How often steps traced what the planner had not, for how many microbatches, and `differences`."""
+    import shardwright.torch.program_maker as program_maker
 
     traced: list[object] = []
     asked: list[object] = []
-    plain_trace, plain_find = engine.trace_step, engine.ProgramCache.find
+    plain_trace, plain_find = program_maker.trace_step, program_maker.ProgramCache.find
 
     def trace_step(*args, **kwargs):
         traced.append(args)
@@ -122,11 +122,11 @@ def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list
         asked.append(part)
         return plain_find(self, signature, part)
 
-    engine.trace_step, engine.ProgramCache.find = trace_step, find
+    program_maker.trace_step, program_maker.ProgramCache.find = trace_step, find
     try:
         found = differences(recipe, case)
     finally:
-        engine.trace_step, engine.ProgramCache.find = plain_trace, plain_find
+        program_maker.trace_step, program_maker.ProgramCache.find = plain_trace, plain_find
     return len(traced), len(asked), found
 
 

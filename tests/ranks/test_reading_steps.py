@@ -819,20 +819,20 @@ def test_ranks_trace_together_or_not_at_all() -> None:
 
     def run() -> tuple[int, list[float]]:
         import shardwright.torch as sw
-        from shardwright.torch import engine
+        from shardwright.torch import program_maker
         from shardwright.torch.step import step_function
 
         sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
         torch.manual_seed(0)
         model = sw.DistributedModel(Tagged().double())
         step = step_function(reads_values_behind_backward, reads_values=True)
-        plain_trace, traced = engine.trace_step, []
+        plain_trace, traced = program_maker.trace_step, []
 
         def trace_step(*args: Any, **kwargs: Any) -> Any:
             traced.append(number)
             return plain_trace(*args, **kwargs)
 
-        engine.trace_step = trace_step
+        program_maker.trace_step = trace_step
         losses = []
         x, y = batches(1)[0]
         for number in range(4):

@@ -1,16 +1,15 @@
 """Runs step functions over the stages of a pipeline."""
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import UsageError
-from shardwright.model_graph import ModelGraph
 from shardwright.planner import stage_costs_of
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.activation_checkpointing import marked_inside
@@ -27,7 +26,7 @@ from shardwright.torch.distributions import distributions_unchecked
 from shardwright.torch.engine_run import EngineRun, num_tokens, to_device
 from shardwright.torch.exchange import Returned, exchange_outputs, refuse_other_paths
 from shardwright.torch.executor import Executor
-from shardwright.torch.glue import batch_running, intercept_calls
+from shardwright.torch.glue import batch_running
 from shardwright.torch.glue_buffers import GlueBuffers
 from shardwright.torch.homes import home_stages
 from shardwright.torch.inference_mode import inference_mode_as_no_grad
@@ -36,27 +35,21 @@ from shardwright.torch.model_calls import model_calls_marked
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.padded_encoder import padded_encoders
 from shardwright.torch.placement import (
-    CallPlacement,
     SharingGroups,
     call_placement,
     reduced_parameters,
     synchronise,
 )
-from shardwright.torch.program import Program, build_program, generators_of, merged_edges
-from shardwright.torch.program_cache import ProgramCache, signature_of
+from shardwright.torch.program import Program, generators_of, merged_edges
+from shardwright.torch.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.python_random import python_random_kept
-from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
-from shardwright.torch.recording import Trace
 from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
-from shardwright.torch.source_line import line_of
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.step_code import ReadingStep
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
-from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
+from shardwright.torch.unit_map import refuse_unknown_units
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -66,13 +59,6 @@ __all__ = ["PipelineEngine"]
 
 
 _ENGINES = itertools.count()
-
-
-class _Known(NamedTuple):
-    """A trace that serves microbatches of its signature, as long as nothing but the batch has changed."""
-
-    signature: Hashable
-    trace: Trace
 
 
 class PipelineEngine:
@@ -97,16 +83,14 @@ class PipelineEngine:
         self._planner = planner
         self._materialiser = materialiser
         self._agreement = Agreement(context)
-        self._programs = ProgramCache(warns=context.rank == 0)
+        self._attributes = AttributeWatch(model.get_module())
+        self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
         self._schedules: dict[Any, Schedule] = {}
-        self._unit_map: UnitMap | None = None
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._several_stages: dict[str, nn.Parameter] = {}
         self._replica_buffers: ReplicaBuffers | None = None
         self._parameters: frozenset[int] | None = None
-        self._recompute: frozenset[str] = frozenset()
-        self._attributes = AttributeWatch(model.get_module())
         self._failure = ""
         self._board: ValueBoard | None = None
         self._number = next(_ENGINES)
@@ -153,7 +137,7 @@ class PipelineEngine:
         assert context.plan is not None
         parts = splitter.split(arguments, context.plan.schedule.microbatches)
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
-        programs = self._programs_of(function, parts, path, attributes, known)
+        programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
@@ -273,7 +257,9 @@ class PipelineEngine:
 
     # ---- the first step ----
 
-    def _place(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> _Known | None:
+    def _place(
+        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
+    ) -> KnownTrace | None:
         """Places the units.
 
         Returns:
@@ -289,14 +275,13 @@ class PipelineEngine:
         context.reporter.plan_made(plan)
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
         refuse_unknown_units(module, names)
-        self._set_units(names)
-        assert self._unit_map is not None
-        self._materialiser.buffers_outside(self._unit_map)
+        units = self._programs.set_units(names)
+        self._materialiser.buffers_outside(units)
         # Before the trace, in which a module around several units must not recompute itself.
-        marked = marked_inside(module, set(self._unit_map.units))
+        marked = marked_inside(module, set(units.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
         if trace is None or marked or set(trace.unit_names) != set(names):
-            trace = self._trace(function, part)
+            trace = self._programs.trace(function, part)
         self._agreement.on_trace(trace)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
@@ -308,15 +293,17 @@ class PipelineEngine:
             device=context.device,
             on_backward=self._on_backward if self.reducer else None,
         )
-        self._recompute = frozenset(
+        units = self._programs.units
+        recompute = frozenset(
             node.label
             for node in trace.graph.nodes
-            if node.kind == "unit" and id(self._unit_map.modules[node.name]) in marked
+            if node.kind == "unit" and id(units.modules[node.name]) in marked
         ).union(*(stage.recompute for stage in plan.stages))
         if splits_backward(plan.schedule.kind):
-            for unit in self._unit_map.modules.values():
+            for unit in units.modules.values():
                 split_modules(unit)
         self._residency = residency
+        self._programs.placed(residency, recompute)
         if context.data_group is not None:
             first = context.mesh.group("dp", context.rank)[0]
             self._replica_buffers = ReplicaBuffers(module, context.data_group, source=first)
@@ -324,12 +311,7 @@ class PipelineEngine:
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)
         unchanged = self._model.placed(residency) and unchanged
-        return _Known(signature_of(part), trace) if unchanged else None
-
-    def _set_units(self, names: list[str]) -> None:
-        self._unit_map = UnitMap.of(self._model.get_module(), names)
-        for unit in self._unit_map.modules.values():
-            intercept_calls(unit)
+        return KnownTrace(part, trace) if unchanged else None
 
     def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> bool:
         """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree.
@@ -337,8 +319,7 @@ class PipelineEngine:
         Returns:
             Whether all that is left is as it was: no values came from others, or from the user's functions.
         """
-        context, module = self._context, self._model.get_module()
-        assert self._unit_map is not None
+        context, module, units = self._context, self._model.get_module(), self._programs.units
         rank = context.pipeline_rank
         self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
         held = set(residency.held_by(rank))
@@ -346,7 +327,7 @@ class PipelineEngine:
         release_remote(
             module,
             residency,
-            self._unit_map.parameters,
+            units.parameters,
             rank=rank,
             world_ranks=context.pipeline_ranks,
             device=context.device,
@@ -354,9 +335,9 @@ class PipelineEngine:
         alone = {name for name in held if residency.ranks[name] == (rank,)}
         parameters = dict(module.named_parameters())
         waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
-        self._materialiser.named(held - waiting, self._unit_map)
+        self._materialiser.named(held - waiting, units)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
-        self._set_units(list(self._unit_map.modules))
+        units = self._programs.set_units(list(units.modules))
         parameters = {
             n: p
             for n, p in _first_named(module).items()
@@ -364,7 +345,7 @@ class PipelineEngine:
         }
         self._several_stages = {n: p for n, p in parameters.items() if len(residency.stages[n]) > 1}
         self._model.replicas.shard({n: p for n, p in parameters.items() if n in alone})
-        aliased = {name for name, spec in self._unit_map.specs.items() if spec.aliases}
+        aliased = {name for name, spec in units.specs.items() if spec.aliases}
         members = reduced_parameters(
             residency, parameters, aliased, self._groups, stage_ranks=stage_ranks, rank=rank
         )
@@ -372,147 +353,6 @@ class PipelineEngine:
         return was_whole and not changed
 
     # ---- every step ----
-
-    def _programs_of(
-        self,
-        function: Callable[..., Any],
-        parts: list[Arguments],
-        path: Any,
-        attributes: Hashable,
-        known: _Known | None,
-    ) -> list[Program]:
-        """The program of each microbatch; traces where there is none."""
-        if not isinstance(function, ReadingStep):
-            return [self._program(function, part, path, attributes, known) for part in parts]
-        # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
-        found = [self._programs.find(part, (path, attributes)) for part in parts]
-        if not self._agreement.on_any(None in found):
-            return [program for program in found if program is not None]
-        return [self._program(function, part, path, attributes, known, together=True) for part in parts]
-
-    def _program(
-        self,
-        function: Callable[..., Any],
-        part: Arguments,
-        path: Any,
-        attributes: Hashable,
-        known: _Known | None,
-        *,
-        together: bool = False,
-    ) -> Program:
-        circumstances = path, attributes
-        signature = signature_of(part)
-        found = self._programs.find(part, circumstances)
-        if together and self._agreement.on_any(found is None):
-            found = None
-        if found is not None:
-            return found
-        assert self._unit_map is not None
-        assert self._context.plan is not None
-        watched = False
-        with self._model.replicas.shapes_at_hand():
-            self._set_units(list(self._unit_map.modules))  # modules may have made buffers anew
-            is_known = known is not None and known.signature == signature and known.trace.holds_for(part)
-            if together:
-                is_known = not self._agreement.on_any(not is_known)
-            if known is not None and is_known:
-                trace, numbers = known.trace, None
-            elif watched := self._watches_numbers(part, circumstances, together=together):
-                trace, numbers = self._trace_watching_numbers(function, part, together=together)
-            else:
-                trace, numbers = self._trace(function, part), None
-        placed = call_placement(trace.graph, self._context.plan, self._residency)
-        program = build_program(
-            trace,
-            stage_of_call=placed.stage_of_call,
-            stage_ranks=placed.stage_ranks,
-            rank=self._context.pipeline_rank,
-            recompute=self._recompute,
-        )
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
-        uses = Residency.of(trace.graph, homes, placed.stage_ranks)
-        program.as_planned = self._residency is None or (
-            placed.stage_ranks == self._context.plan.stage_ranks and self._residency.covers(uses)
-        )
-        program.state = {**self._buffers_of_spare_units(trace.graph, placed), **program.state}
-        where = line_of(function)
-        self._programs.keep(
-            part, circumstances, trace, program, watched=watched, numbers=numbers, where=where
-        )
-        warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
-        self._attributes.traced((path, signature), trace.digest)
-        return program
-
-    def _trace(
-        self,
-        function: Callable[..., Any],
-        part: Arguments,
-        *,
-        agree_on_end: Callable[[float], float] | None = None,
-        numbers: NumberReads | None = None,
-    ) -> Trace:
-        assert self._unit_map is not None
-        return trace_step(
-            self._unit_map,
-            function,
-            part,
-            device=self._context.device,
-            agree_on_end=agree_on_end or self._agreement.on_end,
-            numbers=numbers,
-        )
-
-    def _trace_watching_numbers(
-        self, function: Callable[..., Any], part: Arguments, *, together: bool
-    ) -> tuple[Trace, NumberPath | None]:
-        """A trace, and for which numbers among the arguments it holds; None for those of this part alone.
-
-        Args:
-            function: the step function.
-            part: arguments of a microbatch.
-            together: all ranks trace now, and all of them keep the same.
-        """
-        reads, asked = NumberReads(), False
-
-        def agree_on_end(end: float) -> float:
-            nonlocal asked
-            asked = True
-            if together and self._agreement.on_any(reads.matter):
-                raise NumberMatters  # here, or to another rank
-            return self._agreement.on_end(end)
-
-        general: Trace | None = None
-        try:
-            general = self._trace(function, part, agree_on_end=agree_on_end, numbers=reads)
-        except NumberMatters:
-            if together and not asked:
-                self._agreement.on_any(True)
-        except Exception:  # what is no number of Python's own may fail elsewhere
-            if together and asked:
-                raise
-            if together:
-                self._agreement.on_any(True)
-        numbers = reads.path()
-        trace = self._trace(function, part)
-        # Some code asks for the type of a number: it must not have made a difference.
-        same = general is not None and not reads.matter and general.digest == trace.digest
-        if together:
-            same = not self._agreement.on_any(not same)
-        return trace, numbers if same else None
-
-    def _watches_numbers(self, part: Arguments, circumstances: Hashable, *, together: bool) -> bool:
-        watches = self._programs.watches_numbers(part, circumstances)
-        return not self._agreement.on_any(not watches) if together else watches
-
-    def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
-        """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""
-        assert self._residency is not None
-        found = {}
-        for call, stage in placed.stage_of_call.items():
-            unit = graph.units[graph.nodes[call].name]
-            for name in unit.parameters if unit.mutates_buffers else ():
-                if graph.parameters[name].is_buffer and self._residency.stages.get(name) == ():
-                    found[name] = placed.stage_ranks[stage]
-        return found
 
     def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
         assert self._context.plan is not None
