@@ -8,6 +8,7 @@ import torch
 from checkpointed import Dropped, training
 from sharded import QUIET, optimizer_of
 
+from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.testing import RanksFailedError, run_ranks
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
@@ -72,6 +73,23 @@ def test_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
 
     with pytest.raises(RanksFailedError, match=message):
         run_ranks(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [("checkpoints/step-00000003", "is one checkpoint. Give the folder"), (".", "is the folder of a run")],
+)
+def test_a_folder_beside_the_one_that_is_meant(chosen: str, message: str, tmp_path: Path) -> None:
+    """Bug: the run began anew there, and its lock made the checkpoint one that has a foreign file."""
+    run_ranks(training, 1, {}, tmp_path / "checkpoints", until=3)
+
+    def run() -> None:
+        sw, _ = prepared()
+        sw.Checkpoints(tmp_path / chosen)
+
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(run, 2)
+    CheckpointFolder(tmp_path / "checkpoints").open().check()
 
 
 def test_before_a_model_is_wrapped(tmp_path: Path) -> None:

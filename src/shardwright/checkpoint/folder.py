@@ -24,9 +24,9 @@ from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 
-__all__ = ["CheckpointFolder", "save_number"]
+__all__ = ["CheckpointFolder", "refuse_one_checkpoint", "save_number"]
 
 _STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
 
@@ -199,6 +199,16 @@ def save_number(name: str) -> int:
     """
     number = name.partition(".")[2]
     return int(number) if number.isdecimal() else 1
+
+
+def refuse_one_checkpoint(path: Path) -> None:
+    """Refuses a checkpoint where the folder that has it is meant: a lock in it would make it a damaged one.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if (path / MANIFEST).exists():
+        raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {path.absolute().parent}.")
 
 
 def _is_folder(path: Path, *, or_link: bool = False) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError
 
-__all__ = ["fresh_folder"]
+__all__ = ["fresh_folder", "refuse_filled"]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from shardwright.checkpoint.regular_file import read_regular
 from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import TensorSource, streamed_content
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["CONFIG", "Exported", "config_text", "export_files", "read_config"]
 
@@ -134,7 +134,10 @@ def read_config(saved: SavedCheckpoint, path: Path | None) -> dict[str, Any] | N
         found, where = saved.document(CONFIG), saved.path / CONFIG
     else:
         where = (path / CONFIG if path.is_dir() else path).resolve()
-        found = parse(read_regular(where, most_bytes=_LARGEST_CONFIG), name=str(where))
+        try:
+            found = parse(read_regular(where, most_bytes=_LARGEST_CONFIG), name=str(where))
+        except CorruptCheckpointError as error:  # of the checkpoint it says nothing
+            raise CheckpointError(f"{error} Give a config.json, or the folder that has it.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} is no configuration: it has no object with names.")
     return found

@@ -1,5 +1,6 @@
 """``shardwright ckpt``: lists, verifies, recovers, exports, imports and clears checkpoints."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,12 +11,12 @@ from typing import Annotated
 import typer
 
 from shardwright.checkpoint import recovery
-from shardwright.checkpoint.commits import Commit
+from shardwright.checkpoint.commits import COMMITTED, Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order
 from shardwright.cli.application import AsJson, new_application, print_json
 from shardwright.cli.ckpt_export import export
-from shardwright.cli.ckpt_folder import checkpoint_folder
+from shardwright.cli.ckpt_folder import checkpoint_folder, named_checkpoint
 from shardwright.cli.ckpt_import import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from shardwright.observe.folder_lock import held
@@ -28,6 +29,9 @@ application = new_application(text="List, verify, recover, export, import and cl
 
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or of a run that has checkpoints/.")
+]
+Source = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, that of a run, or one checkpoint.")
 ]
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One checkpoint; all without it.")]
 
@@ -50,15 +54,15 @@ def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @application.command("verify")
-def verify(folder: Folder, name: Name = None, as_json: AsJson = False) -> None:
+def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
     """Read checkpoints whole and compare every checksum; exit code 8 where something is damaged.
 
     For example: shardwright ckpt verify runs/NAME
     """
-    found = checkpoint_folder(folder)
-    commits = [commit for commit in found.commits() if name in (None, commit.name)]
+    found, chosen = named_checkpoint(folder, name)
+    commits = [commit for commit in found.commits() if chosen in (None, commit.name)]
     if not commits:
-        found.open(name)  # says what is there
+        found.open(chosen)  # says what is there
     problems = {commit.name: _problem(found, commit) for commit in commits}
     if as_json:
         print_json([{"name": name, "problem": str(it) if it else None} for name, it in problems.items()])
@@ -86,6 +90,10 @@ def gc(
     try:
         with _alone(found):
             removed = found.collect(keep=keep)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} Nothing was removed: old checkpoints go only behind a newest one that is sound."
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"{found.root} cannot be cleared: {error.strerror}. What shardwright ckpt ls lists is there."
@@ -132,7 +140,9 @@ def recover(
 
 @contextmanager
 def _alone(folder: CheckpointFolder) -> Iterator[None]:
-    """Has no run save in a folder meanwhile."""
+    """Has no run save in a folder meanwhile. Another folder than one of checkpoints is left as it is."""
+    if not os.path.lexists(folder.root / COMMITTED) and not folder.step_folders():
+        raise CheckpointError(f"{folder.root} has no checkpoint, and nothing that a save has left.")
     with held(folder.root / ".lock") as holder:
         if holder is not None:
             raise UsageError(

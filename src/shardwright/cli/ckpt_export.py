@@ -78,6 +78,7 @@ def export(
     The checkpoint is verified first. For example: shardwright ckpt export runs/NAME --to gpt2-trained
     """
     # Here, because they import numpy: --help answers before.
+    from shardwright.checkpoint.fresh_folder import refuse_filled
     from shardwright.checkpoint.hugging_face import read_config
     from shardwright.checkpoint.model_tensors import ModelTensors
 
@@ -85,12 +86,15 @@ def export(
     if most_bytes < 1:
         raise ConfigError(f"--max-shard-size is {max_shard_size}, and must be more than nothing.")
     folder, chosen = named_checkpoint(source, name)
+    refuse_filled(to.resolve())  # before all is read, which may take long
     listed = folder.open(chosen, verify=False)
+    document = read_config(listed, config) if config is not None else None
     _say(f"verifying {listed.path} ({format_bytes(listed.num_bytes)}) ...")
     saved = folder.open(listed.path.name)
     saved.check()
     model = ModelTensors(saved, prefix=prefix, dtype=None if dtype is None else _STORED[dtype])
-    document = read_config(saved, config)
+    if config is None:
+        document = read_config(saved, None)
     if kind is Format.HF and document is None:
         _say(
             "the checkpoint has no config.json, because its module had no configuration of Hugging Face: "

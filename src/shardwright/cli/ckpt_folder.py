@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shardwright.checkpoint.commits import COMMITTED
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.errors import UsageError
 
@@ -20,9 +20,10 @@ def checkpoint_folder(path: Path) -> CheckpointFolder:
     """The folder of checkpoints that is meant.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: it is not there, or is one checkpoint.
     """
     chosen = folder_of(path)
+    refuse_one_checkpoint(chosen)
     if not chosen.is_dir():
         raise UsageError(f"there is no folder {path}. Give the folder of a run, or of its checkpoints.")
     return CheckpointFolder(chosen)
@@ -34,8 +35,9 @@ def named_checkpoint(path: Path, name: str | None) -> tuple[CheckpointFolder, st
     Raises:
         UsageError: it is not there, or two different checkpoints are named.
     """
-    if not ((path / MANIFEST).exists() and (path.parent / COMMITTED).exists()):
+    whole = path if path.name else path.absolute()  # "." has neither a name nor a folder around it
+    if not ((whole / MANIFEST).exists() and (whole.parent / COMMITTED).exists()):
         return checkpoint_folder(path), name
-    if name not in (None, path.name):
-        raise UsageError(f"{path} is a checkpoint, and --name asks for {name}. Leave one of them out.")
-    return CheckpointFolder(path.parent), path.name
+    if name not in (None, whole.name):
+        raise UsageError(f"{path} is a checkpoint, and {name} is another one. Leave one of them out.")
+    return CheckpointFolder(whole.parent), whole.name

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwright.checkpoint.folder import refuse_one_checkpoint
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.ckpt_folder import folder_of
 from shardwright.errors import CheckpointError, UsageError
@@ -62,6 +63,7 @@ def import_(
         raise UsageError(f"{source} cannot be read: {error.strerror}.") from error
     read = _reader(found, key)
     root = folder_of(to)
+    refuse_one_checkpoint(root)
     with _in_own_hands(root):
         made = import_model(
             _files(found, read), root, step=step, strip=strip, prefix=prefix, config=found.config

@@ -68,6 +68,35 @@ def test_every_operation_of_a_save_is_a_place_todie(earlier: tuple[int, ...], tm
     assert cases >= 15
 
 
+def _content(path: Path) -> object:
+    return set(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+
+def test_nothing_gets_its_name_before_it_has_reached_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power takes what nobody has synced, names in folders too; killing a process takes nothing."""
+    root, fsync, on_disk = tmp_path / "new" / "checkpoints", os.fsync, {}
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk[os.fstat(descriptor).st_ino] = _content(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def check(*paths: Path) -> None:
+        assert [path for path in paths if on_disk.get(path.stat().st_ino) != _content(path)] == []
+
+    def before(operation: str, path: Path) -> None:
+        if operation == "rename":
+            check(path, *(path.iterdir() if path.is_dir() else ()))
+            listed = on_disk.get(root.stat().st_ino, set())
+            assert path.is_dir() or listed >= {each.name for each in root.glob("step-*")}
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for step in (1, 2):
+        save(root, step, disk=Disk(before))
+        check(tmp_path, root.parent, root, root / "COMMITTED")
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_an_error_at_any_operation_keeps_the_old_checkpoint(tmp_path: Path, number: int) -> None:
     def fail() -> None:

@@ -10,6 +10,7 @@ from checkpoint.checkpoints import save
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.tensor_file import file_content
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -118,5 +119,38 @@ def test_says_what_is_not_there(tmp_path, capsys):
     assert call(capsys, "ckpt", "ls", tmp_path)[:2] == (0, f"no checkpoints in {tmp_path}\n")
     code, _, err = call(capsys, "ckpt", "verify", tmp_path)
     assert (code, "has no checkpoint" in err) == (2, True)
-    code, _, err = call(capsys, "ckpt", "gc", tmp_path, "--keep", "0")
+    for words in (["gc", "--keep", "1"], ["recover"]):
+        code, _, err = call(capsys, "ckpt", *words, tmp_path)
+        assert (code, "has no checkpoint, and nothing that a save has left" in err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_few_at_least_stay(run, capsys):
+    code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "0")
     assert (code, "at least one" in err) == (2, True)
+
+
+def test_nothing_is_removed_behind_a_damaged_one_and_it_says_so(run, capsys):
+    (run / "checkpoints" / "step-00000020" / "state.json").unlink()
+    code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "1")
+    assert (code, "state.json is missing. Nothing was removed" in err) == (8, True)
+    assert (run / "checkpoints" / "step-00000010").is_dir()
+
+
+def test_one_checkpoint_is_not_taken_for_a_folder_of_them(run, capsys, tmp_path, monkeypatch):
+    """Bug: `gc` said that 0 checkpoints stay, and left a lock in it, for which it was refused from then on."""
+    chosen = run / "checkpoints" / "step-00000010"
+    (tmp_path / "model.safetensors").write_bytes(b"".join(file_content({})))
+    for words in (
+        ["gc", chosen, "--keep", "1"],
+        ["recover", chosen],
+        ["ls", chosen],
+        ["import", tmp_path / "model.safetensors", "--to", chosen],
+    ):
+        code, _, err = call(capsys, "ckpt", *words)
+        assert (code, f"Give the folder that it is in: {chosen.parent}" in err) == (2, True)
+    assert call(capsys, "ckpt", "verify", chosen)[:2] == (0, "step-00000010  ok\n")
+    monkeypatch.chdir(chosen)
+    assert call(capsys, "ckpt", "verify", ".")[:2] == (0, "step-00000010  ok\n")
+    code, _, err = call(capsys, "ckpt", "verify", chosen, "step-00000020")
+    assert (code, "is a checkpoint, and step-00000020 is another one" in err) == (2, True)

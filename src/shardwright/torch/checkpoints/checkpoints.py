@@ -16,8 +16,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from shardwright.checkpoint.commits import COMMITTED
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.comm.process_group import default_store, tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import CheckpointError, UsageError
@@ -423,6 +424,12 @@ class Checkpoints:
 
 def _held(path: Path) -> Path:
     """Keeps other runs from saving in a folder; on the first rank."""
+    refuse_one_checkpoint(path)
+    if (path / "checkpoints" / COMMITTED).exists() and not (path / COMMITTED).exists():
+        raise UsageError(
+            f"{path} is the folder of a run, whose checkpoints are in a folder in it: "
+            f'sw.Checkpoints("{path / "checkpoints"}").'
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         holder = hold(path / ".lock")
