@@ -161,42 +161,43 @@ class NothingLeftBehind:
         """Takes note of a container, and of what that or a plain object holds."""
         if type(item) in _PLAIN or id(item) in self._seen:
             return
-        if isinstance(item, _SKIPPED):
-            if isinstance(item, type) and depth > 0 and not owned and _is_the_scripts(item):
+        kind = type(item)  # not isinstance(): a proxy may do things when it is asked for its class
+        if issubclass(kind, _SKIPPED):
+            if issubclass(kind, type) and depth > 0 and not owned and _is_the_scripts(item):
                 self._look_into_class(item, depth)
             return
-        if isinstance(item, nn.Module) and (owned or item in self._modules):
+        if issubclass(kind, nn.Module) and (owned or item in self._modules):
             return
-        if _is_of(type(item), _AT_WORK):
+        if _is_of(kind, _AT_WORK):
             return
-        size = len(item) if type(item) in _CONTAINERS else 1
+        size = len(item) if kind in _CONTAINERS else 1
         if size > min(self._left[owned], _LONGEST):
             return
         self._left[owned] -= size
-        if isinstance(item, Tensor):
+        if issubclass(kind, Tensor):
             self._seen.add(id(item))
             self._tensors.keep(item, most_bytes=None if owned else _LARGEST_SHARED)
             return
-        if isinstance(item, torch.Generator):
+        if issubclass(kind, torch.Generator):
             self._seen.add(id(item))
             self.generators.append(item)
             return
         if depth == 0:
             return
         self._seen.add(id(item))
-        if type(item) is _LruCache:
+        if kind is _LruCache:
             self._caches.append((item, item.cache_info().misses))
             return
         held: Collection[Any]
-        if type(item) in _CONTAINERS:
+        if kind in _CONTAINERS:
             (self._owned if owned else self._shared).append((item, content_of(item)))
             held = _items(item)
-        elif isinstance(item, tuple):
+        elif issubclass(kind, tuple):
             held = item
         elif is_plain_object(item):
             held = (vars(item),)
             depth += 1  # its namespace is not one more step
-        elif isinstance(item, nn.Module) and not owned:  # a metric
+        elif issubclass(kind, nn.Module) and not owned:  # a metric
             held = (item._buffers, {key: v for key, v in vars(item).items() if key not in OF_EVERY_MODULE})
             depth += 1
         else:
@@ -207,10 +208,10 @@ class NothingLeftBehind:
     def _note_stand_ins(self, before: Collection[int], items: list[Any]) -> None:
         """Takes note of what is new among the content of a variable, or of a container in one."""
         for item in items:
-            if isinstance(item, DeferredTensor) and id(item) not in before:
+            if type(item) is DeferredTensor and id(item) not in before:
                 self.stand_ins.append(item)
             elif type(item) in {*_CONTAINERS, tuple} and id(item) not in self._seen and len(item) <= _LONGEST:
-                self.stand_ins += [inner for inner in _items(item) if isinstance(inner, DeferredTensor)]
+                self.stand_ins += [inner for inner in _items(item) if type(inner) is DeferredTensor]
 
     def _look_into_class(self, kind: type, depth: int) -> None:
         """Takes note of a class of the model or the script, and of what its attributes hold."""
@@ -227,7 +228,7 @@ class NothingLeftBehind:
         """Whether it stands for something in a trace, or is a container of such that was not there."""
         if type(item) in _PLAIN:
             return False
-        if isinstance(item, FakeTensor | DeferredTensor) or type(item) is WatchedNumber:
+        if issubclass(type(item), FakeTensor | DeferredTensor | WatchedNumber):
             return True
         if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
             return False
@@ -322,7 +323,12 @@ def _has(cell: CellType) -> bool:
 
 def is_plain_object(item: Any) -> bool:
     """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
-    return not _is_of(type(item), _NOT_OURS) and type(getattr(item, "__dict__", None)) is dict
+    if _is_of(type(item), _NOT_OURS) or not type(item).__dictoffset__:
+        return False
+    try:
+        return type(vars(item)) is dict
+    except Exception:
+        return False  # a proxy of something that is not there yet
 
 
 class _Found:

@@ -114,9 +114,9 @@ def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
     around = function.__globals__
     called = [around[name] for name in names if name in around]
     called += _contents_of_cells(function)
-    # Only functions are asked for attributes: other objects may do things when they are.
-    called = [each.__func__ if isinstance(each, MethodType) else each for each in called]
-    own = (each for each in called if isinstance(each, FunctionType) and each.__globals__ is around)
+    # Only functions are asked for anything: other objects may do things when they are.
+    called = [each.__func__ if type(each) is MethodType else each for each in called]
+    own = (each for each in called if type(each) is FunctionType and each.__globals__ is around)
     return depth > 0 and any(_mentions_readers(each, depth - 1) for each in own)
 
 

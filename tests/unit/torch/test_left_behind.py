@@ -265,3 +265,35 @@ def test_a_large_tensor_is_watched():
     error = contents.restore()
     assert isinstance(error, TraceError)
     assert "too large to be put back" in str(error)
+
+
+class Proxy:
+    """Stands for something that is not there yet, as a request of a web framework does."""
+
+    def _missing(self, *_):
+        raise RuntimeError("there is nothing yet")
+
+    __class__ = property(_missing)  # type: ignore[assignment]
+    __dict__ = property(_missing)  # type: ignore[assignment]
+    __eq__ = __hash__ = __len__ = __getattr__ = _missing  # type: ignore[assignment]
+
+
+class NoNamespace:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name}")
+
+
+PROXIES = [Proxy(), NoNamespace()]
+
+
+def test_objects_that_fail_when_they_are_asked_are_left_alone():
+    """A trace of a script with such a variable failed."""
+    model, proxies = nn.Linear(4, 4), {"one": PROXIES[0], "other": PROXIES[1]}
+
+    def step(x):
+        assert len(proxies) == len(PROXIES) == 2
+        return model(x).sum()
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))

@@ -55,6 +55,10 @@ class Remote:
         self.asked.append(name)
         raise OSError("the server does not answer")
 
+    @property
+    def __class__(self) -> Any:  # isinstance() asks for it
+        return self.__getattr__("__class__")
+
 
 def test_what_a_function_has_is_not_asked_for_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of an object in a cell was that of the decorator, and a proxy asked its server."""
