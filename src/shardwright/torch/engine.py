@@ -53,7 +53,7 @@ from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.source_line import line_of
 from shardwright.torch.split_backward import split_modules
-from shardwright.torch.step_code import ReadingStep
+from shardwright.torch.step_code import ReadingStep, asks_for_types
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap, refuse_unknown_units
 from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
@@ -417,7 +417,7 @@ class PipelineEngine:
                 is_known = not self._agreement.on_any(not is_known)
             if known is not None and is_known:
                 trace, numbers = known.trace, None
-            elif watched := self._watches_numbers(part, circumstances, together=together):
+            elif watched := self._watches_numbers(function, part, circumstances, together=together):
                 trace, numbers = self._trace_watching_numbers(function, part, together=together)
             else:
                 trace, numbers = self._trace(function, part), None
@@ -499,8 +499,10 @@ class PipelineEngine:
             same = not self._agreement.on_any(not same)
         return trace, numbers if same else None
 
-    def _watches_numbers(self, part: Arguments, circumstances: Hashable, *, together: bool) -> bool:
-        watches = self._programs.watches_numbers(part, circumstances)
+    def _watches_numbers(
+        self, function: Callable[..., Any], part: Arguments, circumstances: Hashable, *, together: bool
+    ) -> bool:
+        watches = self._programs.watches_numbers(part, circumstances) and not asks_for_types(function)
         return not self._agreement.on_any(not watches) if together else watches
 
     def _buffers_of_spare_units(self, graph: ModelGraph, placed: CallPlacement) -> dict[str, int]:
