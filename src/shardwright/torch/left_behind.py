@@ -14,19 +14,30 @@ import os
 import sys
 import sysconfig
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
-from shardwright.torch.container_content import content_of, put_content
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.tensor_contents import TensorContents
+from shardwright.torch.variable_content import (
+    CONTAINERS,
+    PLAIN,
+    content_of_variable,
+    is_plain,
+    items_of,
+    put_all_back,
+    put_plain_back,
+    put_slots_back,
+    slots_of,
+)
 from shardwright.torch.watched_numbers import WatchedNumber
 
 __all__ = ["NothingLeftBehind", "is_plain_object"]
@@ -36,9 +47,7 @@ _DEPTH = 3
 _LONGEST = 10_000
 _MOST = 200_000
 _LARGEST_SHARED = 2**20  # bytes of a tensor in a variable of a script: a count, a sum, but no data set
-# Others may do things when they are read.
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list})
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
+_MOST_IN_ARRAYS = 2**26  # bytes
 _SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 # Classes of these keep things that are not the model's: registries, locks, queues.
 _NOT_OURS = (
@@ -74,6 +83,9 @@ class NothingLeftBehind:
     def __enter__(self) -> None:
         self._owned: list[tuple[Any, Any]] = []
         self._shared: list[tuple[Any, Any]] = []
+        self._slotted: list[tuple[Any, dict[Any, Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._array_bytes_left = _MOST_IN_ARRAYS
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._caches = [(cache, cache.cache_info().misses) for cache in _lru_caches()]
         self._tensors = TensorContents()
@@ -114,24 +126,28 @@ class NothingLeftBehind:
 
     def __exit__(self, *exc_info: object) -> None:
         for container, content in self._owned:
-            put_content(container, content)
+            put_all_back(container, content)
         for container, content in self._shared:
-            self._note_stand_ins(set(map(id, _items(content))), _items(container))
-            if any(self._is_new_fake(item) for item in _items(container)):
-                _take_fakes_out(container, content, self._is_new_fake)
-            _put_plain_back(container, content)
+            self._note_stand_ins(set(map(id, items_of(content))), items_of(container))
+            put_plain_back(container, content, self._is_new_fake)
+        for item, content in self._slotted:
+            self._note_stand_ins(set(map(id, content.values())), list(slots_of(item).values()))
+            put_slots_back(item, content, self._is_new_fake)
+        for array, copy in self._arrays:
+            if array.tobytes() != copy.tobytes():
+                array[...] = copy
         for cell, content in self._cells:
             if not _has(cell):
                 continue
             self._note_stand_ins({id(content)}, [cell.cell_contents])
-            if self._is_new_fake(cell.cell_contents) or (
-                type(cell.cell_contents) in _PLAIN and type(content) in _PLAIN
-            ):
+            now = cell.cell_contents
+            if now is not content and (self._is_new_fake(now) or (is_plain(now) and is_plain(content))):
                 cell.cell_contents = content
         for kind, names in self._classes:
             for name, item in list(vars(kind).items()):
-                is_number = type(item) in _PLAIN and type(names.get(name)) in _PLAIN
-                if self._is_new_fake(item) or (is_number and item is not names.get(name)):
+                if item is names.get(name):
+                    continue
+                if self._is_new_fake(item) or (is_plain(item) and is_plain(names.get(name))):
                     _restore_name(kind, name, names)
         for cache, misses in self._caches:
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
@@ -159,46 +175,54 @@ class NothingLeftBehind:
 
     def _look_at(self, item: Any, depth: int, owned: bool) -> None:
         """Takes note of a container, and of what that or a plain object holds."""
-        if type(item) in _PLAIN or id(item) in self._seen:
+        if type(item) in PLAIN or id(item) in self._seen:
             return
-        if isinstance(item, _SKIPPED):
-            if isinstance(item, type) and depth > 0 and not owned and _is_the_scripts(item):
+        kind = type(item)  # not isinstance(): a proxy may do things when it is asked for its class
+        if issubclass(kind, _SKIPPED):
+            if issubclass(kind, type) and depth > 0 and not owned and _is_the_scripts(item):
                 self._look_into_class(item, depth)
             return
-        if isinstance(item, nn.Module) and (owned or item in self._modules):
+        if issubclass(kind, nn.Module) and (owned or item in self._modules):
             return
-        if _is_of(type(item), _AT_WORK):
+        if _is_of(kind, _AT_WORK):
             return
-        size = len(item) if type(item) in _CONTAINERS else 1
+        size = len(item) if kind in CONTAINERS else 1
         if size > min(self._left[owned], _LONGEST):
             return
         self._left[owned] -= size
-        if isinstance(item, Tensor):
+        if issubclass(kind, Tensor):
             self._seen.add(id(item))
             self._tensors.keep(item, most_bytes=None if owned else _LARGEST_SHARED)
             return
-        if isinstance(item, torch.Generator):
+        if issubclass(kind, torch.Generator):
             self._seen.add(id(item))
             self.generators.append(item)
+            return
+        if kind is np.ndarray:
+            self._keep_array(item)
             return
         if depth == 0:
             return
         self._seen.add(id(item))
-        if type(item) is _LruCache:
+        if kind is _LruCache:
             self._caches.append((item, item.cache_info().misses))
             return
         held: Collection[Any]
-        if type(item) in _CONTAINERS:
-            (self._owned if owned else self._shared).append((item, content_of(item)))
-            held = _items(item)
-        elif isinstance(item, tuple):
+        if kind in CONTAINERS:
+            (self._owned if owned else self._shared).append((item, content_of_variable(item)))
+            held = items_of(item)
+        elif issubclass(kind, tuple):
             held = item
         elif is_plain_object(item):
             held = (vars(item),)
             depth += 1  # its namespace is not one more step
-        elif isinstance(item, nn.Module) and not owned:  # a metric
-            held = (item._buffers, {key: v for key, v in vars(item).items() if key not in OF_EVERY_MODULE})
-            depth += 1
+        elif issubclass(kind, nn.Module) and not owned:  # a metric
+            self._shared.append((vars(item), dict(vars(item))))
+            own = [value for key, value in vars(item).items() if key not in OF_EVERY_MODULE]
+            held = [*item._buffers.values(), *own]
+        elif not _is_of(kind, _NOT_OURS) and (slots := slots_of(item)):
+            self._slotted.append((item, slots))
+            held = slots.values()
         else:
             return
         for inner in held:
@@ -207,10 +231,18 @@ class NothingLeftBehind:
     def _note_stand_ins(self, before: Collection[int], items: list[Any]) -> None:
         """Takes note of what is new among the content of a variable, or of a container in one."""
         for item in items:
-            if isinstance(item, DeferredTensor) and id(item) not in before:
+            if type(item) is DeferredTensor and id(item) not in before:
                 self.stand_ins.append(item)
-            elif type(item) in {*_CONTAINERS, tuple} and id(item) not in self._seen and len(item) <= _LONGEST:
-                self.stand_ins += [inner for inner in _items(item) if isinstance(inner, DeferredTensor)]
+            elif type(item) in {*CONTAINERS, tuple} and id(item) not in self._seen and len(item) <= _LONGEST:
+                self.stand_ins += [inner for inner in items_of(item) if type(inner) is DeferredTensor]
+
+    def _keep_array(self, array: Any) -> None:
+        """Keeps what is in an array of NumPy, if that is not much: counts, sums."""
+        self._seen.add(id(array))
+        most = min(_LARGEST_SHARED, self._array_bytes_left)
+        if array.nbytes <= most and array.flags.writeable and not array.dtype.hasobject:
+            self._array_bytes_left -= array.nbytes
+            self._arrays.append((array, array.copy()))
 
     def _look_into_class(self, kind: type, depth: int) -> None:
         """Takes note of a class of the model or the script, and of what its attributes hold."""
@@ -225,53 +257,13 @@ class NothingLeftBehind:
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
         """Whether it stands for something in a trace, or is a container of such that was not there."""
-        if type(item) in _PLAIN:
+        if type(item) in PLAIN:
             return False
-        if isinstance(item, FakeTensor | DeferredTensor) or type(item) is WatchedNumber:
+        if issubclass(type(item), FakeTensor | DeferredTensor | WatchedNumber):
             return True
-        if depth == 0 or id(item) in self._seen or type(item) not in {*_CONTAINERS, tuple, set}:
+        if depth == 0 or id(item) in self._seen or type(item) not in {*CONTAINERS, tuple}:
             return False
-        return len(item) <= _LONGEST and any(self._is_new_fake(i, depth - 1) for i in _items(item))
-
-
-def _items(container: Any) -> list[Any]:
-    return list(container.values() if isinstance(container, dict) else container)
-
-
-def _take_fakes_out(container: Any, content: Any, is_fake: Callable[[Any], bool]) -> None:
-    if isinstance(container, list):
-        container[:] = content
-        return
-    for key, item in list(container.items()):
-        if is_fake(item):
-            if key in content:
-                container[key] = content[key]
-            else:
-                del container[key]
-
-
-def _put_plain_back(container: Any, content: Any) -> None:
-    """Puts back numbers and texts that were changed, and takes out those that were added: a count, a row."""
-    before = dict(enumerate(content)) if isinstance(container, list) else content
-    if isinstance(container, list):
-        added = container[len(content) :]
-        if all(map(_is_plain, added)):
-            del container[len(content) :]
-    for key, item in list(enumerate(container) if isinstance(container, list) else container.items()):
-        if key not in before:
-            if isinstance(container, dict) and _is_plain(item):
-                del container[key]
-        elif type(item) in _PLAIN and type(before[key]) in _PLAIN and item is not before[key]:
-            container[key] = before[key]
-
-
-def _is_plain(item: Any, depth: int = _DEPTH) -> bool:
-    """Whether it is a number, a text or the like, or a container of such alone."""
-    if type(item) in _PLAIN:
-        return True
-    if depth == 0 or type(item) not in {*_CONTAINERS, tuple} or len(item) > _LONGEST:
-        return False
-    return all(_is_plain(inner, depth - 1) for inner in _items(item))
+        return len(item) <= _LONGEST and any(self._is_new_fake(i, depth - 1) for i in items_of(item))
 
 
 def _restore_name(kind: type, name: str, names: dict[str, Any]) -> None:
@@ -322,7 +314,12 @@ def _has(cell: CellType) -> bool:
 
 def is_plain_object(item: Any) -> bool:
     """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
-    return not _is_of(type(item), _NOT_OURS) and type(getattr(item, "__dict__", None)) is dict
+    if _is_of(type(item), _NOT_OURS) or not type(item).__dictoffset__:
+        return False
+    try:
+        return type(vars(item)) is dict
+    except Exception:
+        return False  # a proxy of something that is not there yet
 
 
 class _Found:

@@ -17,7 +17,7 @@ from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.residency import Residency
 from shardwright.torch.source_line import line_of
-from shardwright.torch.step_code import ReadingStep
+from shardwright.torch.step_code import ReadingStep, asks_for_types
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
@@ -169,7 +169,7 @@ class ProgramMaker:
             is_known = self._on_all(known is not None and known.holds_for(part), together)
             if known is not None and is_known:
                 trace = known.trace
-            elif watched := self._on_all(self._cache.watches_numbers(part, circumstances), together):
+            elif watched := self._on_all(self._watches_numbers(function, part, circumstances), together):
                 trace, numbers = self._trace_watching_numbers(function, part, together=together)
             else:
                 trace = self.trace(function, part)
@@ -186,6 +186,11 @@ class ProgramMaker:
 
     def _on_all(self, found: bool, together: bool) -> bool:
         return not self._on_any(not found, together)
+
+    def _watches_numbers(
+        self, function: Callable[..., Any], part: Arguments, circumstances: Hashable
+    ) -> bool:
+        return self._cache.watches_numbers(part, circumstances) and not asks_for_types(function)
 
     def _trace_watching_numbers(
         self, function: Callable[..., Any], part: Arguments, *, together: bool

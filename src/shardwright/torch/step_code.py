@@ -10,6 +10,7 @@ middle of a microbatch, and a trace cannot know what will be read. So there are 
   program: every rank runs it as it is, with the tensors that it needs (`known_values`).
 """
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from shardwright.torch.functions import READS_DATA
 __all__ = [
     "ReadingStep",
     "TraceEnds",
+    "asks_for_types",
     "assumed_loss",
     "code_of_model",
     "in_step_code",
@@ -102,22 +104,40 @@ def writes_text(func: Any) -> bool:
     return func in _WRITES_TEXT
 
 
-def _mentions_readers(function: Any, depth: int = _DEPTH) -> bool:
+def asks_for_types(function: Any) -> bool:
+    """Whether ``type()`` stands in a function, or in one of its own file that it calls: it tells a watched
+    number from a number, so that what is asked of that behind it would not be seen.
+    """
+    return _is_found(_loads_type, function)
+
+
+def _mentions_readers(function: Any) -> bool:
     """Whether a function calls what reads tensors, or a function of its own file does that it calls."""
+    return _is_found(lambda code: not _NAMES_OF_READERS.isdisjoint(code.co_names), function)
+
+
+def _loads_type(code: CodeType) -> bool:
+    if "type" not in code.co_names:  # of attributes, too: tensor.type()
+        return False
+    return any(each.opname == "LOAD_GLOBAL" and each.argval == "type" for each in dis.get_instructions(code))
+
+
+def _is_found(is_meant: Callable[[CodeType], bool], function: Any, depth: int = _DEPTH) -> bool:
+    """Whether the code of a function, or of one of its own file that it calls, is what is meant."""
     function = _plain_function(function)
     if function is None:
         return False
     parts = list(_with_inner(function.__code__))
-    names = {name for part in parts for name in part.co_names}
-    if not names.isdisjoint(_NAMES_OF_READERS):
+    if any(map(is_meant, parts)):
         return True
+    names = {name for part in parts for name in part.co_names}
     around = function.__globals__
     called = [around[name] for name in names if name in around]
     called += _contents_of_cells(function)
-    # Only functions are asked for attributes: other objects may do things when they are.
-    called = [each.__func__ if isinstance(each, MethodType) else each for each in called]
-    own = (each for each in called if isinstance(each, FunctionType) and each.__globals__ is around)
-    return depth > 0 and any(_mentions_readers(each, depth - 1) for each in own)
+    # Only functions are asked for anything: other objects may do things when they are.
+    called = [each.__func__ if type(each) is MethodType else each for each in called]
+    own = (each for each in called if type(each) is FunctionType and each.__globals__ is around)
+    return depth > 0 and any(_is_found(is_meant, each, depth - 1) for each in own)
 
 
 def _plain_function(function: Any) -> FunctionType | None:

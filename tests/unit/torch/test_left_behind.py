@@ -1,9 +1,11 @@
 """What forwards keep outside of modules must not be a fake tensor when a trace has ended."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from fractions import Fraction
 from functools import cache, lru_cache
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -174,6 +176,76 @@ def test_lists_inside_of_other_variables_and_of_arguments_are_as_they_were():
     assert [type(each) for each in mixed[:3]] == [int, object, int]  # who knows what the object is for
 
 
+class Slotted:
+    __slots__ = ("count", "last", "rows")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.rows: list = []
+
+
+class Metric(nn.Module):
+    """Not of the model that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+        self.count = 0
+
+
+def test_what_a_step_counts_in_other_kinds_of_variables_is_as_it_was():
+    """A step counted four microbatches too many in each of them, and in a deque it left stand-ins."""
+    model, metric, slotted, table = nn.Linear(4, 4), Metric(), Slotted(), np.zeros(3)
+    newest: deque = deque([1.0], maxlen=2)
+    seen, kept = {"a"}, {"pair": (0, 0), "exact": Fraction(0), "array": np.float32(0)}
+    rows: list = [0]
+
+    def step(x):
+        nonlocal rows
+        loss = model(x).sum()
+        newest.extend([len(x), loss.detach()])
+        seen.add("b")
+        seen.discard("a")
+        rows = [*rows, len(x)]
+        kept["pair"] = (kept["pair"][0] + 1, len(x))
+        kept["exact"] += 1
+        kept["array"] += 1
+        table[1] += 1
+        metric.count += 1
+        metric.total += 1
+        slotted.count += 1
+        slotted.last = loss
+        slotted.rows.append(len(x))
+        return loss
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert newest == deque([1.0])
+    assert (seen, rows, table.tolist()) == ({"a"}, [0], [0, 0, 0])
+    assert kept == {"pair": (0, 0), "exact": 0, "array": 0}
+    assert (metric.count, metric.total.item()) == (0, 0)
+    assert (slotted.count, slotted.rows, hasattr(slotted, "last")) == (0, [], False)
+
+
+def test_what_a_step_takes_out_of_a_variable_is_there_again():
+    """Losses had the weights of later microbatches, without a word; a list lost its last entries."""
+    model, weights, by_name, handles = (
+        nn.Linear(4, 4),
+        [1.0, 2.0, 3.0],
+        {"a": 1, "b": 2},
+        [object(), object()],
+    )
+    before = list(handles)
+
+    def step(x):
+        handles.pop()
+        return model(x).sum() * weights.pop(0) * by_name.pop(next(iter(by_name)))
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert weights == [1.0, 2.0, 3.0]
+    assert list(by_name.items()) == [("a", 1), ("b", 2)]
+    assert handles == before
+
+
 def test_what_was_there_stays():
     model = KeepsEverywhere()
     model(torch.zeros(2, 4))
@@ -265,3 +337,35 @@ def test_a_large_tensor_is_watched():
     error = contents.restore()
     assert isinstance(error, TraceError)
     assert "too large to be put back" in str(error)
+
+
+class Proxy:
+    """Stands for something that is not there yet, as a request of a web framework does."""
+
+    def _missing(self, *_):
+        raise RuntimeError("there is nothing yet")
+
+    __class__ = property(_missing)  # type: ignore[assignment]
+    __dict__ = property(_missing)  # type: ignore[assignment]
+    __eq__ = __hash__ = __len__ = __getattr__ = _missing  # type: ignore[assignment]
+
+
+class NoNamespace:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"no {name}")
+
+
+PROXIES = [Proxy(), NoNamespace()]
+
+
+def test_objects_that_fail_when_they_are_asked_are_left_alone():
+    """A trace of a script with such a variable failed."""
+    model, proxies = nn.Linear(4, 4), {"one": PROXIES[0], "other": PROXIES[1]}
+
+    def step(x):
+        assert len(proxies) == len(PROXIES) == 2
+        return model(x).sum()
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor
 
-from shardwright.torch.step_code import ReadingStep
+from shardwright.torch.step_code import ReadingStep, asks_for_types
 
 
 def helper(loss: Tensor) -> Any:
@@ -55,6 +56,10 @@ class Remote:
         self.asked.append(name)
         raise OSError("the server does not answer")
 
+    @property
+    def __class__(self) -> Any:  # isinstance() asks for it
+        return self.__getattr__("__class__")
+
 
 def test_what_a_function_has_is_not_asked_for_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of an object in a cell was that of the decorator, and a proxy asked its server."""
@@ -92,3 +97,15 @@ def test_those_that_read_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", READ_NOTHING)
 def test_those_that_do_not_are_not(name: str) -> None:
     assert not ReadingStep(READ_NOTHING[name]).may_read
+
+
+def test_who_asks_for_a_type_is_found() -> None:
+    def converts(loss: Tensor) -> Any:
+        return loss.type(torch.float64)
+
+    def asks(loss: Tensor, number: Any) -> Any:
+        return loss if type(number) is int else None
+
+    assert not asks_for_types(converts)
+    assert asks_for_types(asks)
+    assert asks_for_types(ReadingStep(lambda loss: asks(loss, 1)))
