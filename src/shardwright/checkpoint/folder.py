@@ -208,7 +208,8 @@ def refuse_one_checkpoint(path: Path) -> None:
         UsageError: it is one.
     """
     if (path / MANIFEST).exists():
-        raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {path.absolute().parent}.")
+        folder = path.absolute().parent
+        raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")
 
 
 def _is_folder(path: Path, *, or_link: bool = False) -> bool:

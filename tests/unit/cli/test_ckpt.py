@@ -138,7 +138,7 @@ def test_nothing_is_removed_behind_a_damaged_one_and_it_says_so(run, capsys):
 
 
 def test_one_checkpoint_is_not_taken_for_a_folder_of_them(run, capsys, tmp_path, monkeypatch):
-    """Bug: `gc` said that 0 checkpoints stay, and left a lock in it, for which it was refused from then on."""
+    """`gc` said that 0 checkpoints stay, and left a lock in it, for which it was refused from then on."""
     chosen = run / "checkpoints" / "step-00000010"
     (tmp_path / "model.safetensors").write_bytes(b"".join(file_content({})))
     for words in (
