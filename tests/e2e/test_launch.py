@@ -312,6 +312,19 @@ def test_signals_reach_the_ranks_once_and_they_have_time_to_save(folder, number)
     assert not [pid for pid in pids if alive(pid)]
 
 
+def test_a_signal_to_save_that_comes_twice_leaves_the_whole_grace(folder):
+    """Bug: told twice, the agent tells SIGTERM to its ranks, which then had 1 s, as after a second Ctrl-C."""
+    code = SAVES.replace("time.sleep(0.3)", "time.sleep(2)")
+    process = folder.start("-n", "1", folder.script(without_torch(code)))
+    folder.wait_for("pids0")
+    process.send_signal(signal.SIGUSR1)
+    folder.wait_for("signal0")
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert (folder.path / "signal0").read_text() == f"{signal.SIGUSR1:d} "
+
+
 def test_a_rank_that_does_not_end_on_a_signal_is_killed_after_the_grace(folder):
     code = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,8 +10,8 @@
 
 It imports no torch, so it starts at once and costs little. It never outlives the agent, and the script
 never outlives it. A script that does not end on a signal is killed: after 5 s where another worker has failed
-(it will hardly get anywhere without that one), 1 s after a second signal (somebody is impatient), otherwise
-after the grace that the user granted for saving.
+(it will hardly get anywhere without that one), 1 s after a second Ctrl-C or another signal (somebody is
+impatient), otherwise after the grace that the user granted for saving.
 """
 
 import argparse
@@ -179,8 +179,12 @@ class Supervisor:
             self._signal_number, self._signalled_at_s = number, time.monotonic()
 
     def _is_repeated(self, number: int) -> bool:
-        """Whether one signal comes twice: a scheduler tells all processes, and the agent tells them again."""
-        is_the_same = number == self._signal_number and number != signal.SIGINT
+        """Whether one signal comes twice: a scheduler tells all processes, and the agent tells them again.
+
+        An agent that is told twice itself says SIGTERM, whatever it was told. After Ctrl-C that counts.
+        """
+        first = self._signal_number
+        is_the_same = first not in (None, signal.SIGINT) and number in (first, signal.SIGTERM)
         return is_the_same and time.monotonic() - self._signalled_at_s < _SAME_SIGNAL_S
 
     def _patience_from_now_s(self) -> float:
