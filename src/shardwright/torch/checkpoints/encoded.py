@@ -86,7 +86,10 @@ def _encoded_array(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     try:
         kept = _kept(torch.from_numpy(numpy.array(value, copy=True, order="C")), name, tensors)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{name} is an array of {value.dtype}, which cannot be saved.") from error
+        raise CheckpointError(
+            f"{name} is an array of {value.dtype}, which cannot be saved. Leave it out of the state, or give "
+            "it as numbers or texts in a list."
+        ) from error
     return {"$array" if isinstance(value, numpy.ndarray) else "$numpy": kept}
 
 
