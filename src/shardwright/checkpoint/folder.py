@@ -95,6 +95,10 @@ class CheckpointFolder:
             manifest.check(path)
         return SavedCheckpoint(path, manifest)
 
+    def lists(self, name: str) -> bool:
+        """Whether a checkpoint is there still: the run that saves may have removed it, as too old."""
+        return name in {commit.name for commit in self.commits()}
+
     # ---- writing ----
 
     def begin(self, step: int) -> Path:

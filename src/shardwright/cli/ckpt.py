@@ -1,6 +1,7 @@
 """``shardwright ckpt``: lists, verifies, recovers, exports, imports and clears checkpoints."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -64,6 +65,9 @@ def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
     if not commits:
         found.open(chosen)  # says what is there
     problems = {commit.name: _problem(found, commit) for commit in commits}
+    for gone in [each for each, problem in problems.items() if problem and not found.lists(each)]:
+        print(f"{gone} was removed meanwhile, by the run that saves here", file=sys.stderr)
+        del problems[gone]
     if as_json:
         print_json([{"name": name, "problem": str(it) if it else None} for name, it in problems.items()])
     else:

@@ -9,10 +9,11 @@ import typer
 
 from shardwright.cli.application import AsJson, print_json
 from shardwright.cli.ckpt_folder import named_checkpoint
-from shardwright.errors import ConfigError
+from shardwright.errors import CheckpointError, ConfigError
 from shardwright.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from shardwright.checkpoint.folder import CheckpointFolder
     from shardwright.checkpoint.hugging_face import Exported
     from shardwright.checkpoint.model_tensors import ModelTensors
     from shardwright.checkpoint.saved import SavedCheckpoint
@@ -90,8 +91,7 @@ def export(
     listed = folder.open(chosen, verify=False)
     document = read_config(listed, config) if config is not None else None
     _say(f"verifying {listed.path} ({format_bytes(listed.num_bytes)}) ...")
-    saved = folder.open(listed.path.name)
-    saved.check()
+    saved = _verified(folder, listed.path.name)
     model = ModelTensors(saved, prefix=prefix, dtype=None if dtype is None else _STORED[dtype])
     if config is None:
         document = read_config(saved, None)
@@ -104,6 +104,20 @@ def export(
     for tensor, count in model.overflowed.items():
         _say(f"{count} numbers of {tensor} are too large for {dtype}, and have become infinite")
     _tell(exported, saved, to, as_json=as_json)
+
+
+def _verified(folder: "CheckpointFolder", name: str) -> "SavedCheckpoint":
+    try:
+        saved = folder.open(name)
+        saved.check()
+    except CheckpointError as error:
+        if folder.lists(name):
+            raise
+        raise CheckpointError(
+            f"{folder.root / name} was removed while it was read, by the run that saves there. Try again: "
+            "there is a newer one."
+        ) from error
+    return saved
 
 
 def _written(

@@ -10,6 +10,7 @@ from checkpoint.checkpoints import save
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.tensor_file import file_content
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
@@ -135,6 +136,26 @@ def test_nothing_is_removed_behind_a_damaged_one_and_it_says_so(run, capsys):
     code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "1")
     assert (code, "state.json is missing. Nothing was removed" in err) == (8, True)
     assert (run / "checkpoints" / "step-00000010").is_dir()
+
+
+def test_what_the_run_removes_meanwhile_is_not_called_damaged(run, capsys, monkeypatch, tmp_path):
+    """Bug: `verify` ended with 8 where a run that goes on had removed its oldest checkpoint by then."""
+    root = run / "checkpoints"
+
+    def removed_then_checked(manifest, folder):
+        if folder.name == "step-00000010" and folder.is_dir():
+            CheckpointFolder(root).collect(keep=1)
+        check(manifest, folder)
+
+    check = Manifest.check
+    monkeypatch.setattr(Manifest, "check", removed_then_checked)
+    code, out, err = call(capsys, "ckpt", "verify", run)
+    assert (code, out) == (0, "step-00000020  ok\n")
+    assert "step-00000010 was removed meanwhile" in err
+    save(root, 10)
+    save(root, 20)
+    code, _, err = call(capsys, "ckpt", "export", run, "--name", "step-00000010", "--to", tmp_path / "out")
+    assert (code, "was removed while it was read" in err) == (2, True)
 
 
 def test_one_checkpoint_is_not_taken_for_a_folder_of_them(run, capsys, tmp_path, monkeypatch):
