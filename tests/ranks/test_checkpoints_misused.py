@@ -75,6 +75,17 @@ def test_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
         run_ranks(run, 2)
 
 
+@pytest.mark.parametrize("step", ["3", 3.0, True, -1])
+@pytest.mark.parametrize("method", ["save", "step_done"])
+def test_steps_that_are_no_numbers_of_steps(method: str, step: Any, tmp_path: Path) -> None:
+    def run() -> None:
+        sw, _ = prepared()
+        getattr(sw.Checkpoints(tmp_path, every=2), method)(step)
+
+    with pytest.raises(RanksFailedError, match="must be how many steps were done"):
+        run_ranks(run, 2)
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [("checkpoints/step-00000003", "is one checkpoint. Give the folder"), (".", "is the folder of a run")],

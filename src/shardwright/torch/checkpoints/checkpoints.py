@@ -168,6 +168,7 @@ class Checkpoints:
             SystemExit: after a signal.
         """
         refuse_inside_step("checkpoints.step_done() is called", "Call it in the training loop.")
+        step = _num_steps(step)
         signal_number = self._look(wait=False)
         if signal_number:
             self._end(step, signal_number)
@@ -190,9 +191,7 @@ class Checkpoints:
             CheckpointError: it cannot be saved; the checkpoints from before stay.
         """
         refuse_inside_step("checkpoints.save() is called", "Call it in the training loop.")
-        if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
-            raise UsageError(f"step is {step!r}, and must be how many steps were done: 0, 1, 2, ...")
-        step = int(step)
+        step = _num_steps(step)
         self._wait()
         if step == self._last_step or (self._resumed is not None and self._resumed.waits):
             return
@@ -443,3 +442,9 @@ def _held(path: Path) -> Path:
             "one a folder of its own."
         )
     return path
+
+
+def _num_steps(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, Integral) or step < 0:
+        raise UsageError(f"step is {step!r}, and must be how many steps were done: 0, 1, 2, ...")
+    return int(step)
