@@ -387,6 +387,34 @@ def test_backward_takes_several_tensors_and_their_gradients(num_ranks):
     assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_may_have_one_number_a_sample(num_ranks):
+    """It has gradients then, and its mean is reported."""
+
+    def backward(num_ranks):
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": num_ranks, "microbatches": 2})
+        x, y = batch(0)
+        plain = net()
+        model = smp.DistributedModel(copy.deepcopy(plain))
+
+        @smp.step
+        def train_step(model, x, y):
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+            model.backward(losses, torch.full_like(losses, 1 / len(losses)))
+            return losses
+
+        losses = train_step(model, x, y).concat()
+        expected = loss_of(plain, x, y)
+        expected.backward()
+        assert losses.shape == y.shape
+        assert abs(losses.mean() - expected.detach()) < CLOSE
+        return largest_difference(model, {name: p.grad for name, p in plain.named_parameters()})
+
+    assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
+
+
 class Above(nn.Module):
     """A class with a forward of its own."""
 
