@@ -222,6 +222,22 @@ def test_buffers_that_no_state_has_come_to_the_host_as_well():
     assert run_ranks(gathered, 2) == [True] * 2
 
 
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_in_cpu_mode_a_partitioned_model_is_on_cuda_already(partitions):
+    def moved(partitions):
+        from shardwright import cpu_mode
+
+        cpu_mode.enable(says_so=False)
+        _, model, _, train_step = wrapped({"partitions": partitions})
+        for _ in range(2):
+            assert model.to("cuda") is model
+            assert model.to(torch.device("cuda", 0)).cuda() is model
+            train_step(model, *batch(0))
+        return model.partitioned
+
+    assert run_ranks(moved, 2, partitions) == [True] * 2
+
+
 def test_devices_are_the_librarys_business():
     def moved():
         from shardwright.errors import UsageError
