@@ -621,6 +621,8 @@ def test_parts_of_parameters_are_together_the_whole(threshold):
                 square = p.ds_tensor.data.square().sum()
                 size = torch.tensor([p.ds_tensor.data.numel()])
                 assert size.item() == p.ds_tensor.ds_numel
+                assert p.ds_tensor.shape == (p.ds_tensor.ds_numel,)
+                assert torch.equal(p.ds_tensor.float().norm() ** 2, p.ds_tensor.data.float().norm() ** 2)
                 dist.all_reduce(square, group=optimizer.ds_param_shard_group)
                 dist.all_reduce(size, group=optimizer.ds_param_shard_group)
                 assert size.item() == p.ds_numel
