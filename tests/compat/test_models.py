@@ -222,6 +222,22 @@ def test_buffers_that_no_state_has_come_to_the_host_as_well():
     assert run_ranks(gathered, 2) == [True] * 2
 
 
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_in_cpu_mode_a_partitioned_model_is_on_cuda_already(partitions):
+    def moved(partitions):
+        from shardwright import cpu_mode
+
+        cpu_mode.enable(says_so=False)
+        _, model, _, train_step = wrapped({"partitions": partitions})
+        for _ in range(2):
+            assert model.to("cuda") is model
+            assert model.to(torch.device("cuda", 0)).cuda() is model
+            train_step(model, *batch(0))
+        return model.partitioned
+
+    assert run_ranks(moved, 2, partitions) == [True] * 2
+
+
 def test_devices_are_the_librarys_business():
     def moved():
         from shardwright.errors import UsageError
@@ -382,6 +398,34 @@ def test_backward_takes_several_tensors_and_their_gradients(num_ranks):
             logits = plain(part)
             total = [logits, logits.square().mean()]
             torch.autograd.backward(total, [torch.full_like(logits, 0.5), torch.tensor(0.5, dtype=x.dtype)])
+        return largest_difference(model, {name: p.grad for name, p in plain.named_parameters()})
+
+    assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_may_have_one_number_a_sample(num_ranks):
+    """It has gradients then, and its mean is reported."""
+
+    def backward(num_ranks):
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": num_ranks, "microbatches": 2})
+        x, y = batch(0)
+        plain = net()
+        model = smp.DistributedModel(copy.deepcopy(plain))
+
+        @smp.step
+        def train_step(model, x, y):
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+            model.backward(losses, torch.full_like(losses, 1 / len(losses)))
+            return losses
+
+        losses = train_step(model, x, y).concat()
+        expected = loss_of(plain, x, y)
+        expected.backward()
+        assert losses.shape == y.shape
+        assert abs(losses.mean() - expected.detach()) < CLOSE
         return largest_difference(model, {name: p.grad for name, p in plain.named_parameters()})
 
     assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
@@ -577,6 +621,8 @@ def test_parts_of_parameters_are_together_the_whole(threshold):
                 square = p.ds_tensor.data.square().sum()
                 size = torch.tensor([p.ds_tensor.data.numel()])
                 assert size.item() == p.ds_tensor.ds_numel
+                assert p.ds_tensor.shape == (p.ds_tensor.ds_numel,)
+                assert torch.equal(p.ds_tensor.float().norm() ** 2, p.ds_tensor.data.float().norm() ** 2)
                 dist.all_reduce(square, group=optimizer.ds_param_shard_group)
                 dist.all_reduce(size, group=optimizer.ds_param_shard_group)
                 assert size.item() == p.ds_numel

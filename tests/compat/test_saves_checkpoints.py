@@ -265,6 +265,14 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "(ranks: 2 there, 4 here)" in text
 
 
+def test_a_model_in_another_type_is_refused_with_the_checkpoint(tmp_path: Path) -> None:
+    run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path))
+    text = fails(resumes, 2, TWO_STAGES, torch.float32, str(tmp_path))
+    assert "_partial cannot be loaded, because its partition does not fit: the plan was made for" in text
+    assert "in the same dtype" in text
+    assert "Make the plan anew" not in text.split("StalePlanError")[-1]
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_another_model_is_refused_by_its_names(tmp_path: Path, partial: bool) -> None:
     run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path), partial=partial)

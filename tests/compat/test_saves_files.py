@@ -63,6 +63,22 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert run_ranks(loads, 4) == expected
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_state_that_was_gathered_is_cut_when_it_is_loaded(gather: bool) -> None:
+    """Each rank loads what it was given: the first replica all of it, the other its part."""
+
+    def again() -> Any:
+        script = Script(OPTIMIZER_SHARED)
+        script.train(3)
+        optimizer = script.optimizer
+        before = plain(optimizer.state_dict())
+        optimizer.load_state_dict(optimizer.local_state_dict(gather_if_shard=gather))
+        return before, plain(optimizer.state_dict())
+
+    for before, after in run_ranks(again, 2):
+        assert before == after
+
+
 def test_replicas_with_parts_of_their_own(tmp_path: Path) -> None:
     """As the Trainer of transformers 4.28: v3 names, and the state comes back after the first step."""
     file = str(tmp_path / "optimizer.pt")

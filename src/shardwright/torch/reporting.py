@@ -71,8 +71,8 @@ class Reporter:
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
         bubble, memory = self._gathered(step)
-        # None for microbatches that the step function has left out.
-        losses = [float(loss) for loss in step.losses or () if loss is not None]
+        # None for microbatches that the step function has left out; many numbers where it gave gradients.
+        losses = [float(loss.double().mean()) for loss in step.losses or () if loss is not None]
         num_replicas = context.mesh.data
         replicas = context.model.replicas if context.model is not None else None
         observer.step_done(

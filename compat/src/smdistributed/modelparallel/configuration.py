@@ -142,9 +142,11 @@ def read_configuration(
         )
     remarks: list[str] = []
     found: dict[str, Any] = {}
+    written: dict[str, str] = {}
     for layer in (config or {}, parameters_among(words), _from_launcher(environ)):
         found |= _canonical(layer, remarks)
-    check_smp_parameters(found)
+        written |= {_RENAMED.get(str(key), str(key)): str(key) for key in layer if layer[key] is not None}
+    check_smp_parameters({written.get(key, key): value for key, value in found.items()})
     _refuse_not_there_yet(found)
     without_effect = [key for key in found if key in _WITHOUT_EFFECT and found[key] != _DEFAULTS[key]]
     if without_effect:

@@ -43,6 +43,12 @@ class PartOfParameter:
         """Its elements."""
         return self.ds_numel
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a tensor has (``shape``, ``norm()``), of the values of now."""
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        return getattr(self.data, name)
+
 
 def describe_parts(model: DistributedModel) -> None:
     """Has each parameter tell of its part on this rank."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.hooks import RemovableHandle
 
+from shardwright import cpu_mode
 from shardwright.errors import UsageError
 from shardwright.torch.backward_outside import BackwardWatch
 from shardwright.torch.glue import active_handler
@@ -247,7 +248,7 @@ class DistributedModel(ModelStates):
     def to(self, *args: Any, **kwargs: Any) -> "DistributedModel":
         """Casts as `nn.Module.to` does. Where the model is, the library decides: a device changes nothing."""
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None and self.partitioned and device.type != current_run().device.type:
+        if device is not None and self.partitioned and not _computes_on(device):
             raise UsageError(
                 f"the model is on {current_run().device.type}, where this rank computes, and cannot be moved "
                 f"to {device}. To have all of it on the host of every rank, call model.cpu() on all ranks."
@@ -326,6 +327,12 @@ class DistributedModel(ModelStates):
         if name == "module":  # asked for before it is there
             raise AttributeError(name)
         return super().__getattr__(name)
+
+
+def _computes_on(device: torch.device) -> bool:
+    """Whether this rank computes on such a device; the CPU stands for CUDA in CPU mode."""
+    own = current_run().device.type
+    return device.type == own or (device.type == "cuda" and own == "cpu" and cpu_mode.is_enabled())
 
 
 class _Again:

@@ -75,6 +75,13 @@ def naming_the_file() -> Iterator[None]:
     try:
         yield
     except StalePlanError as error:
+        if state.resumed_from:
+            reason = str(error).removesuffix(" Make the plan anew.")
+            raise StalePlanError(
+                f"{state.resumed_from} cannot be loaded, because its partition does not fit: {reason} Resume "
+                "with the model that was saved, in the same dtype; or save a full one "
+                "(smp.save_checkpoint(..., partial=False))."
+            ) from error
         values = {} if state.configuration is None else state.configuration.values
         if not values.get("load_partition"):
             raise

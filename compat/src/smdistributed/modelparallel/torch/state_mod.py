@@ -33,6 +33,7 @@ class State:
         configuration: the settings that ``smp.init`` read; None before.
         module_manager: what is known of the wrapped model.
         wants_distributed_modules: the script has asked for distributed modules.
+        resumed_from: the checkpoint whose partition this run has; "" for none.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class State:
         self.configuration: Configuration | None = None
         self.module_manager = ModuleManager()
         self.wants_distributed_modules = False
+        self.resumed_from = ""
         self._objects_group: dist.ProcessGroup | None = None
         self._lost_object = ""
         self._alone: dist.ProcessGroup | None = None

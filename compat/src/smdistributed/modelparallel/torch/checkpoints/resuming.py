@@ -151,7 +151,7 @@ def _lock_partition(run: Context, checkpoint: PartialCheckpoint) -> bool:
         )
         schedule = plan.schedule.model_copy(update={"microbatches": microbatches})
         plan = plan.model_copy(update={"schedule": schedule, "prediction": None})
-    run.plan = plan
+    run.plan, state.resumed_from = plan, str(checkpoint.path)
     return True
 
 

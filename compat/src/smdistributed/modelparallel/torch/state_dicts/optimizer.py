@@ -143,8 +143,12 @@ class OptimizerStates(sw.DistributedOptimizer):
         masters, scaler = state.pop(_MASTERS, {}), state.pop(_SCALER, None)
         names = state.get(_NAMES)
         if is_partial and self._is_of_here(run, names):
-            super().load_state_dict(state)
-            self._set_masters(run, masters)
+            if _is_shared(run) and not state.get(_PART):  # it was gathered: this rank takes its part now
+                entries = self._entries_in(state, masters, self._names_here(run))
+                self._take_own(run, entries, state["param_groups"])
+            else:
+                super().load_state_dict(state)
+                self._set_masters(run, masters)
         else:
             numbered = self._numbered_names() if names is None else names
             entries = self._entries_in(state, masters, numbered)
