@@ -211,7 +211,7 @@ class NothingLeftBehind:
         if kind in CONTAINERS:
             (self._owned if owned else self._shared).append((item, content_of_variable(item)))
             names = self._elsewhere if isinstance(item, dict) and not owned else frozenset()
-            held = items_of({k: v for k, v in item.items() if k not in names} if names else item)
+            held = [v for k, v in list(item.items()) if k not in names] if names else items_of(item)
         elif issubclass(kind, tuple):
             held = item
         elif is_plain_object(item):

@@ -104,7 +104,7 @@ def _put_back_in_dict(
     for key in missing:
         container[key] = content[key]
     if missing and "__builtins__" not in container:  # a script may ask which one is the first
-        for key in [*content, *(key for key in container if key not in content)]:
+        for key in [*content, *(key for key in list(container) if key not in content)]:
             if key in container:
                 container[key] = container.pop(key)
 

@@ -38,7 +38,7 @@ def names_written_elsewhere() -> frozenset[str]:
     own = threading.get_ident()
     for thread, frame in sys._current_frames().items():
         if thread != own:
-            for each in _stack(frame):
+            for each in filter(_is_the_scripts, _stack(frame)):
                 first = each.f_code.co_varnames[:1]
                 owner = type(each.f_locals.get(first[0])) if first else None
                 found.look_at(each.f_code, each.f_globals, owner)
@@ -50,6 +50,10 @@ def names_written_elsewhere() -> frozenset[str]:
         if type(handler) is FunctionType:
             found.look_at(handler.__code__, handler.__globals__, owner)
     return frozenset(found.names)
+
+
+def _is_the_scripts(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -73,8 +77,9 @@ class _Names:
             around: the variables of its file.
             owner: the class of which it may be a method.
         """
-        is_the_scripts = not code.co_filename.startswith(_NOT_THE_SCRIPTS)
-        if not is_the_scripts or code in self._seen or len(self._seen) == _MOST_FUNCTIONS:
+        if code.co_filename.startswith(_NOT_THE_SCRIPTS):
+            return
+        if code in self._seen or len(self._seen) == _MOST_FUNCTIONS:
             return
         self._seen.add(code)
         steps = list(dis.get_instructions(code))
