@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
+from shardwright.torch.python_random import kept_state
 from shardwright.torch.tensor_contents import TensorContents
 from shardwright.torch.variable_content import (
     CONTAINERS,
@@ -81,6 +82,7 @@ class NothingLeftBehind:
         self._shared: list[tuple[Any, Any]] = []
         self._slotted: list[tuple[Any, dict[Any, Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
+        self._random_states: list[Callable[[], Any]] = []
         self._array_bytes_left = _MOST_IN_ARRAYS
         self._elsewhere = names_written_elsewhere()
         self._classes: list[tuple[type, dict[str, Any]]] = []
@@ -132,6 +134,8 @@ class NothingLeftBehind:
         for item, content in self._slotted:
             self._note_stand_ins(set(map(id, content.values())), list(slots_of(item).values()))
             put_slots_back(item, content, self._is_new_fake)
+        for put_back in self._random_states:
+            put_back()
         for array, copy in self._arrays:
             if array.tobytes() != copy.tobytes():
                 array[...] = copy
@@ -200,6 +204,10 @@ class NothingLeftBehind:
             return
         if kind is np.ndarray:
             self._keep_array(item)
+            return
+        if (put_back := kept_state(item)) is not None:
+            self._seen.add(id(item))
+            self._random_states.append(put_back)
             return
         if depth == 0:
             return
@@ -296,14 +304,18 @@ def _variables_of(function: Any) -> list[Any]:
     return found if wrapped is None else found + _variables_of(wrapped)
 
 
-def _cells_of(function: Any) -> list[tuple[str, CellType]]:
-    """The variables of the functions around a function, with their names."""
+def _cells_of(function: Any, depth: int = _DEPTH) -> list[tuple[str, CellType]]:
+    """The variables of the functions around a function, and of functions there, with their names."""
     if isinstance(function, functools.partial):
-        return _cells_of(function.func)
+        return _cells_of(function.func, depth)
     cells = getattr(function, "__closure__", None) or ()
     found = list(zip(function.__code__.co_freevars, cells, strict=True)) if cells else []
+    inner = [cell.cell_contents for cell in cells if depth > 0 and _has(cell)]
+    for each in inner:
+        if type(each) is FunctionType:
+            found += _cells_of(each, depth - 1)
     wrapped = getattr(function, "__wrapped__", None)
-    return found if wrapped is None else found + _cells_of(wrapped)
+    return found if wrapped is None else found + _cells_of(wrapped, depth)
 
 
 def _has(cell: CellType) -> bool:

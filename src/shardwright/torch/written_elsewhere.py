@@ -26,8 +26,10 @@ INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in _PATHS})
 _NOT_THE_SCRIPTS = (*INSTALLED, f"{os.path.dirname(shardwright.__file__)}{os.sep}", "<frozen ")
 _WRITES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"})
 _WRITES_ENTRY = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
-_CHANGE_CONTAINERS = frozenset(
+_CHANGE = frozenset(
     "add append appendleft clear discard extend insert pop popitem popleft remove setdefault update".split()
+    # Generators of random numbers.
+    + "choice choices integers normal permutation rand randint randn random randrange sample shuffle".split()
 )
 _MOST_FUNCTIONS = 200
 
@@ -85,7 +87,7 @@ class _Names:
         steps = list(dis.get_instructions(code))
         self.names.update(step.argval for step in steps if step.opname in _WRITES)
         writes_entry = any(step.opname in _WRITES_ENTRY for step in steps)
-        if writes_entry or not _CHANGE_CONTAINERS.isdisjoint(code.co_names):
+        if writes_entry or not _CHANGE.isdisjoint(code.co_names):
             texts = (item for item in code.co_consts if type(item) is str)
             self.names.update(code.co_names, code.co_freevars, code.co_cellvars, texts)
         for name in code.co_names:
