@@ -10,9 +10,7 @@ them, too.
 
 import functools
 import gc
-import os
 import sys
-import sysconfig
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -26,6 +24,7 @@ from torch import Tensor, nn
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
+from shardwright.torch.python_random import kept_state
 from shardwright.torch.tensor_contents import TensorContents
 from shardwright.torch.variable_content import (
     CONTAINERS,
@@ -39,6 +38,7 @@ from shardwright.torch.variable_content import (
     slots_of,
 )
 from shardwright.torch.watched_numbers import WatchedNumber
+from shardwright.torch.written_elsewhere import INSTALLED, names_written_elsewhere
 
 __all__ = ["NothingLeftBehind", "is_plain_object"]
 
@@ -56,9 +56,6 @@ _NOT_OURS = (
 )
 # Classes of these are at work in the trace.
 _AT_WORK = ("shardwright.", "smdistributed.")
-# Folders of installed packages, and of Python's own.
-_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in _PATHS})
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -85,7 +82,9 @@ class NothingLeftBehind:
         self._shared: list[tuple[Any, Any]] = []
         self._slotted: list[tuple[Any, dict[Any, Any]]] = []
         self._arrays: list[tuple[Any, Any]] = []
+        self._random_states: list[Callable[[], Any]] = []
         self._array_bytes_left = _MOST_IN_ARRAYS
+        self._elsewhere = names_written_elsewhere()
         self._classes: list[tuple[type, dict[str, Any]]] = []
         self._caches = [(cache, cache.cache_info().misses) for cache in _lru_caches()]
         self._tensors = TensorContents()
@@ -106,8 +105,9 @@ class NothingLeftBehind:
             if not _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
                 self._look_into_class(kind, _DEPTH - 1)
                 files[kind.__module__] = None
-        cells = [cell for function in self._functions for cell in _cells_of(function) if _has(cell)]
-        self._cells = [(cell, cell.cell_contents) for cell in cells]
+        named = [pair for function in self._functions for pair in _cells_of(function) if _has(pair[1])]
+        ours = [cell for name, cell in named if name not in self._elsewhere]
+        self._cells = [(cell, cell.cell_contents) for cell in ours]
         variables = [item for function in self._functions for item in _variables_of(function)]
         # Globals last: what is in a cell, too, is looked into less deeply there.
         for item in (*self._objects, *(content for _, content in self._cells)):
@@ -125,14 +125,17 @@ class NothingLeftBehind:
         return self._tensors.has_noted(memory) and memory not in self._registered
 
     def __exit__(self, *exc_info: object) -> None:
+        self._elsewhere |= names_written_elsewhere()  # a thread may have been started since
         for container, content in self._owned:
             put_all_back(container, content)
         for container, content in self._shared:
             self._note_stand_ins(set(map(id, items_of(content))), items_of(container))
-            put_plain_back(container, content, self._is_new_fake)
+            put_plain_back(container, content, self._is_new_fake, but=self._elsewhere)
         for item, content in self._slotted:
             self._note_stand_ins(set(map(id, content.values())), list(slots_of(item).values()))
             put_slots_back(item, content, self._is_new_fake)
+        for put_back in self._random_states:
+            put_back()
         for array, copy in self._arrays:
             if array.tobytes() != copy.tobytes():
                 array[...] = copy
@@ -147,7 +150,8 @@ class NothingLeftBehind:
             for name, item in list(vars(kind).items()):
                 if item is names.get(name):
                     continue
-                if self._is_new_fake(item) or (is_plain(item) and is_plain(names.get(name))):
+                is_plain_here = name not in self._elsewhere and is_plain(item)
+                if self._is_new_fake(item) or (is_plain_here and is_plain(names.get(name))):
                     _restore_name(kind, name, names)
         for cache, misses in self._caches:
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
@@ -201,6 +205,10 @@ class NothingLeftBehind:
         if kind is np.ndarray:
             self._keep_array(item)
             return
+        if (put_back := kept_state(item)) is not None:
+            self._seen.add(id(item))
+            self._random_states.append(put_back)
+            return
         if depth == 0:
             return
         self._seen.add(id(item))
@@ -210,7 +218,8 @@ class NothingLeftBehind:
         held: Collection[Any]
         if kind in CONTAINERS:
             (self._owned if owned else self._shared).append((item, content_of_variable(item)))
-            held = items_of(item)
+            names = self._elsewhere if isinstance(item, dict) and not owned else frozenset()
+            held = [v for k, v in list(item.items()) if k not in names] if names else items_of(item)
         elif issubclass(kind, tuple):
             held = item
         elif is_plain_object(item):
@@ -282,7 +291,7 @@ def _is_the_scripts(kind: type) -> bool:
     if _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or not file.startswith(_INSTALLED)
+    return file is None or not file.startswith(INSTALLED)
 
 
 def _variables_of(function: Any) -> list[Any]:
@@ -295,13 +304,18 @@ def _variables_of(function: Any) -> list[Any]:
     return found if wrapped is None else found + _variables_of(wrapped)
 
 
-def _cells_of(function: Any) -> list[CellType]:
-    """The variables of the functions around a function."""
+def _cells_of(function: Any, depth: int = _DEPTH) -> list[tuple[str, CellType]]:
+    """The variables of the functions around a function, and of functions there, with their names."""
     if isinstance(function, functools.partial):
-        return _cells_of(function.func)
-    found = list(getattr(function, "__closure__", None) or ())
+        return _cells_of(function.func, depth)
+    cells = getattr(function, "__closure__", None) or ()
+    found = list(zip(function.__code__.co_freevars, cells, strict=True)) if cells else []
+    inner = [cell.cell_contents for cell in cells if depth > 0 and _has(cell)]
+    for each in inner:
+        if type(each) is FunctionType:
+            found += _cells_of(each, depth - 1)
     wrapped = getattr(function, "__wrapped__", None)
-    return found if wrapped is None else found + _cells_of(wrapped)
+    return found if wrapped is None else found + _cells_of(wrapped, depth)
 
 
 def _has(cell: CellType) -> bool:

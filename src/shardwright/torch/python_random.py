@@ -11,6 +11,7 @@ is that of the microbatches as long as there is one place where they are drawn::
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "PythonState",
     "get_python_mark",
     "get_python_state",
+    "kept_state",
     "python_random_kept",
     "set_python_state",
     "state_as_tensor",
@@ -30,6 +32,18 @@ __all__ = [
 
 PythonState = tuple[Any, tuple[Any, ...]]
 """State of Python's generator, and of NumPy's."""
+
+
+def kept_state(item: Any) -> Callable[[], Any] | None:
+    """What puts a generator of a script back to where it is now; None for other objects."""
+    kind = type(item)
+    if kind is random.Random:
+        return partial(item.setstate, item.getstate())
+    if kind is np.random.RandomState:
+        return partial(item.set_state, item.get_state())
+    if kind is np.random.Generator:
+        return partial(setattr, item.bit_generator, "state", item.bit_generator.state)
+    return None
 
 
 class DrawsOfPython:

@@ -6,7 +6,7 @@ put in stay, for who knows what they are for: a table that is made once, a file 
 
 import numbers
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import MemberDescriptorType
 from typing import Any
 
@@ -65,16 +65,19 @@ def put_all_back(container: Any, content: Any) -> None:
         container.extend(content)
 
 
-def put_plain_back(container: Any, content: Any, is_fake: Callable[[Any], bool]) -> None:
+def put_plain_back(
+    container: Any, content: Any, is_fake: Callable[[Any], bool], *, but: Collection[str] = ()
+) -> None:
     """Puts back what was plain and was changed or taken out, and takes out what is plain or fake and new.
 
     Args:
         container: of `CONTAINERS`.
         content: what was in it, from `content_of_variable`.
         is_fake: tells of what comes from a trace.
+        but: keys that others write to; only what is fake is taken out there.
     """
     if isinstance(container, dict):
-        _put_back_in_dict(container, content, is_fake)
+        _put_back_in_dict(container, content, is_fake, but)
     elif isinstance(container, set):
         container.difference_update([i for i in container - content if is_fake(i) or is_plain(i)])
         container.update(content)
@@ -82,19 +85,28 @@ def put_plain_back(container: Any, content: Any, is_fake: Callable[[Any], bool])
         _put_back_in_list(container, content, is_fake)
 
 
-def _put_back_in_dict(container: dict[Any, Any], content: dict[Any, Any], is_fake: Any) -> None:
+def _put_back_in_dict(
+    container: dict[Any, Any],
+    content: dict[Any, Any],
+    is_fake: Callable[[Any], bool],
+    but: Collection[str],
+) -> None:
     for key, item in list(container.items()):
+        is_ours = key not in but
         if key not in content:
-            if is_fake(item) or is_plain(item):
+            if is_fake(item) or (is_ours and is_plain(item)):
                 del container[key]
-        elif item is not content[key] and (is_fake(item) or (is_plain(item) and is_plain(content[key]))):
+        elif item is not content[key] and (
+            is_fake(item) or (is_ours and is_plain(item) and is_plain(content[key]))
+        ):
             container[key] = content[key]
-    missing = [key for key in content if key not in container]
+    missing = [key for key in content if key not in container and key not in but]
     for key in missing:
         container[key] = content[key]
     if missing and "__builtins__" not in container:  # a script may ask which one is the first
-        for key in [*content, *(key for key in container if key not in content)]:
-            container[key] = container.pop(key)
+        for key in [*content, *(key for key in list(container) if key not in content)]:
+            if key in container:
+                container[key] = container.pop(key)
 
 
 def _put_back_in_list(container: Any, content: list[Any], is_fake: Callable[[Any], bool]) -> None:

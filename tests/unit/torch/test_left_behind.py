@@ -1,5 +1,6 @@
 """What forwards keep outside of modules must not be a fake tensor when a trace has ended."""
 
+import random
 from collections import defaultdict, deque
 from fractions import Fraction
 from functools import cache, lru_cache
@@ -244,6 +245,27 @@ def test_what_a_step_takes_out_of_a_variable_is_there_again():
     assert weights == [1.0, 2.0, 3.0]
     assert list(by_name.items()) == [("a", 1), ("b", 2)]
     assert handles == before
+
+
+def test_generators_of_the_script_are_where_they_were():
+    """Losses had random numbers that a plain loop would have drawn later, without a word."""
+    model = nn.Linear(4, 4)
+    python, numpy, legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+    num_draws = 0
+
+    def draw():
+        nonlocal num_draws
+        num_draws += 1
+        return python.random(), float(numpy.random()), float(legacy.rand())
+
+    def step(x):
+        return model(x).sum() * sum(draw())
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert num_draws == 0  # a variable of a function that the step calls
+    found = draw()
+    python, numpy, legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+    assert found == draw()
 
 
 def test_what_was_there_stays():
