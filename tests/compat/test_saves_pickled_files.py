@@ -11,13 +11,14 @@ import random
 import subprocess
 import types
 import zipfile
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
 import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.torch.loss_scaler import LossScaler
 from smdistributed.modelparallel.torch import random_states
 from smdistributed.modelparallel.torch.pickles.files import load_file
 
@@ -238,6 +239,58 @@ def test_a_few_bytes_that_would_fill_the_memory(tmp_path: pathlib.Path, kind: An
     path = saved(tmp_path / "f", [Calls(kind, range(10**7))])
     with pytest.raises(CorruptCheckpointError, match="cannot be read"):
         load_file(path)
+
+
+class DynamicLossScaler:
+    """In the style of those that scripts bring along, and save as they are."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, **settings: Any):
+        self.made.append(self)
+        self.settings, self.cur_scale, self.cur_iter = settings, 2.0**32, 0
+
+
+class Slotted(DynamicLossScaler):
+    __slots__ = ("history",)
+
+
+class WithCode(DynamicLossScaler):
+    """It runs code when it is loaded."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.made.append(state)
+
+
+class WithoutAttributes:
+    pass
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_attributes_of_classes_of_the_script(tmp_path: pathlib.Path, zipped: bool) -> None:
+    """`train_gpt_simple.py` could not resume with its own loss scaler."""
+    ours = LossScaler(scale=8.0)
+    scaler, slotted = DynamicLossScaler(window=numpy.arange(3)), Slotted()
+    scaler.cur_iter, slotted.history = 7, [scaler]
+    before = {"loss_scaler": scaler, "slotted": slotted, "ours": ours, "empty": WithoutAttributes()}
+    num_made = len(DynamicLossScaler.made)
+    path = saved(tmp_path / "f", before, _use_new_zipfile_serialization=zipped)
+    found = load_file(path)
+    assert type(found["loss_scaler"]) is DynamicLossScaler
+    assert (found["loss_scaler"].cur_iter, found["loss_scaler"].cur_scale) == (7, 2.0**32)
+    assert found["loss_scaler"].settings["window"].tolist() == [0, 1, 2]
+    assert found["slotted"].history == [found["loss_scaler"]]
+    assert (type(found["ours"]), found["ours"]) == (LossScaler, ours)
+    assert type(found["empty"]) is WithoutAttributes
+    assert len(DynamicLossScaler.made) == num_made
+
+
+@pytest.mark.parametrize("item", [WithCode(), Calls(DynamicLossScaler)])
+def test_classes_of_the_script_that_would_run_code(tmp_path: pathlib.Path, item: Any) -> None:
+    num_made = len(DynamicLossScaler.made)
+    with pytest.raises(CheckpointError):
+        load_file(saved(tmp_path / "f", [item]))
+    assert len(DynamicLossScaler.made) == num_made
 
 
 def test_the_class_is_named_and_how_to_trust_it(tmp_path: pathlib.Path) -> None:

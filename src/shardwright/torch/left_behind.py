@@ -25,6 +25,7 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.python_random import kept_state
+from shardwright.torch.script_code import is_script_class
 from shardwright.torch.tensor_contents import TensorContents
 from shardwright.torch.variable_content import (
     CONTAINERS,
@@ -38,7 +39,7 @@ from shardwright.torch.variable_content import (
     slots_of,
 )
 from shardwright.torch.watched_numbers import WatchedNumber
-from shardwright.torch.written_elsewhere import INSTALLED, names_written_elsewhere
+from shardwright.torch.written_elsewhere import names_written_elsewhere
 
 __all__ = ["NothingLeftBehind", "is_plain_object"]
 
@@ -288,10 +289,7 @@ def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
 
 def _is_the_scripts(kind: type) -> bool:
     """Whether a class is of a file of the user's own; installed packages have thousands of them."""
-    if _is_of(kind, (*_NOT_OURS, *_AT_WORK)):
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or not file.startswith(INSTALLED)
+    return not _is_of(kind, _NOT_OURS) and is_script_class(kind)
 
 
 def _variables_of(function: Any) -> list[Any]:

@@ -6,24 +6,17 @@ that runs elsewhere is known, and so are the names that it writes to.
 """
 
 import dis
-import os
 import signal
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
-import shardwright
+from shardwright.torch.script_code import is_script_file
 
-__all__ = ["INSTALLED", "names_written_elsewhere"]
+__all__ = ["names_written_elsewhere"]
 
-_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in _PATHS})
-"""Folders of installed packages, and of Python's own."""
-
-_NOT_THE_SCRIPTS = (*INSTALLED, f"{os.path.dirname(shardwright.__file__)}{os.sep}", "<frozen ")
 _WRITES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR", "DELETE_GLOBAL"})
 _WRITES_ENTRY = frozenset({"STORE_SUBSCR", "DELETE_SUBSCR"})
 _CHANGE = frozenset(
@@ -40,7 +33,7 @@ def names_written_elsewhere() -> frozenset[str]:
     own = threading.get_ident()
     for thread, frame in sys._current_frames().items():
         if thread != own:
-            for each in filter(_is_the_scripts, _stack(frame)):
+            for each in (each for each in _stack(frame) if is_script_file(each.f_code.co_filename)):
                 first = each.f_code.co_varnames[:1]
                 owner = type(each.f_locals.get(first[0])) if first else None
                 found.look_at(each.f_code, each.f_globals, owner)
@@ -52,10 +45,6 @@ def names_written_elsewhere() -> frozenset[str]:
         if type(handler) is FunctionType:
             found.look_at(handler.__code__, handler.__globals__, owner)
     return frozenset(found.names)
-
-
-def _is_the_scripts(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPTS)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:
@@ -79,7 +68,7 @@ class _Names:
             around: the variables of its file.
             owner: the class of which it may be a method.
         """
-        if code.co_filename.startswith(_NOT_THE_SCRIPTS):
+        if not is_script_file(code.co_filename):
             return
         if code in self._seen or len(self._seen) == _MOST_FUNCTIONS:
             return

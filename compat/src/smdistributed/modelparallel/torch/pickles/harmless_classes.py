@@ -11,12 +11,15 @@ import datetime
 import importlib
 import pathlib
 import re
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 
+from shardwright.torch.loss_scaler import LossScaler
+from shardwright.torch.script_code import is_script_class
 from smdistributed.modelparallel.torch.pickles.stand_ins import (
     SavedArray,
     SavedAttributes,
@@ -28,6 +31,7 @@ __all__ = ["harmless"]
 
 _Named = dict[str, Callable[..., Any]]
 
+_OF_EVERY_OBJECT = ("__new__", "__reduce__", "__reduce_ex__")
 _CONFIGURATION = re.compile(r"(transformers\.models\.\w+\.configuration_\w+)\.(\w+)")
 
 
@@ -37,7 +41,7 @@ def harmless(name: str) -> Callable[..., Any] | None:
     Args:
         name: of a class or function, with its module.
     """
-    return _KNOWN.get(name) or _configuration(name)
+    return _KNOWN.get(name) or _configuration(name) or _of_attributes_alone(name)
 
 
 def _reconstruct(*_: Any) -> SavedArray:
@@ -75,6 +79,28 @@ def _configuration(name: str) -> Callable[..., Any] | None:
     if not isinstance(real, type) or not issubclass(real, base):
         return None
     return type(real.__name__, (SavedAttributes,), {"real": real})
+
+
+def _of_attributes_alone(name: str) -> Callable[..., Any] | None:
+    """A class that restores the attributes of one of the script's, such as its loss scaler.
+
+    Only of one that the script has imported: a name in a file imports nothing.
+    """
+    module, _, last = name.rpartition(".")
+    real = vars(sys.modules.get(module, object)).get(last)
+    if not isinstance(real, type) or not (real is LossScaler or is_script_class(real)):
+        return None
+    if not _runs_nothing(real):
+        return None
+    return type(real.__name__, (SavedAttributes,), {"real": real, "may_be_empty": True})
+
+
+def _runs_nothing(kind: type) -> bool:
+    """Whether an object is its attributes alone, and runs no code of its class as it comes and goes."""
+    made = all(getattr(kind, name) is getattr(object, name) for name in _OF_EVERY_OBJECT)
+    hashes: tuple[Any, ...] = (object.__hash__, None)
+    hashed = kind.__hash__ in hashes
+    return made and hashed and not hasattr(kind, "__setstate__") and not hasattr(kind, "__del__")
 
 
 _KNOWN: _Named = {

@@ -8,6 +8,8 @@ places, so that what was loaded can be used, and saved again, like what was save
 """
 
 import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import numpy
@@ -87,24 +89,42 @@ class SavedAttributes(StandIn):
 
     Attributes:
         real: its class; a class is made from this one for each.
+        may_be_empty: an object of it may have no attributes.
     """
 
     real: type = object
-    _attributes: dict[str, Any] | None = None
+    may_be_empty = False
+    _attributes: Mapping[str, Any] | None = None
+    _slots: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, *args: Any, **kwargs: Any):
         raise ValueError(f"a file may have the attributes of a {self.real.__name__}, and may not call it")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attributes = {key: value for key, value in state.items() if isinstance(key, str)}
+    def __setstate__(self, state: Any) -> None:
+        attributes, slots = state if isinstance(state, tuple) else (state, {})
+        self._attributes = {key: value for key, value in (attributes or {}).items() if isinstance(key, str)}
+        self._slots = slots or {}
 
     def restored(self) -> Any:
         """The object."""
-        if self._attributes is None:
+        if self._attributes is None and not self.may_be_empty:
             raise ValueError(f"a {self.real.__name__} has no attributes")
         made: Any = object.__new__(self.real)
-        made.__dict__.update(self._attributes)
+        if self._attributes:
+            made.__dict__.update(self._attributes)
         return made
+
+    def fill_slots(self, made: Any, restored: Callable[[Any], Any]) -> None:
+        """Fills the slots of the object.
+
+        Args:
+            made: what `restored` gave.
+            restored: gives what takes the place of a value.
+        """
+        for kind in self.real.__mro__:
+            for name, slot in vars(kind).items():
+                if type(slot) is MemberDescriptorType and name in self._slots:
+                    slot.__set__(made, restored(self._slots[name]))
 
 
 def without_stand_ins(loaded: Any) -> Any:
@@ -124,13 +144,18 @@ class _Restoring:
 
     def __init__(self) -> None:
         self._waiting: list[Any] = []
+        self._slotted: list[tuple[SavedAttributes, Any]] = []
         self._made: dict[int, Any] = {}
         self._seen: list[Any] = []  # alive, so that no other object gets its id
 
     def all_of(self, loaded: Any) -> Any:
         found = self._of(loaded)
-        while self._waiting:
-            self._mend(self._waiting.pop())
+        while self._waiting or self._slotted:
+            if self._waiting:
+                self._mend(self._waiting.pop())
+            else:
+                stand_in, made = self._slotted.pop()
+                stand_in.fill_slots(made, self._of)
         return found
 
     def _of(self, value: Any) -> Any:
@@ -153,6 +178,8 @@ class _Restoring:
             found = value
         self._made[id(value)] = found
         self._seen.append(value)
+        if isinstance(value, SavedAttributes):
+            self._slotted.append((value, found))
         if isinstance(found, list | dict | set):
             self._waiting.append(found)
         attributes = getattr(found, "__dict__", None)
