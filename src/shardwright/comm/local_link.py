@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from shardwright.comm.meeting_message import call_in, no_message
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, TraceMismatchError
@@ -196,19 +197,32 @@ class LocalLink:
         """
         while self._posted and self._written:
             receipt = self._posted.popleft()
-            segment, offset, num_bytes, purpose = self._written.popleft()
+            segment, offset, num_bytes, purpose = message = self._written.popleft()
             expected = receipt.tensor.numel() * receipt.tensor.element_size()
             if (num_bytes, purpose) != (expected, receipt.purpose):
-                raise TraceMismatchError(
-                    f"rank {self.peer} sent {Purpose(purpose)} ({num_bytes} bytes) where this rank takes "
-                    f"{receipt.purpose} ({tuple(receipt.tensor.shape)} of {receipt.tensor.dtype}: {expected} "
-                    "bytes). The ranks are at different places of the script: call the step functions, "
-                    "model.state_dict(), clip_grad_norm_ and sw.barrier on all ranks, in the same order, and "
-                    "not under `if sw.rank() == 0:`."
-                )
+                raise TraceMismatchError(self._mismatch(receipt, *message))
             receipt.tensor.copy_(segment.at(offset, receipt.tensor))
             receipt.arrived = True
             while self._segments[0] is not segment:
                 self._segments.popleft()
             with contextlib.suppress(PeerLostError):  # it has ended, and needs no room any more
                 self._say(_READ)
+
+    def _mismatch(
+        self, receipt: LocalReceipt, segment: Segment, offset: int, num_bytes: int, purpose: int
+    ) -> str:
+        """What is said where another message came than was waited for."""
+        if purpose == Purpose.MEETING and receipt.purpose != Purpose.MEETING:
+            call = call_in(segment.at(offset, no_message()))
+            return (
+                f"rank {self.peer} calls {call}, and this rank does not: it takes {receipt.purpose}. "
+                f"Call {call} on every rank, in the same order, and not under `if sw.rank() == 0:`."
+            )
+        shape, dtype = tuple(receipt.tensor.shape), receipt.tensor.dtype
+        expected = receipt.tensor.numel() * receipt.tensor.element_size()
+        return (
+            f"rank {self.peer} sent {Purpose(purpose)} ({num_bytes} bytes) where this rank takes "
+            f"{receipt.purpose} ({shape} of {dtype}: {expected} bytes). The ranks are at different places of "
+            "the script: call the step functions, model.state_dict(), clip_grad_norm_ and sw.barrier on all "
+            "ranks, in the same order, and not under `if sw.rank() == 0:`."
+        )

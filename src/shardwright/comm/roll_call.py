@@ -8,21 +8,19 @@ they meet at the store, which all of them share: there one rank looks, and all f
 """
 
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from shardwright.comm.attendance import Attendance, Decision
 from shardwright.comm.local_link import LocalReceipt
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.meeting_message import is_of_before, message_of, no_message, other_call
 from shardwright.comm.missing_ranks import MissingRanks, Terms
 from shardwright.comm.place import Place
 from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import digest, listed
+from shardwright.comm.rank_set import listed
 from shardwright.comm.whereabouts import Store, Whereabouts
 from shardwright.errors import PeerLostError, ShardwrightError, TraceMismatchError, UsageError
 
@@ -32,10 +30,6 @@ _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.05
 # All ranks together ask the store so often at most.
 _QUESTIONS_PER_S = 2000
-_LONGEST_NAME = 64
-# What ranks of one host say to each other: how all of them call it, and how this one does; who makes it, and
-# how many such calls these have made.
-_MESSAGE = struct.Struct(f"={_LONGEST_NAME}s{_LONGEST_NAME}s16sQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +158,7 @@ class RollCall:
             begun = _Begun(call, place, others)
             try:
                 for other in others:
-                    self._local.send(_message(place), other, Purpose.MEETING)
+                    self._local.send(message_of(place), other, Purpose.MEETING)
             except PeerLostError as error:
                 raise self._missing(begun, list).lost(error) from error
             return begun
@@ -223,16 +217,16 @@ class RollCall:
         assert self._local is not None
         local = self._local
         receipts: dict[int, LocalReceipt] = {
-            other: local.post(_no_message(), other, Purpose.MEETING) for other in begun.others
+            other: local.post(no_message(), other, Purpose.MEETING) for other in begun.others
         }
         missing = self._missing(begun, lambda: [r for r, receipt in receipts.items() if not receipt.arrived])
         try:
             for other in begun.others:
                 local.wait(receipts[other], other, look=missing.look)
-                while _is_of_before(receipts[other].tensor, begun.place):  # of a call that failed here
-                    receipts[other] = local.post(_no_message(), other, Purpose.MEETING)
+                while is_of_before(receipts[other].tensor, begun.place):  # of a call that failed here
+                    receipts[other] = local.post(no_message(), other, Purpose.MEETING)
                     local.wait(receipts[other], other, look=missing.look)
-                if (said := _other_call(receipts[other].tensor, begun.place)) is not None:
+                if (said := other_call(receipts[other].tensor, begun.place)) is not None:
                     raise self._crossing(begun.call, other, said)
         except TraceMismatchError as error:
             raise TraceMismatchError(f"{self._terms(begun.call).needs}: {error}") from error
@@ -299,35 +293,3 @@ def _store_answers(terms: Terms) -> Iterator[None]:
             f"{terms.needs}: the job's store does not answer: rank 0, or the launcher, serves it, and has "
             f"ended or cannot be reached ({first_line})"
         ) from error
-
-
-def _packed(place: Place) -> bytes:
-    name, where = (part.encode()[:_LONGEST_NAME] for part in (place.name or place.where, place.where))
-    return _MESSAGE.pack(name, where, digest(place.ranks).encode(), place.meeting)
-
-
-def _message(place: Place) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_packed(place)), dtype=torch.uint8)
-
-
-def _bytes(message: torch.Tensor) -> bytes:
-    return bytes(message.tolist())
-
-
-def _no_message() -> torch.Tensor:
-    return torch.zeros(_MESSAGE.size, dtype=torch.uint8)
-
-
-def _is_of_before(message: torch.Tensor, place: Place) -> bool:
-    """Whether another rank has come to a call before this one, of the same ranks."""
-    _, _, ranks, meeting = _MESSAGE.unpack(_bytes(message))
-    return bool(ranks == digest(place.ranks).encode() and meeting < place.meeting)
-
-
-def _other_call(message: torch.Tensor, place: Place) -> str | None:
-    """The call to which another rank has come, where it is another one."""
-    name, where, *call = _MESSAGE.unpack(_bytes(message))
-    own_name, _, *own_call = _MESSAGE.unpack(_packed(place))
-    if (name, call) == (own_name, own_call):
-        return None
-    return str(where.rstrip(b"\0").decode(errors="replace"))

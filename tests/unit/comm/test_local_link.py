@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.comm.meeting_message import message_of
+from shardwright.comm.place import Place
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import PeerLostError, TraceMismatchError
 
@@ -179,5 +181,18 @@ def test_a_message_of_the_same_size_for_another_purpose_is_refused():
         with pytest.raises(
             TraceMismatchError,
             match=r"rank 0 sent a norm of gradients \(12 bytes\) where this rank takes the batch of a step",
+        ):
+            receiver.deliver()
+
+
+def test_a_call_to_which_the_other_rank_does_not_come_is_named():
+    place = Place("optimizer.state_dict()", ranks=(0, 1), number=4, meeting=3)
+    with ends() as (sender, receiver):
+        receiver.post(LocalReceipt(torch.zeros(8, dtype=torch.uint8), Purpose.BATCH))
+        assert sender.write(message_of(place), Purpose.MEETING)
+        receiver.listen()
+        with pytest.raises(
+            TraceMismatchError,
+            match=r"rank 0 calls optimizer\.state_dict\(\), and this rank does not: it takes the batch",
         ):
             receiver.deliver()
