@@ -118,6 +118,14 @@ def test_values_of_the_settings_of_ddp():
     )
 
 
+def test_what_is_not_there_yet_is_refused_before_anything_starts():
+    """An estimator took them, and each rank refused them."""
+    assert "tensor_parallel_degree is 2, but tensor parallelism is not there yet" in problem(
+        ddp=True, tensor_parallel_degree=2
+    )
+    assert "horovod is True, but replicas are made without Horovod" in problem(horovod=True)
+
+
 def test_ddp_and_horovod_exclude_each_other():
     assert "ddp and horovod are both True" in problem(ddp=True, horovod=True)
 

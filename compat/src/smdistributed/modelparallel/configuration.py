@@ -147,7 +147,6 @@ def read_configuration(
         found |= _canonical(layer, remarks)
         written |= {_RENAMED.get(str(key), str(key)): str(key) for key in layer if layer[key] is not None}
     check_smp_parameters({written.get(key, key): value for key, value in found.items()})
-    _refuse_not_there_yet(found)
     without_effect = [key for key in found if key in _WITHOUT_EFFECT and found[key] != _DEFAULTS[key]]
     if without_effect:
         several = len(without_effect) > 1
@@ -196,17 +195,6 @@ def _canonical(layer: Mapping[str, Any], remarks: list[str]) -> dict[str, Any]:
 def _unknown(key: str) -> str:
     close = get_close_matches(key, [*_DEFAULTS, *Config.model_fields], n=1, cutoff=0.6)
     return f"{key} is not a setting, and is passed over." + (f" Did you mean {close[0]}?" if close else "")
-
-
-def _refuse_not_there_yet(found: Mapping[str, Any]) -> None:
-    tensor = found.get("tensor_parallel_degree", 1)
-    if tensor != 1:
-        raise ConfigError(
-            f"tensor_parallel_degree is {tensor!r}, but tensor parallelism is not there yet (only 1). Set it "
-            "to 1, and use a higher pipeline_parallel_degree, or sharded_data_parallel_degree, to make room."
-        )
-    if found.get("horovod"):
-        raise ConfigError("horovod is True, but replicas are made without Horovod. Set ddp to True instead.")
 
 
 def _resolved(found: Mapping[str, Any]) -> dict[str, Any]:
