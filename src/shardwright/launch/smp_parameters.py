@@ -147,7 +147,8 @@ def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_
         return
     raise ConfigError(
         f"partitions is {stages}, but instance_count({num_hosts}) * "
-        f"processes_per_host({processes_per_host}) = {world} ranks, which is no multiple of it. Set processes_per_host in "
+        f"processes_per_host({processes_per_host}) = {world} ranks, which is no multiple of it. Set "
+        "processes_per_host in "
         f'"mpi": {{"enabled": True, "processes_per_host": {stages}}}, or change partitions.'
     )
 
