@@ -150,9 +150,7 @@ def put_slots_back(
     """Does for slots what `put_plain_back` does for a dictionary."""
     now = slots_of(item)
     wanted = dict(now)
-    put_plain_back(
-        wanted, content, is_fake, but={slot for slot in (*now, *content) if slot.__name__ in but}
-    )
+    put_plain_back(wanted, content, is_fake, but={slot for slot in (*now, *content) if slot.__name__ in but})
     for slot in now.keys() - wanted.keys():
         slot.__delete__(item)
     for slot, value in wanted.items():
