@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import random
 import subprocess
+import sys
 import types
 import zipfile
 from typing import Any, ClassVar, NamedTuple
@@ -291,6 +292,57 @@ def test_classes_of_the_script_that_would_run_code(tmp_path: pathlib.Path, item:
     with pytest.raises(CheckpointError):
         load_file(saved(tmp_path / "f", [item]))
     assert len(DynamicLossScaler.made) == num_made
+
+
+class AsksItself(WithoutAttributes):
+    def __getattribute__(self, name: str) -> Any:
+        DynamicLossScaler.made.append(name)
+        return super().__getattribute__(name)
+
+
+class AsksAnother:
+    __slots__ = ("inner",)
+
+    def __getattr__(self, name: str) -> Any:
+        DynamicLossScaler.made.append(name)
+        return getattr(self.inner, name)
+
+
+class OfAnotherClass(WithoutAttributes):
+    __class__ = property(lambda self: DynamicLossScaler.made.append("class"))  # type: ignore[assignment]
+
+
+class OfAnotherNamespace(WithoutAttributes):
+    __dict__ = property(lambda self: DynamicLossScaler.made.append("dict"))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [AsksItself, AsksAnother, OfAnotherClass, OfAnotherNamespace])
+def test_classes_of_the_script_that_are_asked_for_attributes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    """Their code was run, with the attributes that were in the file."""
+    there = type(kind.__name__, (), {"__module__": kind.__module__})
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), kind.__name__, there)
+        path = saved(tmp_path / "f", [there()])
+    num_made = len(DynamicLossScaler.made)
+    with pytest.raises(CheckpointError, match=kind.__name__):
+        load_file(path)
+    assert len(DynamicLossScaler.made) == num_made
+
+
+@pytest.mark.parametrize("kind", [WithoutAttributes, numpy.ndarray])
+def test_a_class_itself(tmp_path: pathlib.Path, kind: type) -> None:
+    """What stands for it while a file is read came in its place."""
+    with pytest.raises(CheckpointError, match=r"a class itself .(WithoutAttributes|SavedArray)"):
+        load_file(saved(tmp_path / "f", {"kind": kind}))
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "f", [WithoutAttributes()])
+    monkeypatch.setitem(sys.modules, __name__, None)
+    with pytest.raises(CheckpointError, match="WithoutAttributes"):
+        load_file(path)
 
 
 def test_the_class_is_named_and_how_to_trust_it(tmp_path: pathlib.Path) -> None:

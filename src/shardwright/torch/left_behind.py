@@ -134,10 +134,12 @@ class NothingLeftBehind:
             put_plain_back(container, content, self._is_new_fake, but=self._elsewhere)
         for item, content in self._slotted:
             self._note_stand_ins(set(map(id, content.values())), list(slots_of(item).values()))
-            put_slots_back(item, content, self._is_new_fake)
+            put_slots_back(item, content, self._is_new_fake, but=self._elsewhere)
         for put_back in self._random_states:
             put_back()
         for array, copy in self._arrays:
+            if array.shape != copy.shape:
+                array.resize(copy.shape, refcheck=False)
             if array.tobytes() != copy.tobytes():
                 array[...] = copy
         for cell, content in self._cells:
@@ -232,7 +234,7 @@ class NothingLeftBehind:
             held = [*item._buffers.values(), *own]
         elif not _is_of(kind, _NOT_OURS) and (slots := slots_of(item)):
             self._slotted.append((item, slots))
-            held = slots.values()
+            held = [content for slot, content in slots.items() if slot.__name__ not in self._elsewhere]
         else:
             return
         for inner in held:
@@ -262,8 +264,9 @@ class NothingLeftBehind:
         self._seen.add(id(kind))
         self._left[False] -= len(names)
         self._classes.append((kind, names))
-        for item in names.values():
-            self._look_into(item, depth, owned=False)
+        for name, item in names.items():
+            if name not in self._elsewhere:
+                self._look_into(item, depth, owned=False)
 
     def _is_new_fake(self, item: Any, depth: int = _DEPTH) -> bool:
         """Whether it stands for something in a trace, or is a container of such that was not there."""

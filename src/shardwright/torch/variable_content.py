@@ -66,7 +66,7 @@ def put_all_back(container: Any, content: Any) -> None:
 
 
 def put_plain_back(
-    container: Any, content: Any, is_fake: Callable[[Any], bool], *, but: Collection[str] = ()
+    container: Any, content: Any, is_fake: Callable[[Any], bool], *, but: Collection[Any] = ()
 ) -> None:
     """Puts back what was plain and was changed or taken out, and takes out what is plain or fake and new.
 
@@ -89,7 +89,7 @@ def _put_back_in_dict(
     container: dict[Any, Any],
     content: dict[Any, Any],
     is_fake: Callable[[Any], bool],
-    but: Collection[str],
+    but: Collection[Any],
 ) -> None:
     for key, item in list(container.items()):
         is_ours = key not in but
@@ -144,11 +144,13 @@ def slots_of(item: Any) -> dict[Any, Any]:
     return found
 
 
-def put_slots_back(item: Any, content: dict[Any, Any], is_fake: Callable[[Any], bool]) -> None:
+def put_slots_back(
+    item: Any, content: dict[Any, Any], is_fake: Callable[[Any], bool], *, but: Collection[str] = ()
+) -> None:
     """Does for slots what `put_plain_back` does for a dictionary."""
     now = slots_of(item)
     wanted = dict(now)
-    put_plain_back(wanted, content, is_fake)
+    put_plain_back(wanted, content, is_fake, but={slot for slot in (*now, *content) if slot.__name__ in but})
     for slot in now.keys() - wanted.keys():
         slot.__delete__(item)
     for slot, value in wanted.items():

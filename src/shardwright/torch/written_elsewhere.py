@@ -58,7 +58,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._seen: set[CodeType] = set()
+        self._seen: set[tuple[CodeType, type | None]] = set()
 
     def look_at(self, code: CodeType, around: dict[str, Any], owner: type | None) -> None:
         """Takes note of the names of a function.
@@ -70,9 +70,9 @@ class _Names:
         """
         if not is_script_file(code.co_filename):
             return
-        if code in self._seen or len(self._seen) == _MOST_FUNCTIONS:
+        if (code, owner) in self._seen or len(self._seen) == _MOST_FUNCTIONS:
             return
-        self._seen.add(code)
+        self._seen.add((code, owner))
         steps = list(dis.get_instructions(code))
         self.names.update(step.argval for step in steps if step.opname in _WRITES)
         writes_entry = any(step.opname in _WRITES_ENTRY for step in steps)

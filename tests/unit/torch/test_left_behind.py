@@ -268,6 +268,18 @@ def test_generators_of_the_script_are_where_they_were():
     assert found == draw()
 
 
+def test_an_array_that_a_step_makes_longer_is_as_long_as_it_was():
+    """A trace ended on NumPy's error."""
+    model, tables = nn.Linear(4, 4), [np.ones(3)]
+
+    def step(x):
+        tables[0].resize(5, refcheck=False)
+        return model(x).sum()
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert tables[0].tolist() == [1, 1, 1]
+
+
 def test_what_was_there_stays():
     model = KeepsEverywhere()
     model(torch.zeros(2, 4))

@@ -31,7 +31,7 @@ __all__ = ["harmless"]
 
 _Named = dict[str, Callable[..., Any]]
 
-_OF_EVERY_OBJECT = ("__new__", "__reduce__", "__reduce_ex__")
+_OF_EVERY_OBJECT = ("__new__", "__reduce__", "__reduce_ex__", "__getattribute__")
 _CONFIGURATION = re.compile(r"(transformers\.models\.\w+\.configuration_\w+)\.(\w+)")
 
 
@@ -87,8 +87,9 @@ def _of_attributes_alone(name: str) -> Callable[..., Any] | None:
     Only of one that the script has imported: a name in a file imports nothing.
     """
     module, _, last = name.rpartition(".")
-    real = vars(sys.modules.get(module, object)).get(last)
-    if not isinstance(real, type) or not (real is LossScaler or is_script_class(real)):
+    real: Any = getattr(sys.modules.get(module), "__dict__", {}).get(last)
+    # Not isinstance(): what is no class may do things when it is asked for its own.
+    if not issubclass(type(real), type) or not (real is LossScaler or is_script_class(real)):
         return None
     if not _runs_nothing(real):
         return None
@@ -100,7 +101,13 @@ def _runs_nothing(kind: type) -> bool:
     made = all(getattr(kind, name) is getattr(object, name) for name in _OF_EVERY_OBJECT)
     hashes: tuple[Any, ...] = (object.__hash__, None)
     hashed = kind.__hash__ in hashes
-    return made and hashed and not hasattr(kind, "__setstate__") and not hasattr(kind, "__del__")
+    if not made or not hashed or hasattr(kind, "__setstate__") or hasattr(kind, "__del__"):
+        return False
+    if not kind.__dictoffset__ and hasattr(kind, "__getattr__"):
+        return False  # that would be asked for the namespace that is not there
+    found = [vars(base) for base in kind.__mro__[:-1]]
+    namespaces = {type(names["__dict__"]) for names in found if "__dict__" in names}
+    return namespaces <= {types.GetSetDescriptorType} and not any("__class__" in names for names in found)
 
 
 _KNOWN: _Named = {

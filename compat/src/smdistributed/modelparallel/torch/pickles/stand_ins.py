@@ -162,6 +162,9 @@ class _Restoring:
         """What takes the place of a value; what can be changed in place waits for that."""
         if id(value) in self._made:
             return self._made[id(value)]
+        if isinstance(value, type) and issubclass(value, StandIn):
+            real = value.real if issubclass(value, SavedAttributes) else value
+            raise ValueError(f"a class itself ({real.__name__}) is not restored, only objects of it")
         if isinstance(value, str | bytes | int | float | complex | type | None):
             return value
         if isinstance(value, StandIn):
