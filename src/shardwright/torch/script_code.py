@@ -1,6 +1,7 @@
 """Which code is the script's own, and not that of Python, of installed packages, or of this library."""
 
 import os
+import site
 import sys
 import sysconfig
 
@@ -8,9 +9,13 @@ import shardwright
 
 __all__ = ["is_script_class", "is_script_file"]
 
-_PATHS = ("stdlib", "platstdlib", "purelib", "platlib")
-_INSTALLED = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in _PATHS})
-_NOT_THE_SCRIPTS = (*_INSTALLED, f"{os.path.dirname(shardwright.__file__)}{os.sep}", "<frozen ")
+_FOLDERS = {
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    os.path.dirname(shardwright.__file__),
+}
+_NOT_THE_SCRIPTS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen ")
 _OURS = ("shardwright.", "smdistributed.")
 
 
@@ -24,7 +29,7 @@ def is_script_file(path: str) -> bool:
 
 
 def is_script_class(kind: type) -> bool:
-    """Whether a class is of such a file, or was made where there is no file.
+    """Whether a class is of such a file, or of none: of a notebook, or of a module in C.
 
     Args:
         kind: the class.

@@ -1,7 +1,8 @@
 """What is in containers and objects that variables of a script hold, and how it is put back after a trace.
 
 Numbers, texts, and containers of such alone are put back, as is what was taken out. Other objects that were
-put in stay, for who knows what they are for: a table that is made once, a file that was opened.
+put in stay, for who knows what they are for: a table that is made once, a file that was opened. An empty
+container is one of such alone: a new one is taken out, and made again when the step runs.
 """
 
 import numbers

@@ -2,7 +2,12 @@
 
 A trace puts back what it finds changed in variables. What a thread that loads batches has counted meanwhile,
 or that a signal has asked the script to end, must stay. Who has changed a variable is not seen; but the code
-that runs elsewhere is known, and so are the names that it writes to.
+that other threads run, and that of signal handlers, tells which names it writes to.
+
+That is more than it changes: all variables of this name count, and all names of a function that calls
+``append`` or the like. Of such a variable, what the trace itself has counted stays as well. And it is less: a
+thread that waits for work (of a pool, of a timer) does not show what it will run, nor does a handler that is
+no function or method.
 """
 
 import dis
@@ -34,8 +39,8 @@ def names_written_elsewhere() -> frozenset[str]:
     for thread, frame in sys._current_frames().items():
         if thread != own:
             for each in (each for each in _stack(frame) if is_script_file(each.f_code.co_filename)):
-                first = each.f_code.co_varnames[:1]
-                owner = type(each.f_locals.get(first[0])) if first else None
+                first = each.f_code.co_varnames[0] if each.f_code.co_argcount else None
+                owner = type(each.f_locals.get(first)) if first else None
                 found.look_at(each.f_code, each.f_globals, owner)
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
