@@ -162,10 +162,11 @@ EVERY = list(range(1, STEPS))
         pytest.param(asks, False, [1, 2, 4], marks=pytest.mark.sweep),
         (asks, True, [1, 2, 4]),  # 1 is asked for first, and found to be so
         (reads_now_and_then, True, [1, 4, 8]),
-        (weighs, False, EVERY),
+        # As in `test_what_it_costs_is_told_once_with_its_line`.
+        pytest.param(weighs, False, EVERY, marks=pytest.mark.sweep),
         pytest.param(looks_up, False, EVERY, marks=pytest.mark.sweep),
         (asks_on_one_rank, True, [1, 3, 7, 11]),
-        (asks_for_its_type, False, EVERY),
+        pytest.param(asks_for_its_type, False, EVERY, marks=pytest.mark.sweep),
         (asks_for_its_type_first, False, EVERY),
         (divides, False, [1, 6]),
         (catches_everything, True, EVERY),

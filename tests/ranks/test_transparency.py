@@ -55,10 +55,12 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int = 2) -> N
     assert found == [{}] * num_ranks
 
 
-# Other tests of this file train them over stages, and compare them with one process, in every run.
+# Other tests, most of this file, train them or their like over stages, and compare them with one process, in
+# every run.
 TRAINED_ELSEWHERE = (
     *("MLP", "ResNet", "3-D U-Net", "calls one module twice", "tied embeddings", "returns a dictionary"),
     *("parameters in glue", "fills one tensor", "two towers", "recomputes", "unused parameters"),
+    *("LSTM", "GPT-2, recomputed"),
     *("buffers in glue", "GPT-NeoX", "Llama", "T5", "GPT-J", "Bloom", "RoBERTa", "GPT-Neo"),
 )
 
