@@ -17,7 +17,6 @@ from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.known_values import KnownValues
 from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
 from shardwright.torch.microbatch import Microbatch
-from shardwright.torch.program import Program
 from shardwright.torch.python_random import get_python_mark
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import in_step_code, reads_values
@@ -37,24 +36,15 @@ class ReadingMicrobatch(Microbatch):
         if loss.item() > 10: ...       behind its end: on every rank
 
     Args:
+        args: as a `Microbatch` takes them.
         board: where ranks put up values.
+        settings: as a `Microbatch` takes them.
     """
 
-    def __init__(
-        self,
-        index: int,
-        program: Program,
-        function: Callable[..., Any],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        receive: Callable[[int, Crossing], Tensor],
-        *,
-        device: torch.device,
-        board: ValueBoard,
-        **settings: Any,
-    ):
-        super().__init__(index, program, function, arguments, receive, device=device, **settings)
+    def __init__(self, *args: Any, board: ValueBoard, **settings: Any):
+        super().__init__(*args, **settings)
         self._known = KnownValues(
-            index, program, self._cursor, self.tensors, board, self._wait_for_others, device
+            self.index, self.program, self._cursor, self.tensors, board, self._wait_for_others, self._device
         )
         # Whether it waits for other ranks now, and whether it may block this one.
         self._waits = self._may_block = False
