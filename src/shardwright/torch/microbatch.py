@@ -1,7 +1,7 @@
 """One microbatch on one rank: the user's step function, run stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from shardwright.torch.module_hooks import OwnHooks
 from shardwright.torch.own_attributes import OwnAttributes
 from shardwright.torch.program import Program
 from shardwright.torch.program_cursor import ProgramCursor
+from shardwright.torch.step_results import copied_out, stand_in, with_stand_ins
 from shardwright.torch.trace_comparison import TraceComparison
 from shardwright.torch.tree import flatten
 from shardwright.torch.unforeseen_changes import refusing_changes
@@ -223,14 +224,16 @@ class Microbatch:
             return result
         self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
-            return _stand_in(instruction, args, kwargs)
+            return stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         result = func(*args, **kwargs)
         self.generators.after_step(instruction)
-        self._cursor.note_made(result, given, instruction.values)
+        self.tensors.keep(instruction, result, args, kwargs, copied)
+        result = with_stand_ins(result, given)
+        self._cursor.note_made(result, given.values(), instruction.values)
         self._note_seen(result)
-        return self.tensors.keep(instruction, result, args, kwargs, copied)
+        return result
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a unit of this rank, or gives stand-ins for its result."""
@@ -248,7 +251,7 @@ class Microbatch:
                 items = flatten((args, kwargs))[0]
                 for owner, key, place in instruction.passed_attributes:
                     vars(owner)[key] = items[place]
-            return _stand_in(instruction, args, kwargs)
+            return stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         with plain_torch():
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
@@ -268,15 +271,17 @@ class Microbatch:
                 result = call(*args, **kwargs)
             self.generators.after_step(instruction)
             if instruction.own_results:
-                result = _copied_out(result, instruction.own_results)
-            self._cursor.note_made(result, given, instruction.values)
+                result = copied_out(result, instruction.own_results)
+            self.tensors.keep(instruction, result, args, kwargs, copied)
+            result = with_stand_ins(result, given)
+            self._cursor.note_made(result, given.values(), instruction.values)
             self._note_seen(result)  # by the step function, if that has called it itself
             for place, (owner, key, _) in enumerate(instruction.attributes, start=instruction.num_results):
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             if instruction.leaves and self.program.backward_at is not None:
                 left = self._left.setdefault(instruction.stage, {})
                 left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)
-            return self.tensors.keep(instruction, result, args, kwargs, copied)
+            return result
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
         """Hands the loss to the executor; comes back when this microbatch has no backward left here."""
@@ -333,13 +338,21 @@ class Microbatch:
 
     def _given_back(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """The free tensors among the arguments that a step gives back as they are."""
+    ) -> dict[int, Any]:
+        """The arguments that a step gives back as they are, but for tensors of this rank.
+
+        Returns:
+            Position in the result -> free tensor, or stand-in for a tensor of another stage.
+        """
         if not instruction.passed:
-            return []
+            return {}
         items = flatten((args, kwargs))[0]
-        passed = (items[source] for _, source in instruction.passed)
-        return [item for item in passed if self._cursor.is_free(item)]
+        passed = ((position, items[source]) for position, source in instruction.passed)
+        return {
+            position: item
+            for position, item in passed
+            if isinstance(item, DeferredTensor) or self._cursor.is_free(item)
+        }
 
     def _begin(
         self, instruction: Instruction, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -375,29 +388,8 @@ def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return func(*args, **kwargs)
 
 
-def _copied_out(result: Any, positions: Iterable[int]) -> Any:
-    """Copies what a unit gives in memory of its own, which other microbatches would find overwritten."""
-    items, structure = flatten(result)
-    for position in positions:
-        items[position] = items[position].clone()
-    return structure.rebuild(items)
-
-
 def _recomputed(module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call_recomputed(module, call, args, kwargs)
 
 
 _ENDED = Coroutine(lambda: None)
-
-
-def _stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a step that another rank executes."""
-    structure, result = instruction.structure, instruction.result
-    assert structure is not None
-    if instruction.passed:
-        items = flatten((args, kwargs))[0]
-        filled = list(result)
-        for position, source in instruction.passed:
-            filled[position] = items[source]
-        return structure.rebuild(filled)
-    return structure.rebuild(result)
