@@ -60,10 +60,33 @@ def test_the_server_never_has_a_thread():
     assert len(list((Path("/proc") / str(pid) / "task").iterdir())) == 1
 
 
+def test_ranks_have_other_hash_seeds():
+    """All ranks were forked from one server, so that sets of names had the same order on all of them: models
+    that registered their parts in the order of a set trained wrongly wherever a launcher started the ranks.
+    """
+
+    def seeds():
+        return hash("audio"), hash("video")
+
+    found = run_ranks(seeds, 4)
+    assert found[0] == found[3] != found[1] == found[2]
+    assert run_ranks(seeds, 4) == found
+
+
+def test_the_hash_seed_of_the_caller_is_that_of_rank_0():
+    script = "from shardwright.testing import run_ranks; print(run_ranks(hash, 2, 'audio') + [hash('audio')])"
+    environ = {**os.environ, "PYTHONHASHSEED": "17"}
+    told = subprocess.run(
+        [sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True, timeout=120
+    )
+    first, second, own = map(int, told.stdout.strip(" []\n").split(","))
+    assert first == own != second
+
+
 def test_one_server_and_one_store_serve_all_jobs():
     pid = server_pid()
     before = children(pid)
-    assert len(before) == 1
+    assert len(before) == 2  # the store and the nursery
     for _ in range(10):
         run_ranks(dist.barrier, 2)
     assert this_process_client().server_pid == pid

@@ -16,6 +16,7 @@ from typing import IO
 import shardwright
 from shardwright.errors import LaunchError
 from shardwright.testing.job import Job, RankStatus, receive, send
+from shardwright.testing.nursery import hash_seeds
 
 __all__ = ["ForkServerClient", "preload", "this_process_client"]
 
@@ -26,10 +27,16 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 
 class ForkServerClient:
-    """Starts a fork server when the first job comes, and hands it one job at a time."""
+    """Starts a fork server when the first job comes, and hands it one job at a time.
+
+    Attributes:
+        preload: modules that the server imports before it forks.
+        hash_seed: ``PYTHONHASHSEED`` of the server; ranks of its nursery have the next one.
+    """
 
     def __init__(self) -> None:
         self.preload: list[str] = []
+        self.hash_seed = _hash_seed()
         self._lock = threading.Lock()
         self._owner_pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,6 +109,7 @@ class ForkServerClient:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         self._channel = ours
+        seed, other_seed = hash_seeds(self.hash_seed)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         with theirs:
             self._process = subprocess.Popen(
@@ -109,8 +117,9 @@ class ForkServerClient:
                     *(sys.executable, "-P", "-m", "shardwright.testing.fork_server"),
                     *("--channel-fd", str(theirs.fileno())),
                     *("--caller-pid", str(os.getpid())),
+                    *("--hash-seed", str(other_seed)),
                 ],
-                env=_server_environ(),
+                env={**_server_environ(), "PYTHONHASHSEED": str(seed)},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -124,6 +133,12 @@ class ForkServerClient:
         self._log.seek(0)
         text = self._log.read().decode(errors="replace").strip()
         return f"It wrote:\n{text}" if text else "It wrote nothing."
+
+
+def _hash_seed() -> int:
+    """The seed that is asked for, or any."""
+    asked = os.environ.get("PYTHONHASHSEED", "")
+    return int(asked) if asked.isdecimal() else int.from_bytes(os.urandom(4), "little")
 
 
 def _server_environ() -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 ::
 
-    caller ──socket──> fork server ──fork──> rank 0, rank 1, ...     each leads a process group
+    caller ──socket──> fork server ──fork──> rank 0, rank 3, ...     each leads a process group
+                            ├──Popen─> nursery ──fork──> rank 1, ... with another hash seed: `nursery.py`
                             └──fork──> store process                 TCPStore for one job after another
 
 It must never start a thread: a fork copies only the thread that calls it, and a lock held by another
@@ -15,10 +16,6 @@ children and the store with it. If the server itself is killed, the kernel kills
 """
 
 import argparse
-import contextlib
-import gc
-import importlib
-import importlib.util
 import os
 import select
 import shutil
@@ -28,26 +25,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from shardwright.launch.processes import adopt_orphans, num_threads
+from shardwright.launch.processes import adopt_orphans
 from shardwright.testing.job import Job, RankStatus, receive, send
+from shardwright.testing.nursery import Nursery
 from shardwright.testing.run import CallerGoneError, Run
 from shardwright.testing.store import StoreProcess
+from shardwright.testing.warm_imports import import_always, import_once, require_one_thread
 
 __all__ = ["main"]
 
-# What a rank would otherwise import by itself, at 0.1 to 1 s each: creating an optimizer imports
-# torch._dynamo.
-_ALWAYS_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.nn.functional",
-    "torch.distributed.tensor.parallel",
-    "torch.utils.checkpoint",
-)
-_PRELOADED_IF_THEY_IMPORT = ("shardwright.torch", "torch.profiler._cupti_monitor")
 _POLL_S = 1.0
 
 
@@ -57,10 +43,12 @@ class ForkServer:
     Args:
         channel: the socket to the caller.
         caller_pid: the process that started the server.
+        nursery: forks ranks with another hash seed; None where it cannot.
     """
 
-    def __init__(self, channel: socket.socket, *, caller_pid: int) -> None:
+    def __init__(self, channel: socket.socket, *, caller_pid: int, nursery: Nursery | None) -> None:
         self._channel = channel
+        self._nursery = nursery
         self._caller_pid = caller_pid
         self._wakeup, write_end = os.pipe()
         for descriptor in (self._wakeup, write_end):
@@ -79,6 +67,8 @@ class ForkServer:
             return
         finally:
             self._store.close()
+            if self._nursery is not None:
+                self._nursery.close()
 
     def _wait_for_job(self) -> bool:
         while not select.select([self._channel], [], [], _POLL_S)[0]:
@@ -91,9 +81,14 @@ class ForkServer:
         """Runs a job; a text is the traceback of the server's own failure."""
         sys.path[:] = job.search_path
         try:
-            _import(job.preload)
-            _require_one_thread(job.preload)
-            run = Run(job, store=self._store, channel=self._channel, wakeup_fd=self._wakeup)
+            self._import(job)
+            run = Run(
+                job,
+                store=self._store,
+                channel=self._channel,
+                wakeup_fd=self._wakeup,
+                nursery=self._nursery,
+            )
             return run.statuses(caller_pid=self._caller_pid)
         except CallerGoneError:
             shutil.rmtree(job.folder, ignore_errors=True)  # nobody else will
@@ -101,32 +96,17 @@ class ForkServer:
         except Exception:
             return traceback.format_exc()
 
-
-def _import(modules: Sequence[str]) -> None:
-    new = [name for name in modules if name not in sys.modules]
-    for name in new:
-        importlib.import_module(name)
-    if new:
-        gc.collect()
-        # Otherwise each rank's first collection would touch, and so copy, every page of these modules.
-        gc.freeze()
-
-
-def _require_one_thread(preload: Sequence[str]) -> None:
-    if num_threads() > 1:
-        raise RuntimeError(
-            f"importing {', '.join(preload) or 'torch'} started threads ({num_threads()} run now), and a "
-            "process with threads cannot be forked safely. Import the module inside the function instead of "
-            "preloading it."
-        )
-
-
-def _import_own_modules() -> None:
-    for name in _PRELOADED_IF_THEY_IMPORT:
-        # Only a head start: what cannot be imported here raises in the rank that needs it, with its
-        # traceback.
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    def _import(self, job: Job) -> None:
+        """Imports what a job asks for, here and in the nursery at the same time."""
+        nursery = self._nursery
+        waits = nursery is not None and nursery.begin_to_import(job.preload, job.search_path)
+        try:
+            import_once(job.preload)
+            require_one_thread(job.preload)
+        finally:
+            if waits:
+                assert nursery is not None
+                nursery.await_imports()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,15 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m shardwright.testing.fork_server")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--caller-pid", type=int, required=True)
+    parser.add_argument("--hash-seed", type=int, required=True, help="of the nursery")
     options = parser.parse_args(arguments)
     channel = socket.socket(fileno=options.channel_fd)
     channel.set_inheritable(False)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     adopt_orphans()
-    _import(_ALWAYS_PRELOADED)
-    _import_own_modules()
-    _require_one_thread(())
-    ForkServer(channel, caller_pid=options.caller_pid).serve()
+    # Elsewhere orphans are not adopted, and a nursery's ranks would be nobody's.
+    nursery = Nursery(options.hash_seed) if sys.platform == "linux" else None
+    import_always()
+    ForkServer(channel, caller_pid=options.caller_pid, nursery=nursery).serve()
 
 
 if __name__ == "__main__":

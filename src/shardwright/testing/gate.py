@@ -22,6 +22,18 @@ class Gate:
         self.arrived: set[int] = set()
         self.is_open = False
 
+    @classmethod
+    def of_rank(cls, arrivals_write_fd: int, release_read_fd: int) -> "Gate":
+        """In a rank that was forked from elsewhere: the gate with these `rank_ends`."""
+        gate = cls.__new__(cls)
+        gate._arrivals_write_fd, gate._release_read_fd = arrivals_write_fd, release_read_fd
+        return gate
+
+    @property
+    def rank_ends(self) -> tuple[int, int]:
+        """What a rank needs of it."""
+        return self._arrivals_write_fd, self._release_read_fd
+
     @property
     def arrivals_fd(self) -> int:
         """Readable when a rank has arrived."""

@@ -56,6 +56,10 @@ def run_ranks(
     by cloudpickle. Warnings are filtered as they are for the caller. What the ranks print appears on
     the caller's stdout and stderr when they are done.
 
+    On Linux ranks 1, 2, 4, 7, ... have another hash seed than ranks 0, 3, 5, 6, ..., so that sets of names
+    have other orders there, as they have in ranks that a launcher starts. ``PYTHONHASHSEED`` in the caller's
+    environment, where it is set, is that of rank 0.
+
     Example, a test of your own model::
 
         def test_gradients_are_averaged():
@@ -100,7 +104,9 @@ def run_ranks(
         group_timeout_s=group_timeout_s,
     )
     if not all(outcome.ok for outcome in outcomes):
-        raise RanksFailedError(outcomes, timeout_s=timeout_s)
+        error = RanksFailedError(outcomes, timeout_s=timeout_s)
+        error.add_note(f"Their hash seeds again: PYTHONHASHSEED={this_process_client().hash_seed}")
+        raise error
     _replay_output(outcomes)
     return [outcome.value for outcome in outcomes]
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from shardwright.launch.processes import children, is_stopped, kill_group
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
+from shardwright.testing.nursery import Nursery, belongs_to_nursery
 from shardwright.testing.rank import STACKS_SIGNAL, run_rank
 from shardwright.testing.store import StoreProcess
 
@@ -31,10 +32,20 @@ class Run:
     Args:
         channel: the socket to the caller; if it becomes readable during a job, the caller has gone.
         wakeup_fd: becomes readable when a child ends.
+        nursery: forks ranks with another hash seed; None where this process forks all.
     """
 
-    def __init__(self, job: Job, *, store: StoreProcess, channel: socket.socket, wakeup_fd: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        store: StoreProcess,
+        channel: socket.socket,
+        wakeup_fd: int,
+        nursery: Nursery | None = None,
+    ) -> None:
         self._job = job
+        self._nursery = nursery
         self._store = store
         self._channel = channel
         self._wakeup_fd = wakeup_fd
@@ -63,8 +74,13 @@ class Run:
         port = str(self._store.renew())
         for environ in self._job.environ:
             environ.setdefault("MASTER_PORT", port)
+        of_nursery = [
+            rank
+            for rank in range(self._job.num_ranks)
+            if self._nursery is not None and belongs_to_nursery(rank)
+        ]
         server_pid = os.getpid()
-        for rank in range(self._job.num_ranks):
+        for rank in sorted(set(range(self._job.num_ranks)).difference(of_nursery)):
             self._started_at_s[rank] = time.monotonic()
             pid = os.fork()
             if pid == 0:
@@ -74,6 +90,11 @@ class Run:
             ):  # the child may have done it already
                 os.setpgid(pid, pid)
             self._rank_of[pid] = rank
+        if of_nursery:
+            assert self._nursery is not None
+            self._started_at_s.update(dict.fromkeys(of_nursery, time.monotonic()))
+            pids = self._nursery.fork(self._job, of_nursery, (self._start, self._finish))
+            self._rank_of.update((pid, rank) for rank, pid in pids.items())
         for gate in (self._start, self._finish):
             gate.keep_server_ends()
 
@@ -83,6 +104,8 @@ class Run:
             os.setpgid(0, 0)
             self._channel.close()
             self._store.forget()
+            if self._nursery is not None:
+                self._nursery.forget()
             os.close(self._wakeup_fd)
             for gate in (self._start, self._finish):
                 gate.keep_rank_ends()
@@ -177,7 +200,8 @@ class Run:
             gate.close()
 
     def _orphans(self) -> list[int]:
-        return [pid for pid in children(os.getpid()) if pid != self._store.pid]
+        kept = {self._store.pid, None if self._nursery is None else self._nursery.pid}
+        return [pid for pid in children(os.getpid()) if pid not in kept]
 
 
 def _wait_until_written(stacks: list[Path]) -> None:
