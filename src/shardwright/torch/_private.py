@@ -50,6 +50,7 @@ __all__ = [
     "make_wrapper",
     "new_fake_mode",
     "non_persistent_buffers",
+    "non_persistent_buffers_of",
     "num_hooks_registered",
     "outside_of_functions",
     "parameters_to_clip",
@@ -296,9 +297,14 @@ def pop_function_mode() -> TorchFunctionMode:
 
 
 def non_persistent_buffers(model: torch.nn.Module) -> set[str]:
-    """Names of the buffers that `state_dict` leaves out: only a private set of each module has them."""
+    """Names of the buffers that `state_dict` leaves out, in a model."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_buffers_of(module)
     }
+
+
+def non_persistent_buffers_of(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers of one module that `state_dict` leaves out: only a private set has them."""
+    return module._non_persistent_buffers_set

@@ -44,6 +44,7 @@ from shardwright.torch.program import Program, generators_of, merged_edges
 from shardwright.torch.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
+from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
@@ -267,6 +268,7 @@ class PipelineEngine:
         """
         context, module = self._context, self._model.get_module()
         assert context.reporter is not None
+        agree_on_registration(module, context)  # scripts may have changed it since it was wrapped
         self._materialiser.agree_on_seed()
         trace = None
         if context.plan is None:

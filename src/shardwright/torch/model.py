@@ -32,6 +32,7 @@ from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
+from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
@@ -101,6 +102,8 @@ class DistributedModel(nn.Module):
         refuse_released(module)
         refuse_half_built(module)
         refuse_unsendable(module, current.data_group)
+        with first_cause_named(current), call_together("sw.DistributedModel(...)", _all_ranks(current)):
+            agree_on_registration(module, current)
         for optimizer in current.optimizers:
             optimizer.check(module.parameters())
         self.module = module
@@ -141,6 +144,8 @@ class DistributedModel(nn.Module):
                 move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
         self._engine = self._new_engine(current)
         current.model = self
+        for optimizer in current.optimizers:
+            optimizer.match_names()
 
     def _new_engine(self, current: Context) -> "Engine":
         several = current.mesh.pipeline > 1
@@ -533,6 +538,10 @@ def _called(function: Callable[..., Any]) -> str:
 def _ranks_of_a_step(current: Context) -> Sequence[int]:
     """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
     return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
+
+
+def _all_ranks(current: Context) -> Sequence[int]:
+    return range(current.mesh.world_size)
 
 
 def _hint_for_evaluations(current: Context) -> str:

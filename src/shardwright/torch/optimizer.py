@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
+from shardwright.torch.optimizer_names import state_by_name
+from shardwright.torch.registration import in_order
 from shardwright.torch.update_clock import UpdateClock
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
@@ -172,7 +175,7 @@ class DistributedOptimizer(Optimizer):
         """
         model = context().model if is_initialized() else None
         parts = None if model is None else model.replicas.updated_parts
-        if parts is None:
+        if model is None or parts is None:
             yield
             return
         if parts.num_parts > 1 and not self.sees_rows:
@@ -182,7 +185,9 @@ class DistributedOptimizer(Optimizer):
                 f"{type(self.optimizer).__name__} may look at whole ones. Use one of "
                 f"{names}; or set shard_optimizer_state false."
             )
-        with parts.shown(self._parameters(), self.optimizer.state):
+        # Replicas send each other their parts in this order.
+        ordered = in_order(self._parameters(), model.get_module())
+        with parts.shown(ordered, self.optimizer.state):
             yield
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -220,7 +225,7 @@ class DistributedOptimizer(Optimizer):
             model.takes(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the parameters of this rank, with their names once the model is spread over stages."""
+        """State of the parameters of this rank, with their names once the model is wrapped."""
         if self._to_load is not None:
             groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
             return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
@@ -243,20 +248,31 @@ class DistributedOptimizer(Optimizer):
         state = dict(state_dict)
         _refuse_other_part(state.pop(_PART, None))
         theirs, mine = state.pop(_NAMES, None), self._parameter_names()
+        fitting = state_by_name(state, theirs, self._by_group(mine)) if theirs and mine else state
         self._to_load = None
-        if self._waits_for_placement(named=theirs is not None):
+        if self._waits_for_placement(named=bool(theirs), fits=fitting is not None):
             self._load_options(state["param_groups"])
             self._to_load = dict(state_dict)
             return
-        if theirs and mine and theirs != mine:
+        if fitting is None:
+            assert theirs
             raise UsageError(
                 f"rank {context().rank} loads a state of the optimizer that is of other parameters "
                 f"({_brief(theirs)}) than it has here ({_brief(mine)}): each rank has the state of its own "
                 "stages. Save it on every rank, for example in a file with sw.rank() in its name, and load "
                 "on each rank its own."
             )
-        self.optimizer.load_state_dict(state)
-        self._keep_types(state)
+        self.optimizer.load_state_dict(fitting)
+        self._keep_types(fitting)
+
+    def _by_group(self, names: Sequence[str]) -> list[list[str]]:
+        rest = iter(names)
+        return [list(islice(rest, len(group["params"]))) for group in self.param_groups]
+
+    def match_names(self) -> None:
+        """Loads a state with names that came before the model was wrapped, unless that must wait longer."""
+        if self._to_load is not None:
+            self.load_state_dict(self.state_dict())
 
     def _keep_types(self, saved: Mapping[str, Any]) -> None:
         """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""
@@ -277,17 +293,19 @@ class DistributedOptimizer(Optimizer):
         for group, options in zip(self.param_groups, _options_of(saved), strict=True):
             group.update(options)
 
-    def _waits_for_placement(self, *, named: bool) -> bool:
+    def _waits_for_placement(self, *, named: bool, fits: bool) -> bool:
         model = context().model if is_initialized() else None
-        if model is None or model.partitioned:
+        if model is None:
+            return named and is_initialized()
+        if model.partitioned:
             return False
         no_memory = any(p.is_meta for group in self.param_groups for p in group["params"])
-        return no_memory or (named and context().mesh.pipeline > 1)
+        return no_memory or not fits
 
     def _parameter_names(self) -> list[str]:
-        """Names of the parameters, in their order; empty as long as ranks do not have different ones."""
+        """Names of the parameters, in their order; empty as long as no model is wrapped."""
         model = context().model if is_initialized() else None
-        if model is None or context().mesh.pipeline == 1 or not model.partitioned:
+        if model is None:
             return []
         names = {id(parameter): name for name, parameter in model.local_named_parameters()}
         return [names.get(id(parameter), "") for group in self.param_groups for parameter in group["params"]]
@@ -321,7 +339,7 @@ class DistributedOptimizer(Optimizer):
     def keep(self, identifiers: set[int]) -> None:
         """Drops every parameter, and its state, whose id is not among these; loads a state that waited."""
         waited = None if self._to_load is None else self.state_dict()  # with the options of now
-        if waited is not None and _NAMES not in waited:  # of the whole model
+        if waited is not None and _NAMES not in waited:  # of the whole model, by position
             self.load_state_dict(waited)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:

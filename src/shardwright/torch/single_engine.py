@@ -22,6 +22,7 @@ from shardwright.torch.loss_checks import refuse_second_backward, refuse_several
 from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
+from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.units import format_bytes
 
@@ -153,6 +154,7 @@ class SingleEngine:
         present = {id(parameter) for parameter in module.parameters()}
         if present == self._reduced:
             return
+        agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
         first = self._share(group)
         self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
