@@ -50,8 +50,8 @@ _WITHOUT_EFFECT = frozenset(
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "allow_older ignored keep_freed_memory log_interval missing_ranks_s pin_cores run_dir run_name seed "
-        "shared_memory steps tensorboard timeout_s trace"
+        "allow_older ignored keep_freed_memory log_interval missing_ranks_s on_nonfinite pin_cores run_dir "
+        "run_name seed shared_memory steps tensorboard timeout_s trace"
     ).split()
 )
 
@@ -196,6 +196,11 @@ class Config(BaseModel):
     )
     allow_older: bool = Field(
         False, description="Resume from an older checkpoint where the newest is damaged, with a warning."
+    )
+    on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
+        "stop",
+        description="Where a loss or gradient is NaN or infinite: end the run (exit code 7), leave the "
+        "update out, or go on.",
     )
     seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
     pin_cores: bool = Field(

@@ -14,6 +14,7 @@
     │   └── TraceMismatchError                 ranks, or microbatches, took different paths through the model
     ├── PeerLostError          (RuntimeError)  another rank died, hung or closed its connection
     │   └── PeerTimeoutError                   it did not answer in time
+    ├── NonFiniteError         (RuntimeError)  a loss or a gradient is infinite, or no number
     ├── CheckpointError        (RuntimeError)  a checkpoint cannot be saved, found or used here
     │   └── CorruptCheckpointError             it is damaged, incomplete, or not what was committed
     └── LaunchError            (RuntimeError)  workers could not be started, or one of them failed
@@ -33,6 +34,7 @@ __all__ = [
     "DeferredReadError",
     "InfeasiblePlanError",
     "LaunchError",
+    "NonFiniteError",
     "PeerLostError",
     "PeerTimeoutError",
     "PlanError",
@@ -135,6 +137,10 @@ class PeerLostError(ShardwrightError, RuntimeError):
 
 class PeerTimeoutError(PeerLostError):
     """Another rank did not answer in time: it hangs, or is elsewhere in the script."""
+
+
+class NonFiniteError(ShardwrightError, RuntimeError):
+    """A loss or a gradient of a training step is infinite, or no number; no update was made of it."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

@@ -21,6 +21,7 @@ from shardwright.errors import (
     CorruptCheckpointError,
     InfeasiblePlanError,
     LaunchError,
+    NonFiniteError,
     PeerTimeoutError,
     PlanError,
     ScheduleError,
@@ -29,7 +30,18 @@ from shardwright.errors import (
     UsageError,
 )
 
-__all__ = ["CORRUPT", "ENVIRONMENT", "FAILED", "HANG", "NO_PLAN", "OK", "SAVED", "USAGE", "exit_code_of"]
+__all__ = [
+    "CORRUPT",
+    "ENVIRONMENT",
+    "FAILED",
+    "HANG",
+    "NON_FINITE",
+    "NO_PLAN",
+    "OK",
+    "SAVED",
+    "USAGE",
+    "exit_code_of",
+]
 
 OK = 0
 FAILED = 1
@@ -37,6 +49,7 @@ USAGE = 2
 NO_PLAN = 3
 ENVIRONMENT = 4
 HANG = 6
+NON_FINITE = 7
 CORRUPT = 8
 SAVED = 75
 
@@ -55,6 +68,8 @@ def exit_code_of(error: ShardwrightError | type[ShardwrightError]) -> int:
         return ENVIRONMENT
     if issubclass(kind, PeerTimeoutError):
         return HANG
+    if issubclass(kind, NonFiniteError):
+        return NON_FINITE
     if issubclass(kind, CorruptCheckpointError):
         return CORRUPT
     if issubclass(kind, CheckpointError | ConfigError | PlanError | ScheduleError | TraceError | UsageError):

@@ -20,11 +20,5 @@ def gather_json(said: Any, group: SmallCollectives, purpose: Purpose, *, device:
         purpose: what for.
         device: where collectives of the group work.
     """
-    text = json.dumps(said, separators=(",", ":")).encode()
-    lengths = group.gather(torch.tensor(len(text), dtype=torch.int64, device=device), purpose).tolist()
-    row = torch.zeros(max(lengths), dtype=torch.uint8)
-    row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = group.gather(row.to(device), purpose).cpu()
-    return [
-        json.loads(bytes(row[:length].numpy())) for row, length in zip(rows, map(int, lengths), strict=True)
-    ]
+    texts = group.gather_texts(json.dumps(said, separators=(",", ":")), purpose, device=device)
+    return [json.loads(text) for text in texts]

@@ -33,6 +33,7 @@ class Metric(StrEnum):
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
     UPDATE = "time/update(s)"
+    SKIPPED = "train/skipped(updates)"
     STEP_ERROR = "time/prediction_error(share)"
     SAMPLES = "throughput/samples(1/s)"
     TOKENS = "throughput/tokens(1/s)"
@@ -65,6 +66,7 @@ class StepRecord:
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
+        skipped_updates: how many were left out so far, as gradients were not finite.
         gradient_error: what rounding gradients to 8 bits lost, relative to them.
         parameter_error: the same, of parameters.
     """
@@ -82,6 +84,7 @@ class StepRecord:
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
     update_s: float | None = None
+    skipped_updates: int | None = None
     gradient_error: float | None = None
     parameter_error: float | None = None
 
@@ -104,6 +107,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
         Metric.UPDATE: record.update_s,
+        Metric.SKIPPED: record.skipped_updates,
         Metric.GRADIENT_ERROR: record.gradient_error,
         Metric.PARAMETER_ERROR: record.parameter_error,
         Metric.BUBBLE: record.bubble_measured,

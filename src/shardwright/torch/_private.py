@@ -51,6 +51,7 @@ __all__ = [
     "new_fake_mode",
     "non_persistent_buffers",
     "non_persistent_buffers_of",
+    "norms_of",
     "num_hooks_registered",
     "outside_of_functions",
     "parameters_to_clip",
@@ -63,6 +64,7 @@ __all__ = [
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
+    "values_of_sparse",
     "without_subclass_functions",
 ]
 
@@ -308,3 +310,20 @@ def non_persistent_buffers(model: torch.nn.Module) -> set[str]:
 def non_persistent_buffers_of(module: torch.nn.Module) -> set[str]:
     """Names of the buffers of one module that `state_dict` leaves out: only a private set has them."""
     return module._non_persistent_buffers_set
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each of some tensors of one type and device, in float32 at least.
+
+    On GPUs this is a kernel or two for all of them, as in `torch.nn.utils.clip_grad_norm_`; a function for it
+    is not public.
+    """
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    norms: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=wide)
+    return norms
+
+
+def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
+    """What a sparse tensor has where it has anything; `values()` wants entries to be added up before."""
+    values: torch.Tensor = tensor._values()  # type: ignore[no-untyped-call]
+    return values

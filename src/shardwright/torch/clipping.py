@@ -20,7 +20,7 @@ from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
 
-__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
+__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages", "own_part"]
 
 _REMEDY = "Clip between it and optimizer.step()."
 
@@ -48,7 +48,7 @@ def clip_grad_norm_(
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = _norm(gradients, norm_type, asked=chosen)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in map(_own_part, gradients):
+    for gradient in map(own_part, gradients):
         gradient.mul_(factor.to(gradient.dtype))
     return norm
 
@@ -119,10 +119,10 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     if current.model is not None and current.model.partitioned:
         others = {id(parameter.grad) for parameter in current.model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in others]
-    cut = [gradient for gradient in counted if _own_part(gradient) is not gradient]
-    total = _power_sum([g for g in counted if _own_part(g) is g], norm_type, current.device)
+    cut = [gradient for gradient in counted if own_part(gradient) is not gradient]
+    total = _power_sum([g for g in counted if own_part(g) is g], norm_type, current.device)
     if current.shard_group is not None:
-        of_rows = _power_sum([_own_part(gradient) for gradient in cut], norm_type, current.device)
+        of_rows = _power_sum([own_part(gradient) for gradient in cut], norm_type, current.device)
         greatest = norm_type == float("inf")
         dist.all_reduce(
             of_rows, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=current.shard_group
@@ -168,7 +168,7 @@ def _refuse_another(alone: str, numbers: Sequence[float]) -> None:
         )
 
 
-def _own_part(gradient: Tensor) -> Tensor:
+def own_part(gradient: Tensor) -> Tensor:
     """The rows of this rank, where ranks share a gradient."""
     part: Tensor = getattr(gradient, "local", gradient)
     return part

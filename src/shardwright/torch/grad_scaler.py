@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwright.torch.context import context, is_initialized
 
-__all__ = ["GradScaler", "scalers_agree"]
+__all__ = ["GradScaler", "losses_were_scaled", "scalers_agree", "scaling_begins", "scaling_noted"]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -50,3 +50,33 @@ def scalers_agree() -> Iterator[None]:
         yield
     finally:
         torch.amp.GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
+
+
+class _Scaling:
+    used = False
+
+
+def scaling_begins() -> None:
+    """A step begins, in which no loss was scaled yet."""
+    _Scaling.used = False
+
+
+def losses_were_scaled() -> bool:
+    """Whether a scaler has scaled a loss since: then it leaves out by itself what overflows."""
+    return _Scaling.used
+
+
+@contextmanager
+def scaling_noted() -> Iterator[None]:
+    """Has all scalers of this process note that they scale a loss."""
+    original = torch.amp.GradScaler.scale
+
+    def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        _Scaling.used |= self.is_enabled()
+        return original(self, outputs)
+
+    torch.amp.GradScaler.scale = scale  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = original  # type: ignore[method-assign]

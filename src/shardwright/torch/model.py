@@ -25,6 +25,7 @@ from shardwright.torch.failure import first_cause_named
 from shardwright.torch.first_values import Initialise
 from shardwright.torch.foreign_wrappers import refuse_wrappers
 from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.grad_scaler import scaling_begins
 from shardwright.torch.gradient_scaling import GradientScaling
 from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.loss_checks import refuse_no_tensor
@@ -40,6 +41,7 @@ from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.state_gathering import gather_state, rank_that_runs
+from shardwright.torch.step_end import StepEnd
 from shardwright.torch.tracer import Tracer
 
 __all__ = ["DistributedModel"]
@@ -143,6 +145,7 @@ class DistributedModel(nn.Module):
                 move: Any = module._apply
                 move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
         self._engine = self._new_engine(current)
+        self.step_end = StepEnd(current, self)
         current.model = self
         for optimizer in current.optimizers:
             optimizer.match_names()
@@ -223,6 +226,7 @@ class DistributedModel(nn.Module):
         assert current.reporter is not None
         start = time.perf_counter()
         self._called_to_train = False
+        scaling_begins()
         self._outside.step_begins()
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
@@ -240,7 +244,7 @@ class DistributedModel(nn.Module):
                 raise
             if run.losses is not None:
                 self._trained_by.add(function)
-                current.reporter.step_done(run, seconds=time.perf_counter() - start)
+                self.step_end.come(run, begun_s=start)
             elif self._called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return run.results
@@ -327,6 +331,11 @@ class DistributedModel(nn.Module):
         """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
         holders = None if self._residency is None else self._residency.ranks.get(name)
         return context().pipeline_rank == (holders[0] if holders else 0)
+
+    def stage_of(self, name: str) -> int:
+        """The first stage that uses a parameter."""
+        stages = None if self._residency is None else self._residency.stages.get(name)
+        return min(stages, default=0) if stages else 0
 
     def runs_here(self, module_name: str) -> bool:
         """Whether this rank of the replica runs a module, or stands for those that do.

@@ -110,6 +110,8 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
+        if _leaves_out():
+            return None
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -390,6 +392,12 @@ def _refuse_other_part(theirs: dict[str, int] | None) -> None:
         )
 
 
+def _leaves_out() -> bool:
+    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
+    model = context().model if is_initialized() else None
+    return model is not None and model.step_end.finiteness.leaves_out
+
+
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -413,12 +421,16 @@ def _stepping() -> Iterator[None]:
 
 
 def _refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Refuses an optimizer of the model that would update other things than the settings ask for."""
+    """Keeps an optimizer of the model from updating other things than the settings ask for."""
     model = context().model if is_initialized() else None
-    if model is None or model.replicas.updated_parts is None or _Stepping.wrapped:
+    if model is None or _Stepping.wrapped or not (_leaves_out() or model.replicas.updated_parts is not None):
         return
     own = {id(parameter) for parameter in model.get_module().parameters()}
-    if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+    if found and _leaves_out():
+        for parameter in found:
+            parameter.grad = None  # which leaves it as it is
+    elif found:
         raise UsageError(
             f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
             "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."

@@ -2,18 +2,14 @@
 
 import atexit
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.devices_in_use import uses_gpus
-from shardwright.comm.purpose import Purpose
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -63,14 +59,31 @@ class Reporter:
         """The plan is in force; collective."""
         self.observer.plan_made(plan)
 
-    def step_done(self, step: EngineRun, *, seconds: float) -> None:
-        """A training step ended; collective."""
+    def step_done(
+        self,
+        step: EngineRun,
+        *,
+        seconds: float,
+        busy_s: Sequence[float],
+        pipeline_s: Sequence[float],
+        memory: Sequence[int],
+        skipped: int = 0,
+    ) -> None:
+        """A training step ended; collective.
+
+        Args:
+            step: what this rank did.
+            seconds: how long it took.
+            busy_s: how long each rank has worked.
+            pipeline_s: on each rank, from the first action to the last.
+            memory: peak bytes of each rank.
+            skipped: how many updates were left out so far.
+        """
         context = self._context
         self.num_steps += 1
         number = self.num_steps
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
-        bubble, memory = self._gathered(step)
         # None for microbatches that the step function has left out; many numbers where it gave gradients.
         losses = [float(loss.double().mean()) for loss in step.losses or () if loss is not None]
         num_replicas = context.mesh.data
@@ -83,13 +96,14 @@ class Reporter:
                 samples=step.samples * num_replicas,
                 tokens=None if step.tokens is None else step.tokens * num_replicas,
                 flops=3.0 * step.flops * num_replicas or None,
-                bubble_measured=bubble,
+                bubble_measured=self._idle_share(busy_s, pipeline_s),
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
-                memory_bytes=memory,
+                memory_bytes=tuple(memory),
                 memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
                 update_s=_update_seconds(context),
+                skipped_updates=skipped or None,
                 gradient_error=_lost_in(replicas.gradient_quantiser) if replicas else None,
                 parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
             )
@@ -154,18 +168,11 @@ class Reporter:
         folder.hold("metrics")
         return str(folder.path)
 
-    def _gathered(self, step: EngineRun) -> tuple[float | None, tuple[int, ...]]:
-        """Idle share of this replica, and peak memory of all ranks."""
-        context = self._context
-        busy_s = sum(end - start - waited for _, start, end, waited in step.row)
-        row = torch.tensor([busy_s, step.pipeline_s, _memory()], dtype=torch.float64, device=context.device)
-        rows = (
-            [row.tolist()] if context.world is None else context.world.gather(row, Purpose.FIGURES).tolist()
-        )
-        replica = [rows[rank] for rank in context.pipeline_ranks]
-        longest = max(pipeline_s for _, pipeline_s, _ in replica) if len(replica) > 1 else 0.0
-        share = idle_share([busy for busy, _, _ in replica], step_s=longest) if longest else None
-        return share, tuple(int(memory) for _, _, memory in rows)
+    def _idle_share(self, busy_s: Sequence[float], pipeline_s: Sequence[float]) -> float | None:
+        """Of the ranks of this replica; None where it has one."""
+        replica = self._context.pipeline_ranks
+        longest = max(pipeline_s[rank] for rank in replica) if len(replica) > 1 else 0.0
+        return idle_share([busy_s[rank] for rank in replica], step_s=longest) if longest else None
 
     def _write_timeline(self, step: EngineRun) -> None:
         context = self._context
@@ -194,18 +201,6 @@ class Reporter:
                 action_overhead_s=ACTION_OVERHEAD_S,
             )
         self.observer.timeline(events, simulation, step=self.num_steps)
-
-
-def _memory() -> int:
-    """Peak memory of this process: of the GPU where there is one, else the resident set."""
-    if uses_gpus():
-        return torch.cuda.max_memory_allocated()
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _device_memory(context: Context) -> int | None:

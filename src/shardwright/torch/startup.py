@@ -11,7 +11,7 @@ from shardwright.plan import Plan
 from shardwright.torch.backward_outside import backward_of_results_refused
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
-from shardwright.torch.grad_scaler import scalers_agree
+from shardwright.torch.grad_scaler import scalers_agree, scaling_noted
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 from shardwright.torch.roll_call import prepare
@@ -61,6 +61,7 @@ def begin(settings: Config, plan: Plan | None) -> None:
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     made.cleanup.enter_context(backward_of_results_refused())
+    made.cleanup.enter_context(scaling_noted())
     if made.mesh.pipeline > 1:
         made.cleanup.enter_context(samplers_checked())
     if made.mesh.pipeline > 1 or made.mesh.shard > 1:
