@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from shardwright.comm.environment import detect
 from shardwright.comm.process_group import destroy_process_group, group_of, init_process_group
+from shardwright.comm.session import Session
 from shardwright.errors import LaunchError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -151,6 +152,7 @@ def test_a_rank_that_is_left_while_it_joins_says_so(monkeypatch):
         raise RuntimeError("Connection was likely closed")
 
     monkeypatch.setattr(dist, "init_process_group", lose)
+    monkeypatch.setattr("shardwright.comm.process_group.begin_session", lambda *_, **__: Session(None))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=store.port)
     with pytest.raises(

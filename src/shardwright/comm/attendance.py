@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwright.comm.place import Place
+from shardwright.comm.seal import not_from_a_stranger
 from shardwright.comm.whereabouts import Store
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
@@ -54,11 +55,12 @@ class Decision:
     @classmethod
     def from_text(cls, text: bytes) -> "Decision":
         """Reads it."""
-        found = json.loads(text)
-        if not found:
-            return cls()
-        make = _LOSSES.get(found["kind"])
-        return cls(UsageError(found["text"]) if make is None else make(found["text"], rank=found["rank"]))
+        with not_from_a_stranger("what becomes of a call"):
+            found = json.loads(text)
+            if not found:
+                return cls()
+            make = _LOSSES.get(found["kind"])
+            return cls(UsageError(found["text"]) if make is None else make(found["text"], rank=found["rank"]))
 
 
 class Attendance:

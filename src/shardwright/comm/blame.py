@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from shardwright.comm.seal import ForgedError, not_from_a_stranger
+
 __all__ = ["Blame", "Note"]
 
 _T = TypeVar("_T")
@@ -157,7 +159,14 @@ class Blame:
         if not self._ask(lambda: self._store.check([_key(rank)])):
             return None
         text = self._ask(lambda: self._store.get(_key(rank)))
-        return None if text is None else Note(rank, **json.loads(text))
+        if text is None:
+            return None
+        try:
+            with not_from_a_stranger("why a rank fails"):
+                found = json.loads(text)
+                return Note(rank, found["lost_peer"], str(found["text"]), found["is_loss"] is True)
+        except ForgedError:
+            return None  # as if it had said nothing
 
     def _ask(self, question: Callable[[], _T]) -> _T | None:
         """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""
@@ -166,6 +175,8 @@ class Blame:
         def ask() -> None:
             try:
                 answers.put(question())
+            except ForgedError:
+                answers.put(None)
             except RuntimeError:
                 self.store_answers = False
                 answers.put(None)

@@ -18,6 +18,7 @@ from shardwright.comm.neighbours import Neighbours, Operation
 from shardwright.comm.node_gather import NodeGather
 from shardwright.comm.ordered_thread import OrderedThread
 from shardwright.comm.reduction import Reduction
+from shardwright.comm.session import Session
 from shardwright.comm.step_runner import run_steps
 from shardwright.errors import UsageError
 
@@ -44,6 +45,7 @@ class Communicator:
         messages: takes messages to ranks of other nodes; None where there are none.
         gloo: for collectives that gloo does better.
         name: of the group, for stacks.
+        session: what the ranks share, which their groups use as long as they last.
 
     Attributes:
         rank: of this process in the group.
@@ -65,6 +67,7 @@ class Communicator:
         messages: dist.ProcessGroup | None,
         gloo: dist.ProcessGroup,
         name: str = "group",
+        session: Session | None = None,
     ):
         self.rank = rank
         self._world_ranks = world_ranks
@@ -78,6 +81,7 @@ class Communicator:
         self._failure: BaseException | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._node_gather = NodeGather(self)
+        self._session = session
 
     def close(self) -> None:
         """Lets go of the other ranks."""

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,19 +13,25 @@ from shardwright.collectives.choose import ROOM_BYTES
 from shardwright.collectives.prices import DEFAULT_PRICES, Prices
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
 from shardwright.comm._private import gloo_group
+from shardwright.comm.codec import DecodeError, declare, decode, encode
 from shardwright.comm.communicator import Communicator
+from shardwright.comm.environment import detect
 from shardwright.comm.local_sockets import connect_on_this_host, this_host
 from shardwright.comm.neighbours import Neighbours
+from shardwright.comm.process_group import present_session
+from shardwright.comm.session import begin_session
 from shardwright.comm.versions import refuse_mixed_versions
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)
 
 __all__ = ["connect", "tell_all_through"]
 
+declare(Prices)
+
 
 def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
-    """A function that tells all ranks a fact and returns what each of them tells, by rank.
+    """A function that tells all ranks a fact (as `codec` takes it), and returns what each tells, by rank.
 
     Args:
         store: of these ranks alone.
@@ -39,10 +44,20 @@ def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any],
         nonlocal calls
         keys = [f"{calls}/{other}" for other in range(num_ranks)]
         calls += 1
-        store.set(keys[rank], pickle.dumps(fact))  # type: ignore[arg-type]
-        return [pickle.loads(store.get(key)) for key in keys]
+        store.set(keys[rank], encode(fact))  # type: ignore[arg-type]
+        return [_fact(store.get(key), other) for other, key in enumerate(keys)]
 
     return tell_all
+
+
+def _fact(data: bytes, rank: int) -> Any:
+    try:
+        return decode(data)
+    except DecodeError as error:
+        raise LaunchError(
+            f"what rank {rank} of the group tells in the store cannot be read: {error}. It runs another "
+            "version of Shardwright, or a stranger who reaches the store has written in its place."
+        ) from error
 
 
 def connect(
@@ -71,9 +86,18 @@ def connect(
         world_rank: of this process in the job, for errors; by default its rank in the group.
 
     Raises:
-        LaunchError: the ranks run different versions of the library.
+        LaunchError: the ranks run different versions of the library, or have different secrets; or a
+            stranger writes into the store.
         OSError: this host lacks memory, or connections.
     """
+    session = present_session() or begin_session(
+        PrefixStore("shardwright/session", store),
+        rank=rank,
+        num_ranks=num_ranks,
+        one_host=detect(os.environ).num_nodes == 1,
+        timeout_s=timeout_s,
+    )
+    store = session.store(store)
     tell_all = tell_all_through(PrefixStore("shardwright/connect", store), rank, num_ranks)
     refuse_mixed_versions(tell_all)
     host = host or this_host()
@@ -103,6 +127,7 @@ def connect(
         messages=messages,
         gloo=gloo,
         name=name,
+        session=session,
     )
 
 

@@ -46,6 +46,8 @@ def agree_on_generation(store: Store, environment: LaunchEnvironment, *, timeout
     begun_s = time.monotonic()
     try:
         return _ask(store, environment.rank)
+    except LaunchError:
+        raise
     except RuntimeError as error:
         waited = format_seconds(time.monotonic() - begun_s)
         raise LaunchError(
@@ -57,9 +59,18 @@ def agree_on_generation(store: Store, environment: LaunchEnvironment, *, timeout
 def _ask(store: Store, rank: int) -> int:
     token = uuid.uuid4().hex
     store.set(f"{_PREFIX}/hello/{rank}", token)  # (1)
-    number = int(store.get(f"{_PREFIX}/welcome/{token}"))  # (4)
+    number = _number(store.get(f"{_PREFIX}/welcome/{token}"))  # (4)
     store.set(f"{_PREFIX}/confirm/{number}/{rank}", token)  # (5)
     return number
+
+
+def _number(text: bytes) -> int:
+    if not text.isdigit() or len(text) > 18:
+        raise LaunchError(
+            f"{text[:40]!r} stands in the run's store where rank 0 writes the number of this life of the "
+            "ranks: a stranger has written it. Keep strangers off the network between the hosts."
+        )
+    return int(text)
 
 
 def _hand_out(store: Store, world_size: int, *, timeout_s: float) -> int:
@@ -73,7 +84,7 @@ def _hand_out(store: Store, world_size: int, *, timeout_s: float) -> int:
             if store.check([f"{_PREFIX}/confirm/{number}/{rank}"]):
                 missing.remove(rank)
             elif store.check([greeting]) and (token := store.get(greeting)) not in answered:
-                store.set(f"{_PREFIX}/welcome/{token.decode()}", str(number))
+                store.set(f"{_PREFIX}/welcome/{token.decode(errors='replace')}", str(number))
                 answered.add(token)
         if time.monotonic() > limit_s:
             raise LaunchError(

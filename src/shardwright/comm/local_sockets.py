@@ -4,21 +4,26 @@ import contextlib
 import logging
 import os
 import secrets
+import selectors
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from shardwright.comm.private_socket import PrivateListener, call
 from shardwright.comm.shared_memory import Ring, Segment
 
 __all__ = ["connect_on_this_host", "this_host"]
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 TellAll = Callable[[Any], Sequence[Any]]
-"""Tells all ranks a fact that can be pickled, and returns what each rank tells, by rank."""
+"""Tells all ranks a fact that `codec` takes, and returns what each rank tells, by rank."""
 
 
 def connect_on_this_host(
@@ -47,18 +52,21 @@ def connect_on_this_host(
         OSError: a connection that was made could not be taken.
     """
     cookie = secrets.token_hex(16)
-    listener, problem = _attempt(lambda: _listen_at(cookie))
-    everyone = tell_all((host or this_host(), cookie, problem))
-    cookies = [text for _, text, _ in everyone]
-    problems = [text for _, _, text in everyone]
-    here = [other for other, (host, _, _) in enumerate(everyone) if host == everyone[rank][0]]
+    listener, problem = _attempt(_listen)
+    path = "" if listener is None else listener.path
+    everyone = tell_all((host or this_host(), path, cookie, problem))
+    paths = [text for _, text, _, _ in everyone]
+    cookies = [text for _, _, text, _ in everyone]
+    problems = [text for _, _, _, text in everyone]
+    here = [other for other, (host, *_) in enumerate(everyone) if host == everyone[rank][0]]
     callers: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as unless_it_works:
         if listener is not None:
             unless_it_works.callback(listener.close)
         if not any(problems[other] for other in here):
             for other in [other for other in here if other < rank]:
-                caller, problem = _attempt(partial(_call, cookies[rank], cookies[other], timeout_s=timeout_s))
+                greeting = f"{cookies[rank]} {cookies[other]}"
+                caller, problem = _attempt(partial(_call, paths[other], greeting, timeout_s=timeout_s))
                 if caller is None:
                     break
                 callers[other] = caller
@@ -82,7 +90,7 @@ def connect_on_this_host(
     return callers | called
 
 
-def _attempt(do: Callable[[], socket.socket]) -> tuple[socket.socket | None, str]:
+def _attempt(do: Callable[[], _T]) -> tuple[_T | None, str]:
     """A socket, or what went wrong."""
     try:
         return do(), ""
@@ -99,58 +107,64 @@ def this_host() -> str:
         return socket.gethostname()
 
 
-def _address(cookie: str) -> bytes:
-    return b"\0shardwright-" + cookie[:16].encode()  # abstract: it is in no file system
-
-
-def _listen_at(cookie: str) -> socket.socket:
+def _listen() -> PrivateListener:
     """Raises OSError where this host lacks what is needed."""
     if not (sys.platform == "linux" and hasattr(os, "memfd_create")):
         raise OSError(f"{sys.platform} has no anonymous files in memory")
     ring = Ring(1)
     Segment(ring.grow(1), ring.num_bytes)
-    with _closed_if_it_fails() as listener:
-        listener.bind(_address(cookie))
-        listener.listen(1024)
-        return listener
+    return PrivateListener(socket.SOCK_SEQPACKET)
 
 
-def _call(own: str, other: str, *, timeout_s: float) -> socket.socket:
+def _call(path: str, greeting: str, *, timeout_s: float) -> socket.socket:
     """Connects to another rank, and says who it is and whom it wants."""
-    with _closed_if_it_fails() as caller:
-        caller.settimeout(timeout_s)
-        caller.connect(_address(other))
-        caller.send(f"{own} {other}".encode())
-        caller.settimeout(None)
-        return caller
-
-
-@contextlib.contextmanager
-def _closed_if_it_fails() -> Iterator[socket.socket]:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    caller = call(path, socket.SOCK_SEQPACKET, timeout_s=timeout_s)
     try:
-        yield made
+        caller.send(greeting.encode())
+        caller.settimeout(None)
     except BaseException:
-        made.close()
+        caller.close()
         raise
+    return caller
 
 
 def _take_calls(
-    listener: socket.socket, expected: Mapping[str, int], *, timeout_s: float
+    listener: PrivateListener, expected: Mapping[str, int], *, timeout_s: float
 ) -> dict[int, socket.socket]:
-    """The connections that others have made, by rank; `expected` has what each of them says first."""
+    """The connections that others have made, by rank; `expected` has what each of them says first.
+
+    Whoever connects and says nothing, or something else, keeps nobody waiting.
+
+    Raises:
+        TimeoutError: not all of them have called within the timeout.
+    """
     taken: dict[int, socket.socket] = {}
-    listener.settimeout(timeout_s)
-    with contextlib.ExitStack() as unless_it_works:
+    deadline_s = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as unless_it_works:
+        waiting.register(listener.socket, selectors.EVENT_READ)
         while len(taken) < len(expected):
-            called, _ = listener.accept()
-            unless_it_works.callback(called.close)
-            called.settimeout(timeout_s)
-            other = expected.get(called.recv(256).decode(errors="replace"))
-            if other is None or other in taken:
-                called.close()  # not one of us
-                continue
-            called.settimeout(None)
-            taken[other] = called
+            ready = waiting.select(max(deadline_s - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError(f"{len(expected) - len(taken)} ranks have not called in {timeout_s:g} s")
+            for key, _ in ready:
+                if key.fileobj is listener.socket:
+                    if (caller := listener.accept()) is not None:
+                        unless_it_works.callback(caller.close)
+                        waiting.register(caller, selectors.EVENT_READ)
+                    continue
+                caller = cast(socket.socket, key.fileobj)
+                waiting.unregister(caller)
+                said = b""
+                with contextlib.suppress(ConnectionError):
+                    said = caller.recv(256)
+                other = expected.get(said.decode(errors="replace"))
+                if other is None or other in taken:
+                    caller.close()  # not one of us
+                else:
+                    taken[other] = caller
+        kept = set(taken.values())
         unless_it_works.pop_all()
+        for key in list(waiting.get_map().values()):
+            if key.fileobj is not listener.socket and key.fileobj not in kept:
+                cast(socket.socket, key.fileobj).close()
     return taken

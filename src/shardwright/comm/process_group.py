@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from shardwright.comm.environment import detect
+from shardwright.comm.facts import fact_of, facts_of_all
 from shardwright.comm.generation import agree_on_generation
 from shardwright.comm.launch_environment import LaunchEnvironment
+from shardwright.comm.run_secret import seal_of_run
+from shardwright.comm.seal import Seal
+from shardwright.comm.sealed_store import SealedStore
+from shardwright.comm.session import Session, begin_session
+from shardwright.comm.tcp_store import joined_tcp_store
 from shardwright.errors import LaunchError, UsageError
 from shardwright.units import format_seconds
 
@@ -28,13 +35,18 @@ __all__ = [
     "groups_in_doubt",
     "init_process_group",
     "leave_groups_in_doubt",
+    "present_session",
+    "seal_of_session",
+    "session_of_group",
     "stay_on_this_host",
     "tell_all",
+    "tell_from",
 ]
 
 # Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
 # the one before.
 _NUMBER_OF_GROUP = itertools.count()
+_NUMBER_OF_SESSION = itertools.count()
 
 
 @dataclass(slots=True)
@@ -45,10 +57,15 @@ class _Groups:
         default: the default group with which they were made.
         in_doubt: a step failed in its middle, so that messages may be under way that nobody took.
         made: by ranks, use, timeout and backend.
+        session: what all ranks share as long as there is the default group `of_session`.
+        store: that of the default group, sealed as far as the session is.
     """
 
     default: dist.ProcessGroup | None = None
     in_doubt: bool = False
+    session: Session | None = None
+    of_session: dist.ProcessGroup | None = None
+    store: Store | None = None
     made: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
@@ -90,12 +107,21 @@ def init_process_group(
         raise UsageError("There is a default process group already. Call destroy_process_group() before.")
     if environment.num_nodes == 1:
         stay_on_this_host()
-    store = _store(environment, timeout_s=timeout_s)
-    generation = agree_on_generation(store, environment, timeout_s=timeout_s)
+    store = HashStore() if environment.world_size == 1 else joined_tcp_store(environment, timeout_s=timeout_s)
+    seal = seal_of_run(os.environ)
+    for_generation = store if seal is None else SealedStore(store, seal)
+    generation = agree_on_generation(for_generation, environment, timeout_s=timeout_s)
     prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
-    own_store = PrefixStore(prefix, store)
     begun_s = time.monotonic()
     try:
+        session = begin_session(
+            PrefixStore(f"{prefix}/session", store),
+            rank=environment.rank,
+            num_ranks=environment.world_size,
+            one_host=environment.num_nodes == 1,
+            timeout_s=timeout_s,
+        )
+        own_store = session.store(PrefixStore(prefix, store))
         dist.init_process_group(
             backend,
             store=own_store,
@@ -104,6 +130,8 @@ def init_process_group(
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device is not None and device.type != "cpu" else None,
         )
+    except LaunchError:
+        raise
     except (RuntimeError, ValueError) as error:
         waited_s = time.monotonic() - begun_s
         raise LaunchError(
@@ -112,7 +140,43 @@ def init_process_group(
             f"PyTorch says: {error}"
         ) from error
     end_with_process()
+    _GROUPS.session, _GROUPS.of_session, _GROUPS.store = session, dist.group.WORLD, _stock_store()
     return own_store
+
+
+def session_of_group(*, timeout_s: float) -> Session:
+    """What all ranks share as long as there is this default group; at first collective over all of them.
+
+    Args:
+        timeout_s: how long to wait for others.
+
+    Raises:
+        LaunchError: a rank has another secret, or none; or a stranger writes into the store.
+    """
+    session = present_session()
+    if session is None:
+        session = begin_session(
+            PrefixStore(f"shardwright/session/{next(_NUMBER_OF_SESSION)}", _stock_store()),
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            one_host=detect(os.environ).num_nodes == 1,
+            timeout_s=timeout_s,
+        )
+        _GROUPS.session, _GROUPS.of_session = session, dist.group.WORLD
+        _GROUPS.store = session.store(_stock_store())
+    return session
+
+
+def present_session() -> Session | None:
+    """What all ranks share already; None before they have agreed on it."""
+    has_one = dist.is_initialized() and _GROUPS.of_session is dist.group.WORLD
+    return _GROUPS.session if has_one else None
+
+
+def seal_of_session() -> Seal | None:
+    """The seal of the present session; None where there is none, or its ranks have no secret."""
+    session = present_session()
+    return None if session is None else session.seal
 
 
 def _why_not(waited_s: float, *, timeout_s: float) -> str:
@@ -158,26 +222,41 @@ def leave_groups_in_doubt() -> None:
     """Has the next run make its groups anew if a step failed on any rank; collective over all ranks."""
     if not _GROUPS.made:
         return
-    said = [False] * dist.get_world_size()
-    dist.all_gather_object(said, _GROUPS.in_doubt)
-    if any(said):
+    if any(tell_all(_GROUPS.in_doubt)):
         _GROUPS.made.clear()
         _GROUPS.in_doubt = False
 
 
-def tell_all(fact: Any) -> list[Any]:
-    """Tells all ranks a fact that can be pickled; collective over all of them.
+def tell_all(fact: Any, *, group: dist.ProcessGroup | None = None, objects: bool = False) -> list[Any]:
+    """Tells all ranks of a group a fact; collective over them.
+
+    Args:
+        fact: of kinds that `codec` takes.
+        group: None for all ranks.
+        objects: objects of the user's own may be in it.
 
     Returns:
-        What each rank tells, by rank.
+        What each rank tells, by its rank in the group.
     """
-    facts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(facts, fact)
-    return facts
+    return facts_of_all(fact, seal=seal_of_session(), group=group, objects=objects)
+
+
+def tell_from(source: int, fact: Any) -> Any:
+    """A fact of one rank, on all of them; collective over all ranks.
+
+    Args:
+        source: which rank.
+        fact: on that rank, of kinds that `codec` takes.
+    """
+    return fact_of(source, fact, seal=seal_of_session())
 
 
 def default_store() -> Store:
-    """The store of the default process group, whoever made it."""
+    """The store of the default process group, whoever made it; sealed if there is a session with a secret."""
+    return _GROUPS.store if present_session() is not None and _GROUPS.store is not None else _stock_store()
+
+
+def _stock_store() -> Store:
     # There is no public way to ask for it. Tried on torch 2.13.
     return dist.distributed_c10d._get_default_store()
 
@@ -186,6 +265,8 @@ def destroy_process_group() -> None:
     """Ends the default process group, and all others, if there are any."""
     _GROUPS.default = None
     _GROUPS.made.clear()
+    # The session stays until there is another: a group of the script's may ask for its store to the end.
+    _GROUPS.of_session = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -225,50 +306,12 @@ def _threads_rest() -> bool:
 
 
 def stay_on_this_host(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has gloo use the loopback interface, for ranks that are all on one host.
+    """Has gloo and NCCL use the loopback interface, for ranks that are all on one host.
 
-    It would look up the host's name, which need not resolve.
+    Other hosts have nothing to do there, and gloo would look up the host's name, which need not resolve.
     """
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-def _store(environment: LaunchEnvironment, *, timeout_s: float) -> Store:
-    if environment.world_size == 1:
-        return HashStore()
-    host, port = environment.master_addr, environment.master_port
-    serves = environment.rank == 0 and not environment.launcher_serves_store
-    try:
-        socket.getaddrinfo(host, port)
-        return TCPStore(
-            host,
-            port,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except socket.gaierror as error:
-        raise LaunchError(
-            f"{environment}: the host name {host!r} does not resolve ({error.strerror}). "
-            "Set MASTER_ADDR to a name or an address of rank 0 that all hosts know."
-        ) from error
-    except (RuntimeError, OSError) as error:
-        raise LaunchError(_no_store(environment, serves=serves, timeout_s=timeout_s, error=error)) from error
-
-
-def _no_store(environment: LaunchEnvironment, *, serves: bool, timeout_s: float, error: Exception) -> str:
-    address = f"{environment.master_addr}:{environment.master_port}"
-    first_line = str(error).splitlines()[0]
-    if serves:
-        return (
-            f"{environment} cannot serve the store at {address}: {first_line}. "
-            "If another job has the port, set MASTER_PORT to a free one."
-        )
-    whose = "the launcher" if environment.launcher_serves_store else "rank 0"
-    return (
-        f"{environment} did not reach the store of {whose} at {address} within {timeout_s:g} s: {first_line}."
-        " Check that it runs, that MASTER_ADDR and MASTER_PORT are right, and that no firewall is between."
-    )
+        environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster import Rate
+from shardwright.comm.process_group import tell_all
 
 __all__ = ["DTYPES", "MemoryRates", "measure_memory_rates", "measure_products"]
 
@@ -157,8 +158,7 @@ def _worst(seconds: float | None) -> float | None:
     """The most seconds of all ranks that have any; None where one of them cannot."""
     if not dist.is_initialized():
         return seconds
-    found: list[float | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, seconds)
+    found: list[float | None] = tell_all(seconds)
     if any(each is None for each in found):
         return None
     return max((each for each in found if each != float("inf") and each is not None), default=None)

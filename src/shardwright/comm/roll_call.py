@@ -22,7 +22,7 @@ from shardwright.comm.place import Place
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.rank_set import listed
 from shardwright.comm.whereabouts import Store, Whereabouts
-from shardwright.errors import PeerLostError, ShardwrightError, TraceMismatchError, UsageError
+from shardwright.errors import LaunchError, PeerLostError, ShardwrightError, TraceMismatchError, UsageError
 
 __all__ = ["Call", "RollCall"]
 
@@ -286,7 +286,7 @@ def _store_answers(terms: Terms) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, UsageError | PeerLostError):
+        if isinstance(error, UsageError | PeerLostError | LaunchError):
             raise
         first_line = str(error).partition("\n")[0]
         raise PeerLostError(

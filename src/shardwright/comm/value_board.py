@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from shardwright.comm.seal import not_from_a_stranger
 from shardwright.errors import PeerLostError, PeerTimeoutError
 
 __all__ = ["ValueBoard"]
@@ -99,7 +100,9 @@ class ValueBoard:
         key = self._first_of(keys, source, absent, is_through=is_late)
         self.waited_s += time.monotonic() - begin_s
         num_further, _, first = self._store.get(self._name(key)).partition(b"\n")
-        further = (self._store.get(self._name(f"{key}/{number}")) for number in range(int(num_further)))
+        with not_from_a_stranger("a value of a step"):
+            number_of_parts = int(num_further)
+        further = (self._store.get(self._name(f"{key}/{number}")) for number in range(number_of_parts))
         return key, b"".join((first, *further))
 
     def done(self) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from shardwright.comm.place import Note, Place
 from shardwright.comm.python_place import joint_call, script_line
+from shardwright.comm.seal import not_from_a_stranger
 
 __all__ = ["Store", "Whereabouts"]
 
@@ -155,7 +156,10 @@ class Whereabouts:
     def of(self, rank: int) -> Note | None:
         """What another rank has said last; None where it has not said anything."""
         key = self._key(rank)
-        return Note.from_text(self._store.get(key)) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        with not_from_a_stranger(f"where rank {rank} is"):
+            return Note.from_text(self._store.get(key))
 
     @property
     def prefix(self) -> str:

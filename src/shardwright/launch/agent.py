@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwright.comm.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.request import LaunchRequest
@@ -25,6 +26,8 @@ try:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from shardwright.launch.rendezvous import BACKEND
 except ImportError as error:
     raise LaunchError(
         f"Starting ranks needs PyTorch, which does not import: {error}. pip install 'shardwright[torch]'"
@@ -75,6 +78,7 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
     with (
         tempfile.TemporaryDirectory(prefix="shardwright-run-") as folder,
         _own_signal_handlers_restored(),
+        _secret_of_run(request),
         _job_variables(request),
         contextlib.ExitStack() as stack,
     ):
@@ -94,6 +98,20 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         if any(worker_exit.exit_code for worker_exit in ended):
             report(failure_report(ended))
         return exit_code(ended) if ended else WORKER_CRASHED
+
+
+@contextlib.contextmanager
+def _secret_of_run(request: LaunchRequest) -> Iterator[None]:
+    """Sets a secret for the ranks, unless there is one; the launchers of several hosts would each make "
+    "another."""
+    if request.num_nodes > 1 or has_secret(os.environ):
+        yield
+        return
+    os.environ[SECRET] = new_secret()
+    try:
+        yield
+    finally:
+        os.environ.pop(SECRET, None)
 
 
 @contextlib.contextmanager
@@ -151,7 +169,7 @@ def _launch_config(request: LaunchRequest) -> LaunchConfig:
         "nproc_per_node": request.num_ranks,
         "run_id": "shardwright" if request.num_nodes > 1 else uuid.uuid4().hex,
         "role": "worker",
-        "rdzv_backend": "static" if is_static else "c10d",
+        "rdzv_backend": BACKEND,
         "rdzv_endpoint": request.endpoint or "localhost:0",
         "rdzv_configs": {"rank": request.node_rank} if is_static else {},
         "max_restarts": request.max_restarts,

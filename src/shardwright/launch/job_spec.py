@@ -22,6 +22,7 @@ _OF_ANOTHER_RANK = frozenset(
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *(f"SHARDWRIGHT_{name}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
         *(f"SHARDWRIGHT_{name}" for name in ("RUN_DIR", "PLAN", "CONFIG", "SET", "QUIET", "DEVICE", "EXITS")),
+        *("SHARDWRIGHT_SECRET", "SHARDWRIGHT_SECRET_FILE"),
     }
 )
 

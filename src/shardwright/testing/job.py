@@ -1,11 +1,13 @@
 """What travels between the caller, the fork server and a rank."""
 
-import pickle
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from shardwright.comm.codec import declare, decode, encode
+from shardwright.comm.seal import Seal
 
 __all__ = ["Job", "RankFiles", "RankReport", "RankStatus", "StopReason", "receive", "send"]
 
@@ -19,7 +21,8 @@ class Job:
     """One function to run on some ranks.
 
     Attributes:
-        payload: cloudpickle of the function, its arguments and the warning filters; only ranks open it.
+        key: under which the objects of this job are sealed; only the caller, the server and the ranks have
+        it. payload: cloudpickle of the function, its arguments and the warning filters; only ranks open it.
         environ: each rank's whole environment.
         preload: modules that the server imports before it forks.
         timeout_s: seconds from the first fork until every rank is killed.
@@ -28,6 +31,7 @@ class Job:
         folder: where the ranks leave what they have to say, see `RankFiles`.
     """
 
+    key: bytes
     payload: bytes
     environ: tuple[dict[str, str], ...]
     working_folder: str
@@ -43,6 +47,11 @@ class Job:
     def num_ranks(self) -> int:
         """How many ranks run."""
         return len(self.environ)
+
+    @property
+    def seal(self) -> Seal:
+        """Of the objects of this job."""
+        return Seal(self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +121,16 @@ class RankFiles:
 
     @property
     def report(self) -> Path:
-        """The pickled `RankReport`; missing if the rank died before its function ended."""
+        """The `RankReport`; missing if the rank died before its function ended."""
         return self.folder / f"rank{self.rank}.report"
+
+
+declare(Job, RankStatus, RankReport)
 
 
 def send(channel: socket.socket, message: Any) -> None:
     """Sends one message over a stream socket."""
-    data = pickle.dumps(message)
+    data = encode(message)
     channel.sendall(_LENGTH.pack(len(data)) + data)
 
 
@@ -129,7 +141,7 @@ def receive(channel: socket.socket) -> Any:
         EOFError: the other end is closed.
     """
     (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size))
-    return pickle.loads(_receive_exactly(channel, length))
+    return decode(_receive_exactly(channel, length))
 
 
 def _receive_exactly(channel: socket.socket, num_bytes: int) -> bytes:

@@ -7,16 +7,26 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwright.comm.authenticated_objects import packed
+from shardwright.comm.seal import Seal
 from shardwright.errors import UsageError
 
-__all__ = ["payload"]
+__all__ = ["PAYLOAD", "payload", "value_place"]
+
+PAYLOAD = "what ranks run"
 
 
-def payload(thing: object, *, function: Callable[..., Any]) -> bytes:
+def value_place(rank: int) -> str:
+    """What the result of a rank is called where it is sealed."""
+    return f"what rank {rank} returns or raises"
+
+
+def payload(thing: object, *, function: Callable[..., Any], seal: Seal) -> bytes:
     """Pickles a function with what it needs.
 
     Args:
         thing: what to pickle; it holds the function.
+        seal: of the job.
         function: the one that the ranks will call. Its module travels too, unless it is installed.
 
     Raises:
@@ -29,7 +39,7 @@ def payload(thing: object, *, function: Callable[..., Any]) -> bytes:
     if by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
-        pickled: bytes = cloudpickle.dumps(thing)
+        pickled = packed(thing, seal, PAYLOAD, dumps=cloudpickle.dumps)
     except Exception as error:
         raise UsageError(
             f"{_name(function)} cannot travel to the ranks: {type(error).__name__}: {error}. The function, "

@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import pickle
 import signal
 import sys
 import time
@@ -14,9 +13,13 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from shardwright.comm.authenticated_objects import packed, unpacked
+from shardwright.comm.codec import encode
+from shardwright.comm.seal import Seal
 from shardwright.launch.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport
+from shardwright.testing.payload import PAYLOAD, value_place
 
 __all__ = ["STACKS_SIGNAL", "run_rank"]
 
@@ -76,7 +79,8 @@ def _call(job: Job, rank: int, *, start: Gate) -> RankReport:
         value = _run(job, rank, start=start)
         at_s = time.monotonic()
         _tell_others(None)
-        return RankReport(at_s=at_s, value=cloudpickle.dumps(value))
+        packed_value = packed(value, job.seal, value_place(rank), dumps=cloudpickle.dumps)
+        return RankReport(at_s=at_s, value=packed_value)
     except (
         BaseException
     ) as error:  # SystemExit and KeyboardInterrupt too: whatever ends a rank early is a failure
@@ -87,7 +91,7 @@ def _call(job: Job, rank: int, *, start: Gate) -> RankReport:
             error="".join(traceback.format_exception(_without_our_frames(error))).rstrip(),
             error_type=type(error).__qualname__,
             error_line=_first_line(error),
-            exception=_pickled_or_none(error),
+            exception=_packed_or_none(error, job.seal, value_place(rank)),
             exit_code=_exit_code(error),
         )
 
@@ -98,7 +102,7 @@ def _run(job: Job, rank: int, *, start: Gate) -> Any:
     torch.set_num_threads(1)
     if job.init_process_group:
         _join_group(job, rank)
-    function, args, kwargs, filters = pickle.loads(job.payload)
+    function, args, kwargs, filters = unpacked(job.payload, job.seal, PAYLOAD)
     start.cross(rank)
     with warnings.catch_warnings():
         warnings.filters[:] = filters  # type: ignore[index]
@@ -152,10 +156,10 @@ def _exit_code(error: BaseException) -> int:
     return 1
 
 
-def _pickled_or_none(error: BaseException) -> bytes | None:
+def _packed_or_none(error: BaseException, seal: Seal, place: str) -> bytes | None:
     try:
-        pickled: bytes = cloudpickle.dumps(error)
-        pickle.loads(pickled)
+        pickled = packed(error, seal, place, dumps=cloudpickle.dumps)
+        unpacked(pickled, seal, place)
     except Exception:  # an exception class with required arguments, say; its text still travels
         return None
     return pickled
@@ -164,7 +168,7 @@ def _pickled_or_none(error: BaseException) -> bytes | None:
 def _write(path: Path, report: RankReport) -> None:
     """Writes at a stroke, so that a rank killed in between leaves no half report."""
     partial = path.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(report))
+    partial.write_bytes(encode(report))
     partial.replace(path)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import os
-import pickle
+import secrets
 import shutil
 import socket
 import sys
@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shardwright.comm.authenticated_objects import unpacked
+from shardwright.comm.codec import decode
+from shardwright.comm.seal import Seal
 from shardwright.errors import UsageError
 from shardwright.testing.client import this_process_client
 from shardwright.testing.failure import RanksFailedError
 from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus
 from shardwright.testing.outcome import Outcome
-from shardwright.testing.payload import payload
+from shardwright.testing.payload import payload, value_place
 
 __all__ = ["run_ranks", "run_ranks_outcomes"]
 
@@ -148,9 +151,12 @@ def run_ranks_outcomes(
     _check(num_ranks, timeout_s=timeout_s)
     client = this_process_client()
     folder = Path(tempfile.mkdtemp(prefix="shardwright-ranks-"))
+    key = secrets.token_bytes(32)
+    seal = Seal(key)
     try:
         job = Job(
-            payload=payload((function, args, kwargs, list(warnings.filters)), function=function),
+            key=key,
+            payload=payload((function, args, kwargs, list(warnings.filters)), function=function, seal=seal),
             environ=tuple(_environ(rank, num_ranks, env) for rank in range(num_ranks)),
             working_folder=os.getcwd(),
             search_path=tuple(sys.path),
@@ -161,7 +167,7 @@ def run_ranks_outcomes(
             init_process_group=init_process_group,
             folder=str(folder),
         )
-        return [_outcome(folder, status) for status in client.run(job)]
+        return [_outcome(folder, status, seal) for status in client.run(job)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -207,19 +213,20 @@ def _pytest_modules() -> tuple[str, ...]:
     return ("_pytest.assertion.rewrite",) if "_pytest.assertion.rewrite" in sys.modules else ()
 
 
-def _outcome(folder: Path, status: RankStatus) -> Outcome:
+def _outcome(folder: Path, status: RankStatus, seal: Seal) -> Outcome:
     files = RankFiles(folder, status.rank)
     report = RankReport(at_s=status.ended_at_s)  # of a rank that died without a word
     if files.report.exists():
-        report = pickle.loads(files.report.read_bytes())
+        report = decode(files.report.read_bytes())
+    place = value_place(status.rank)
     return Outcome(
         rank=status.rank,
         returned=report.value is not None,
-        value=None if report.value is None else pickle.loads(report.value),
+        value=None if report.value is None else unpacked(report.value, seal, place),
         error=report.error,
         error_type=report.error_type,
         error_line=report.error_line,
-        exception=None if report.exception is None else pickle.loads(report.exception),
+        exception=None if report.exception is None else unpacked(report.exception, seal, place),
         exit_code=status.exit_code,
         seconds=report.at_s - status.started_at_s,
         stopped=status.stopped,

@@ -58,15 +58,14 @@ def _serve(channel: socket.socket, *, server_pid: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(server_pid)
-        import torch.distributed as dist  # the fork server has imported it already
+        # It imports torch, as the fork server has.
+        from shardwright.comm.tcp_store import loopback_tcp_store
 
         store, num_own_keys = None, 0
         while channel.recv(1):
             if store is None or store.num_keys() != num_own_keys:
                 store = None  # the old one goes first: that frees its port and its thread
-                store = dist.TCPStore(  # type: ignore[attr-defined]
-                    "127.0.0.1", 0, is_master=True, wait_for_workers=False
-                )
+                store = loopback_tcp_store()
                 num_own_keys = store.num_keys()
             channel.sendall(str(store.port).encode())
         status = 0

@@ -5,9 +5,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.autocast import autocast_state
@@ -121,8 +121,7 @@ class Agreement:
         """
         described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
         mine = (trace.graph.fingerprint, described)
-        gathered: list[Any] = [None] * self._context.mesh.pipeline
-        dist.all_gather_object(gathered, mine, group=self._context.pipeline_group)
+        gathered = tell_all(mine, group=self._context.pipeline_group)
         for rank, (fingerprint, nodes) in enumerate(gathered):
             if fingerprint == gathered[0][0]:
                 continue

@@ -1,6 +1,5 @@
 """The batch: from the first rank of a replica to the others, then cut into microbatches."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,30 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import seal_of_session
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.planner.search import too_few_samples
-from shardwright.torch.layout import Order, from_memory_order, in_memory_order, order_of
-from shardwright.torch.tree import Structure, flatten
+from shardwright.torch.batch_header import Leaf, read_header, written_header
+from shardwright.torch.layout import from_memory_order, in_memory_order, order_of
+from shardwright.torch.tree import LEAF, Structure, flatten
 
 __all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _PLAIN = (bool, int, float, str, bytes, complex, slice, torch.dtype, torch.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One leaf of the arguments, as the first rank describes it to the others."""
-
-    kind: str  # "tensor", "value" or "local"
-    shape: tuple[int, ...] = ()  # as it is sent
-    dtype: torch.dtype | None = None
-    requires_grad: bool = False
-    order: Order | None = None
-    value: Any = None
 
 
 class BatchBroadcast:
@@ -53,7 +42,9 @@ class BatchBroadcast:
         self._source = source
         self._device = device
         self._header = b""
-        self._described: tuple[list[_Leaf], Structure] | None = None
+        self._leaves: list[Leaf] = []
+        self._structure = LEAF
+        self._seal = seal_of_session()
 
     def __call__(self, arguments: Arguments) -> Arguments:
         """Collective over the replica."""
@@ -61,9 +52,8 @@ class BatchBroadcast:
         if dist.get_rank() == self._source:
             self._send(items, structure)
             return arguments
-        tensors = iter(self._receive())
-        assert self._described is not None
-        described, common = self._described
+        tensors = iter(self._receive(structure))
+        described, common = self._leaves, self._structure
         taken: list[Any] = []
         for position, leaf in enumerate(described):
             if leaf.kind == "tensor":
@@ -88,22 +78,22 @@ class BatchBroadcast:
     #     [ n | ignored ]  [ n bytes ]  [ tensors ] described anew
 
     def _send(self, items: Sequence[Any], structure: Structure) -> None:
-        described = [_describe(item) for item in items], structure.without_template()
-        header = pickle.dumps(described)
+        described = [_describe(item) for item in items]
+        header = written_header(described, structure, self._seal)
         tensors = [
             in_memory_order(item.detach().to(self._device), leaf.order)
-            for item, leaf in zip(items, described[0], strict=True)
+            for item, leaf in zip(items, described, strict=True)
             if leaf.kind == "tensor"
         ]
         if header != self._header:
             self._broadcast([self._number(len(header)), *self._room()])
             self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])
-            self._header, self._described = header, described
+            self._header, self._leaves = header, described
             self._broadcast(tensors)
         else:
             self._broadcast([self._number(0), *tensors])
 
-    def _receive(self) -> list[Tensor]:
+    def _receive(self, own: Structure) -> list[Tensor]:
         number, tensors = self._number(0), self._room()
         self._broadcast([number, *tensors])
         header_bytes = int(number.item())
@@ -111,18 +101,17 @@ class BatchBroadcast:
             return tensors
         header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
         self._broadcast([header])
-        self._described = pickle.loads(header.cpu().numpy().tobytes())
+        data = header.cpu().numpy().tobytes()
+        self._leaves, self._structure = read_header(data, own, self._seal)
         tensors = self._room()
         self._broadcast(tensors)
         return tensors
 
     def _room(self) -> list[Tensor]:
         """Tensors as described last."""
-        if self._described is None:
-            return []
         return [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
-            for leaf in self._described[0]
+            for leaf in self._leaves
             if leaf.kind == "tensor"
         ]
 
@@ -133,7 +122,7 @@ class BatchBroadcast:
         self._replica.broadcast(tensors, self._source, Purpose.BATCH)
 
 
-def _describe(item: Any) -> _Leaf:
+def _describe(item: Any) -> Leaf:
     if is_batch_tensor(item):
         if item.layout is not torch.strided or item.is_nested:
             raise UsageError(
@@ -143,10 +132,10 @@ def _describe(item: Any) -> _Leaf:
             )
         order = order_of(item)
         shape = tuple(in_memory_order(item, order).shape)
-        return _Leaf("tensor", shape, item.dtype, item.requires_grad, order)
+        return Leaf("tensor", shape, item.dtype, item.requires_grad, order)
     if item is None or type(item) in _PLAIN or isinstance(item, np.generic | np.ndarray):
-        return _Leaf("value", value=item)
-    return _Leaf("local", value=type(item).__name__)
+        return Leaf("value", value=item)
+    return Leaf("local", value=type(item).__name__)
 
 
 def is_batch_tensor(item: Any) -> bool:

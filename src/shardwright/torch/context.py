@@ -14,11 +14,20 @@ import torch.distributed as dist
 from shardwright.cluster import Cluster
 from shardwright.comm.backend import BACKEND
 from shardwright.comm.blame import Blame
+from shardwright.comm.codec import declare
 from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import default_store, group_of, leave_groups_in_doubt, tell_all
+from shardwright.comm.process_group import (
+    default_store,
+    group_of,
+    leave_groups_in_doubt,
+    session_of_group,
+    tell_all,
+    tell_from,
+)
 from shardwright.comm.roll_call import RollCall
+from shardwright.comm.session import Session
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.comm.transport import Transport
 from shardwright.comm.versions import refuse_mixed_versions
@@ -37,6 +46,8 @@ if TYPE_CHECKING:
     from shardwright.torch.reporting import Reporter
 
 __all__ = ["Context", "context", "following", "is_initialized", "set_context"]
+
+declare(Plan)
 
 _T = TypeVar("_T")
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
@@ -113,7 +124,9 @@ class Context:
         return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
-        """What the first rank makes, on every rank, which fail together; collective over all ranks.
+        """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.
+
+        The ranks fail together.
 
         Raises:
             ShardwrightError: what `make` raised on the first rank, or that it raised something else there.
@@ -129,7 +142,7 @@ class Context:
                 unexpected = error
                 made[0] = ShardwrightError(f"rank 0 has failed: {type(error).__name__}: {error}")
         if self.mesh.world_size > 1:
-            dist.broadcast_object_list(made, src=0)
+            made[0] = tell_from(0, made[0])
         if unexpected is not None:
             raise unexpected
         if isinstance(made[0], ShardwrightError):
@@ -239,6 +252,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
     )
     if world_size > 1:
+        _say_who_is_trusted(session_of_group(timeout_s=config.timeout_s), environment)
         refuse_mixed_versions(tell_all)
         leave_groups_in_doubt()
         if device.type == "cpu" and config.shared_memory:
@@ -325,6 +339,17 @@ def _announce(environment: LaunchEnvironment) -> None:
         num, source = dist.get_world_size(), "torch.distributed's process group"
     rank = dist.get_rank() if dist.is_initialized() else environment.rank
     Console(prints=rank == 0).status(f"shardwright: {num} rank{'s' * (num > 1)} ({source})")
+
+
+def _say_who_is_trusted(session: Session, environment: LaunchEnvironment) -> None:
+    """Says so, on the first rank, where strangers could talk to the ranks."""
+    if session.seal is None:
+        Console(prints=dist.get_rank() == 0).status(
+            "shardwright: the ranks have no secret, so that everybody who reaches the store at "
+            f"{environment.master_addr}:{environment.master_port} is believed. Set SHARDWRIGHT_SECRET, the "
+            "same on "
+            "all hosts and new for each run (openssl rand -hex 32), or keep strangers off that network"
+        )
 
 
 def _own_group(

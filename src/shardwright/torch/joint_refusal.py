@@ -36,6 +36,8 @@ def require_all_refuse(
     store.set(str(dist.get_rank()), "")
     try:
         store.wait([str(rank) for rank in range(dist.get_world_size())], patience)
+        for rank in range(dist.get_world_size()):
+            store.get(str(rank))  # a stranger may have written it
     except RuntimeError as timeout:  # DistStoreError, or what else a store raises that is gone
         error.add_note(f"This rank alone refuses: others did not within {patience.total_seconds():.0f} s.")
         raise error from timeout

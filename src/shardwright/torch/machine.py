@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.process_group import tell_all, tell_from
 from shardwright.comm.transport import Transport
 from shardwright.torch.context import Context
 from shardwright.torch.heap import give_back_freed_memory
@@ -66,9 +67,7 @@ def present_cluster(context: Context) -> Cluster:
 
 def _least(context: Context, mine: _Number) -> _Number:
     """Of what all ranks have: a plan must suit each of them. What is 0 is not known, and does not count."""
-    found = [mine] * context.mesh.world_size
-    if len(found) > 1:
-        dist.all_gather_object(found, mine)
+    found = tell_all(mine) if context.mesh.world_size > 1 else [mine]
     return min((each for each in found if each), default=mine)
 
 
@@ -78,8 +77,7 @@ def _slowness(context: Context) -> tuple[float, ...]:
     if world_size <= per_node or context.config.profile == "estimated":
         return ()
     dist.barrier()
-    seconds = [0.0] * world_size
-    dist.all_gather_object(seconds, seconds_of_products(context.device))
+    seconds = tell_all(seconds_of_products(context.device))
     mean = statistics.fmean(seconds)
     hosts = [seconds[first : first + per_node] for first in range(0, world_size, per_node)]
     found = tuple(statistics.fmean(host) / mean for host in hosts)
@@ -161,9 +159,9 @@ def _time_messages(
             torch.cuda.synchronize(context.device)
         times.append((time.perf_counter() - start) / 2)
         busy_times.append((time.process_time() - worked) / 2)
-    measured = [min(times[1:]), statistics.median(busy_times[1:])]  # the first one opens the connection
-    dist.broadcast_object_list(measured, src=first)
-    return measured[0], measured[1]
+    measured = (min(times[1:]), statistics.median(busy_times[1:]))  # the first one opens the connection
+    message_s, busy_s = tell_from(first, measured)
+    return float(message_s), float(busy_s)
 
 
 def _to_and_fro(transport: Transport, message: Tensor, *, begins: bool) -> None:

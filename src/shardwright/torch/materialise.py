@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import tell_from
 from shardwright.errors import UsageError
 from shardwright.torch.delayed_initialization import recorded_values
 from shardwright.torch.first_values import Initialise, children_first, initialise, initialise_container
@@ -54,9 +55,7 @@ class Materialiser:
     def agree_on_seed(self) -> None:
         """Takes the first rank's seed; collective over all ranks."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            seed = [self.seed]
-            dist.broadcast_object_list(seed, src=0)
-            (self.seed,) = seed
+            self.seed = tell_from(0, self.seed)
 
     @property
     def waits(self) -> bool:

@@ -20,6 +20,7 @@ from shardwright.cluster.cluster_file import write_inventory
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.prices_file import write_prices
+from shardwright.comm.codec import declare
 from shardwright.comm.communicator import Communicator
 from shardwright.comm.connect import connect
 from shardwright.comm.probe import measure_prices
@@ -124,6 +125,9 @@ def _seconds_of_collectives(group: Communicator, prices: Prices) -> dict[str, tu
             (size, group.choice(name, max(1, size // 4 // pieces), 4).seconds) for size in _SIZES
         )
     return found
+
+
+declare(_Host)
 
 
 def _host(run: Context, cluster: Cluster) -> _Host:

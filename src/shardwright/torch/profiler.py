@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.codec import declare
+from shardwright.comm.process_group import tell_all, tell_from
 from shardwright.observe.console import Phase
 from shardwright.profile import UnitCost
 from shardwright.torch.context import Context
@@ -39,6 +41,9 @@ _WINDOW_S = 4.0
 # A cost of an earlier run holds where one of a few runs now differs from it by no more than this: a machine
 # that was busy then, or is another one now, is off by more, and a disturbance seldom meets them all.
 _DRIFT, _CHECKS = 0.15, 3
+
+
+declare(Timing)
 
 
 class Profiler:
@@ -72,10 +77,9 @@ class Profiler:
 
     def _known(self, classes: Mapping[str, Trace]) -> dict[str, Timing]:
         """What earlier runs have measured, the same on every rank; nothing where it does not hold now."""
-        content = [self._cache.read() if self._context.rank == 0 else {}]
+        known = self._cache.read() if self._context.rank == 0 else {}
         if self._context.mesh.world_size > 1:
-            dist.broadcast_object_list(content, src=0)
-        (known,) = content
+            known = tell_from(0, known)
         shared = [key for key in classes if key in known]
         if not shared:
             return known
@@ -138,10 +142,7 @@ class Profiler:
 
     def _gathered(self, mine: T) -> list[T]:
         """What every rank gave."""
-        gathered = [mine] * self._context.mesh.world_size
-        if len(gathered) > 1:
-            dist.all_gather_object(gathered, mine)
-        return gathered
+        return tell_all(mine) if self._context.mesh.world_size > 1 else [mine]
 
 
 def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.codec import declare
+from shardwright.comm.process_group import tell_all
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
@@ -17,12 +17,14 @@ from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import idle_share, measured_events
 from shardwright.plan import Plan
 from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
-from shardwright.schedule import simulate
+from shardwright.schedule import Action, simulate
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
 from shardwright.torch.run_history import RunRecorder, history_of
 
 __all__ = ["Reporter"]
+
+declare(Action)
 
 NO_FOLDER = "off"
 
@@ -179,8 +181,7 @@ class Reporter:
         assert step.schedule is not None
         gathered: list[Any] = [(step.row, step.memory)]
         if context.pipeline_group is not None:
-            gathered = [None] * context.mesh.pipeline
-            dist.all_gather_object(gathered, (step.row, step.memory), group=context.pipeline_group)
+            gathered = tell_all((step.row, step.memory), group=context.pipeline_group)
         rows, memory = zip(*gathered, strict=True)
         # One clock on one host; the ranks of several are aligned by their first action.
         one_host = context.mesh.world_size == context.local_size

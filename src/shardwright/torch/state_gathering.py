@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.residency import Residency
@@ -81,8 +82,7 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
         for key, value in others.items()
         if rank_that_runs(key, residency) == context.pipeline_rank
     }
-    gathered: list[Any] = [own] * len(context.pipeline_ranks)
-    dist.all_gather_object(gathered, own, group=context.pipeline_group)
+    gathered = tell_all(own, group=context.pipeline_group, objects=True)
     found: dict[str, Any] = {}
     for part in gathered:
         found.update(part)
@@ -99,8 +99,7 @@ def _sort(full: dict[str, Any], own: list[str], context: Context) -> None:
         own: names in the state of this rank.
         context: the run.
     """
-    orders: list[Any] = [None] * len(context.pipeline_ranks)
-    dist.all_gather_object(orders, own, group=context.pipeline_group)
+    orders = tell_all(own, group=context.pipeline_group)
     names: list[str] = []
     for order in orders:
         if order == names:

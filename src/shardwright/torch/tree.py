@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Structure", "flatten", "leaves", "map_tree"]
+__all__ = ["LEAF", "Structure", "flatten", "leaves", "map_tree"]
 
 
 class Structure:
@@ -20,30 +20,36 @@ class Structure:
 
     A container is rebuilt from a shallow copy of the one that was flattened, so subclasses keep their class
     and their other attributes.
+
+    Args:
+        kind: of container: "leaf", "sequence", "dict", "namedtuple", ...
+        template: the container that is copied.
+        keys: names of the children, where they have some.
+        children: what is in it.
     """
 
-    __slots__ = ("_keys", "_kind", "_template", "children", "num_leaves")
+    __slots__ = ("children", "keys", "kind", "num_leaves", "template")
 
     def __init__(self, kind: str, template: Any, keys: Sequence[Any], children: "Sequence[Structure]"):
-        self._kind = kind
-        self._template = template
-        self._keys = keys
+        self.kind = kind
+        self.template = template
+        self.keys = keys
         self.children = children
         self.num_leaves: int = 1 if kind == "leaf" else sum(child.num_leaves for child in children)
 
     @property
     def key(self) -> Any:
         """A hashable value, equal for trees of equal structure."""
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return None
-        keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self._keys)
-        return (type(self._template).__qualname__, keys, tuple(child.key for child in self.children))
+        keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self.keys)
+        return (type(self.template).__qualname__, keys, tuple(child.key for child in self.children))
 
     def paths(self) -> list[tuple[Any, ...]]:
         """The keys, names and positions that lead to each leaf, in the order of `flatten`."""
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return [()]
-        names = self._keys or range(len(self.children))
+        names = self.keys or range(len(self.children))
         return [
             (name, *path) for name, child in zip(names, self.children, strict=True) for path in child.paths()
         ]
@@ -53,33 +59,33 @@ class Structure:
 
         Other containers may keep more of a leaf than the leaf itself: what a dataclass has computed of it.
         """
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return [True]
         found = [plain for child in self.children for plain in child.in_plain_containers()]
-        return found if type(self._template) in (tuple, list, dict) else [False] * len(found)
+        return found if type(self.template) in (tuple, list, dict) else [False] * len(found)
 
     def rebuild(self, items: Sequence[Any]) -> Any:
         """Puts leaves back, in the order of `flatten`."""
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return items[0]
         return self._build(iter(items))
 
     def _build(self, items: Iterator[Any]) -> Any:
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return next(items)
         values = [child._build(items) for child in self.children]
-        return _REBUILD[self._kind](self._template, self._keys, values)
+        return _REBUILD[self.kind](self.template, self.keys, values)
 
     def without_template(self) -> "Structure":
         """The same structure, without holding on to the leaves of the tree it was made from."""
-        if self._kind == "leaf":
+        if self.kind == "leaf":
             return self
         children = [child.without_template() for child in self.children]
-        template = _REBUILD[self._kind](self._template, self._keys, [None] * len(children))
-        return Structure(self._kind, template, self._keys, children)
+        template = _REBUILD[self.kind](self.template, self.keys, [None] * len(children))
+        return Structure(self.kind, template, self.keys, children)
 
 
-_LEAF = Structure("leaf", None, (), ())
+LEAF = Structure("leaf", None, (), ())
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
@@ -114,7 +120,7 @@ def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None)
     kind = type(tree)
     if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
         items.append(tree)
-        return _LEAF
+        return LEAF
     if kind is tuple or kind is list:
         return Structure("sequence", tree, (), [_flatten(child, items, is_leaf) for child in tree])
     if isinstance(tree, dict):
@@ -135,7 +141,7 @@ def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None)
         children = [_flatten(getattr(tree, name), items, is_leaf) for name in names]
         return Structure("dataclass", tree, names, children)
     items.append(tree)
-    return _LEAF
+    return LEAF
 
 
 def _rebuild_dict(template: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from shardwright.comm.seal import not_from_a_stranger
 from shardwright.comm.tensor_bytes import bytes_of
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
@@ -199,7 +200,8 @@ class TakenValues:
             if found == by_itself:
                 self._turns[name] += 1
                 return packed
-            bundles.append(_Bundle.of(packed))
+            with not_from_a_stranger("values of a step"):
+                bundles.append(_Bundle.of(packed))
             if name in bundles[-1].parts:
                 return bundles[-1].parts[name]
 

@@ -26,7 +26,7 @@ def apply(words):
     import yaml  # half of the time of all other calls
 
     objects = read_objects()
-    for document in yaml.safe_load_all(Path(words[words.index("--filename") + 1]).read_text()):
+    for document in yaml.safe_load_all(sys.stdin.read()):
         resource = f"{document['kind'].lower()}/{document['metadata']['name']}"
         before = objects.get(resource)
         if before == document:
@@ -48,12 +48,14 @@ def start(job, objects):
         environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **variables(index)}
         for entry in container["env"]:
             assert re.fullmatch(r"[-._a-zA-Z][-._a-zA-Z0-9]*", entry["name"])
-            reference = entry.get("valueFrom", {}).get("configMapKeyRef")
-            environ[entry["name"]] = (
-                expand(entry["value"], environ)
-                if reference is None
-                else objects[f"configmap/{reference['name']}"]["data"][reference["key"]]
-            )
+            source = entry.get("valueFrom", {})
+            if (reference := source.get("configMapKeyRef")) is not None:
+                environ[entry["name"]] = objects[f"configmap/{reference['name']}"]["data"][reference["key"]]
+            elif (reference := source.get("secretKeyRef")) is not None:
+                secret = objects[f"secret/{reference['name']}"]["stringData"]
+                environ[entry["name"]] = secret[reference["key"]]
+            else:
+                environ[entry["name"]] = expand(entry["value"], environ)
         script = expand(container["command"][-1], environ).replace("/opt/ml", f"{STATE}/pod{index}/ml")
         script = script.replace(f"{own_name}-node-0-0.{own_name}", "127.0.0.1")
         environ = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from shardwright.comm.run_secret import new_secret
 from shardwright.errors import ConfigError
 from shardwright.launch.engines.commands import run
 from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
@@ -19,8 +20,18 @@ from shardwright.launch.engines.kubernetes_job import (
     end_of,
     job_resource,
     name_in_cluster,
+    secret_resource,
 )
-from shardwright.launch.engines.manifests import Pods, code_map, is_env_name, job_set, to_yaml, train_job
+from shardwright.launch.engines.manifests import (
+    Pods,
+    code_map,
+    is_env_name,
+    job_set,
+    needs_secret,
+    secret_object,
+    to_yaml,
+    train_job,
+)
 from shardwright.launch.engines.packed_code import pack
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.running_job import RunningJob
@@ -29,6 +40,7 @@ __all__ = ["Kubernetes"]
 
 _REMEDY = "Install kubectl and give it access to the cluster (kubectl cluster-info), or take another engine."
 _DELETING_S = 100
+_PLACEHOLDER = "made at the start of the job"
 
 
 class Kubernetes:
@@ -104,9 +116,9 @@ class Kubernetes:
 
     def manifest(self, spec: JobSpec) -> str:
         """The manifests, as YAML."""
-        return to_yaml(self._documents(spec))
+        return to_yaml(self._documents(spec, secret=_PLACEHOLDER))
 
-    def _documents(self, spec: JobSpec) -> list[dict[str, Any]]:
+    def _documents(self, spec: JobSpec, *, secret: str) -> list[dict[str, Any]]:
         name = name_in_cluster(spec)
         pods = Pods(**{**self._pods, "image": self._pods["image"] or spec.image})
         if pods.image is None and self.kind == "JobSet":
@@ -141,22 +153,26 @@ class Kubernetes:
             job = job_set(spec, pods, **common)
         else:
             job = train_job(spec, pods, **common, runtime=self.runtime, patches_runtime=self._patches_runtime)
-        return [*([code_map(name, self.namespace, parts)] if parts else []), job]
+        return [
+            *([code_map(name, self.namespace, parts)] if parts else []),
+            *([secret_object(name, self.namespace, secret)] if needs_secret(spec) else []),
+            job,
+        ]
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Writes the manifests into the job's folder, and applies them."""
-        documents = self._documents(spec)
+        """Writes the manifests into the job's folder, without the secret, and applies them with it."""
+        documents = self._documents(spec, secret=new_secret())
+        has_code = documents[0]["kind"] == "ConfigMap"
         manifest = to_yaml(documents)
-        has_code = len(documents) > 1
         has_ended = self._has_ended_before(spec)
         path = spec.run_folder / "job.yaml"
         with prepared_run_folder(spec):
             for left in spec.logs.glob("pod-*.log"):
                 left.unlink()
-            path.write_text(manifest, encoding="utf-8")
+            path.write_text(self.manifest(spec), encoding="utf-8")  # others may read what is in the folder
             if has_ended:
                 self._delete(spec, has_code=has_code)
-            run([*self._kubectl, "apply", "--filename", str(path)], remedy=_REMEDY)
+            run([*self._kubectl, "apply", "--filename", "-"], remedy=_REMEDY, text=manifest)
         job = KubernetesJob(
             spec,
             self.kind,
@@ -164,8 +180,7 @@ class Kubernetes:
             poll_s=self._poll_s,
             is_limited=self.kind == "JobSet" or self._patches_runtime,
         )
-        if has_code:
-            job.own_code()
+        job.own([code_resource(spec)] * has_code + [secret_resource(spec)] * needs_secret(spec))
         return job
 
     def _has_ended_before(self, spec: JobSpec) -> bool:

@@ -17,7 +17,7 @@ from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.running_job import Outcome, RunningJob
 from shardwright.launch.verdict import WORKER_CRASHED
 
-__all__ = ["KubernetesJob", "code_resource", "end_of", "job_resource", "name_in_cluster"]
+__all__ = ["KubernetesJob", "code_resource", "end_of", "job_resource", "name_in_cluster", "secret_resource"]
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 50
@@ -52,15 +52,16 @@ class KubernetesJob(RunningJob):
         self._pods: list[dict[str, Any]] = []
         self._followers: dict[str, subprocess.Popen[bytes]] = {}
 
-    def own_code(self) -> None:
-        """Has the packed script deleted together with the job."""
-        job = self._get(self._resource)
+    def own(self, resources: Sequence[str]) -> None:
+        """Has resources deleted together with the job: its packed script, its secret."""
+        job = self._get(self._resource) if resources else None
         if not job:
             return
         owner = {key: job[key] for key in ("apiVersion", "kind")}
         owner |= {key: job["metadata"][key] for key in ("name", "uid")}
         patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
-        ask([*self._kubectl, "patch", code_resource(self.spec), "--type=merge", "--patch", patch])
+        for resource in resources:
+            ask([*self._kubectl, "patch", resource, "--type=merge", "--patch", patch])
 
     def _get(self, *what: str) -> dict[str, Any] | None:
         """An object; empty where there is none, None where the cluster does not answer."""
@@ -194,6 +195,11 @@ def job_resource(kind: str, spec: JobSpec) -> str:
 def code_resource(spec: JobSpec) -> str:
     """What kubectl calls the packed script of the job."""
     return f"configmap/{name_in_cluster(spec)}-code"
+
+
+def secret_resource(spec: JobSpec) -> str:
+    """What kubectl calls the secret of the job."""
+    return f"secret/{name_in_cluster(spec)}-secret"
 
 
 def name_in_cluster(spec: JobSpec) -> str:

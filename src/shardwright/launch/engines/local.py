@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from shardwright.comm.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import ConfigError
 from shardwright.launch.engines.job_folder import prepared_run_folder
 from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
@@ -33,7 +34,7 @@ class Local:
     def manifest(self, spec: JobSpec) -> str:
         """The command line of each host."""
         commands = _commands(spec, endpoint=f"127.0.0.1:{_PORT}", interface=None, environ={})
-        return "\n".join(_line(spec, command) for command in commands)
+        return "\n".join([*_said_of_secret(spec), *(_line(spec, command) for command in commands)])
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
         """Starts the launchers."""
@@ -67,7 +68,7 @@ class LocalCluster:
         """The command line of each host, after what its network namespace is called here."""
         commands = _commands(spec, endpoint=f"10.77.0.1:{_PORT}", interface="eth0", environ={})
         rate = "no limit" if self.rate_bit_per_s is None else f"{self.rate_bit_per_s / 1e9:g} Gbit/s"
-        lines = [f"# {spec.num_hosts} network namespaces with a link of {rate} each"]
+        lines = [f"# {spec.num_hosts} network namespaces with a link of {rate} each", *_said_of_secret(spec)]
         for host, command in enumerate(commands):
             lines.append(f"ip netns exec host{host} sh -c {shlex.quote(_line(spec, command))}")
         return "\n".join(lines)
@@ -105,6 +106,8 @@ def _commands(
     if spec.num_hosts > 1:
         # The launcher of a host divides all cores of the machine among its own ranks.
         whole.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_host() // spec.num_ranks)))
+    if spec.num_hosts > 1 and environ and not has_secret(whole):  # of one host its launcher makes it
+        whole[SECRET] = new_secret()
     if interface is not None:
         whole["GLOO_SOCKET_IFNAME"] = interface
     if spec.instance_type == LOCAL:
@@ -115,6 +118,13 @@ def _commands(
         own = {"SM_CURRENT_HOST": name, **_gpus_of_host(spec, host, environ)}
         commands.append(HostCommand(words, {**whole, **own}))
     return commands
+
+
+def _said_of_secret(spec: JobSpec) -> list[str]:
+    """A line of a manifest, in which the secret must not stand."""
+    if spec.num_hosts == 1:
+        return []
+    return [f"# export {SECRET}=...: made at the start, the same for all hosts"]
 
 
 def _gpus_of_host(spec: JobSpec, host: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from shardwright.comm.run_secret import SECRET, has_secret
 from shardwright.launch.engines.shell import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.process_text import refuse_half_characters
@@ -24,6 +25,8 @@ __all__ = [
     "code_map",
     "is_env_name",
     "job_set",
+    "needs_secret",
+    "secret_object",
     "shell_script",
     "to_yaml",
     "train_job",
@@ -33,6 +36,7 @@ REPLICATED_JOB = "node"
 """The name of the jobs, and of their container, in Kubeflow's runtimes."""
 
 _PORT = 29500
+_SECRET_KEY = "secret"
 _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 
@@ -137,6 +141,17 @@ def code_map(name: str, namespace: str | None, parts: list[str]) -> dict[str, An
         "kind": "ConfigMap",
         "metadata": _metadata(f"{name}-code", namespace, {}),
         "data": {f"part-{number}": part for number, part in enumerate(parts)},
+    }
+
+
+def secret_object(name: str, namespace: str | None, secret: str) -> dict[str, Any]:
+    """The Secret by which ranks of several hosts know each other."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(f"{name}-secret", namespace, {}),
+        "type": "Opaque",
+        "stringData": {_SECRET_KEY: secret},
     }
 
 
@@ -292,4 +307,14 @@ def _env(spec: JobSpec, pods: Pods, name: str, num_parts: int) -> list[dict[str,
             }
             for part in range(num_parts)
         ),
+        *([_secret_variable(name)] if needs_secret(spec) else []),
     ]
+
+
+def _secret_variable(name: str) -> dict[str, Any]:
+    return {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": f"{name}-secret", "key": _SECRET_KEY}}}
+
+
+def needs_secret(spec: JobSpec) -> bool:
+    """Whether the job is given a secret; the launcher of a single host makes one itself."""
+    return spec.num_hosts > 1 and not has_secret(spec.environment)

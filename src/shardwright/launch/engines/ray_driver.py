@@ -13,6 +13,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from shardwright.comm.run_secret import new_secret
 from shardwright.launch.engines.ray_worker import Exits, train_on_worker
 from shardwright.launch.exits import EXITS_VARIABLE, ExitLog, WorkerExit
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
@@ -26,7 +27,7 @@ def main(path: str) -> int:
     published = ExitLog(os.environ.pop(EXITS_VARIABLE))
     _connect(task)
     signal.signal(signal.SIGTERM, _interrupt)
-    exits = ray.remote(num_cpus=0)(Exits).remote()
+    exits = ray.remote(num_cpus=0)(Exits).remote(new_secret())
     error: Exception | None = None
     try:
         _trainer(task, exits).fit()

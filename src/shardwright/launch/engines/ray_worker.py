@@ -19,6 +19,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 
+from shardwright.comm.run_secret import SECRET
 from shardwright.launch.exits import ExitLog
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.training_environment import job_variables, result_folders
@@ -29,10 +30,19 @@ _GRACE_S = 30.0
 
 
 class Exits:
-    """Collects how ranks ended, as an actor of Ray: workers of other hosts share no file with the driver."""
+    """Collects how ranks ended, as an actor of Ray: workers of other hosts share no file with the driver.
 
-    def __init__(self) -> None:
+    Args:
+        secret: of the run, for the ranks: what a TorchTrainer is given may stand in logs.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
         self._exits: list[dict[str, Any]] = []
+
+    def secret(self) -> str:
+        """That of the run."""
+        return self._secret
 
     def begin(self) -> None:
         """Forgets what ranks of an earlier attempt said."""
@@ -90,11 +100,13 @@ def _meeting_place(rank: int) -> tuple[str, int, int]:
     """Address and port where the ranks of the script are to meet, and the number of nodes."""
     port = 0
     if rank == 0:
-        with socket.create_server(("", 0)) as server:
-            port = int(server.getsockname()[1])
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (port, ray.train.get_context().get_node_rank()))
-    return os.environ["MASTER_ADDR"], told[0][0], 1 + max(node for _, node in told)
+        with socket.socket() as free:  # which nobody can connect to: it does not listen
+            free.bind(("", 0))
+            port = int(free.getsockname()[1])
+    own = torch.tensor([port, ray.train.get_context().get_node_rank()])
+    told = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, own)
+    return os.environ["MASTER_ADDR"], int(told[0][0]), 1 + max(int(node) for _, node in told)
 
 
 def _environ(config: dict[str, Any], request: LaunchRequest, meeting: tuple[str, int, int]) -> dict[str, str]:
@@ -111,6 +123,7 @@ def _environ(config: dict[str, Any], request: LaunchRequest, meeting: tuple[str,
         "GROUP_WORLD_SIZE": str(num_nodes),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        SECRET: ray.get(config["exits"].secret.remote()),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardwright.comm.run_secret import SECRET, SECRET_FILE
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.launch.engines.commands import ask, run
@@ -102,6 +103,10 @@ class Slurm:
                 "# Names of nodes need not be names of machines.",
                 f'getent hosts "$first" > /dev/null || first=$({_ADDRESS})',
                 'endpoint="$first:$((20000 + SLURM_JOB_ID % 10000))"',
+                "# By which the ranks know each other. It is made here, so that it stands in no file.",
+                f'if [ -z "${SECRET}${SECRET_FILE}" ]; then',
+                f"    export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+                "fi",
                 "# The first node that fails ends the others.",
                 f"srun{cpus} --kill-on-bad-exit=1 bash -c {shlex.quote(self._on_each_node(spec))} - "
                 '"$endpoint"',

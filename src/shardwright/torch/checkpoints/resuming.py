@@ -11,6 +11,7 @@ from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.comm.codec import declare
 from shardwright.comm.process_group import tell_all
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
@@ -28,6 +29,8 @@ from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
 
 __all__ = ["Resumed", "open_verified", "problem_of"]
+
+declare(Commit)
 
 log = logging.getLogger(__name__)
 

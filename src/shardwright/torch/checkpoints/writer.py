@@ -30,6 +30,8 @@ from shardwright.checkpoint.manifest import FileEntry
 from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.saved import LARGEST_TEXT
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
+from shardwright.comm.codec import declare
+from shardwright.comm.seal import not_from_a_stranger
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.documents import StateDocument
@@ -66,6 +68,9 @@ class Draft:
     alike: Mapping[str, bool]
     documents: Mapping[str, bytes]
     keep: int | None
+
+
+declare(Draft)
 
 
 class SaveUnderWay:
@@ -200,7 +205,9 @@ class SaveUnderWay:
         while pulses:
             for rank in list(pulses):
                 if self._store.check([self._key(rank, "said")]):
-                    found[rank] = self._heard(rank, json.loads(self._take(self._key(rank, "said"))))
+                    with not_from_a_stranger(f"what rank {rank} has written"):
+                        said = json.loads(self._take(self._key(rank, "said")))
+                        found[rank] = self._heard(rank, said)
                     self._store.delete_key(self._key(rank, "beat"))
                     del pulses[rank]
                     continue
@@ -212,7 +219,7 @@ class SaveUnderWay:
     def _pulse(self, rank: int, beat: str, since_s: float) -> tuple[str, float]:
         assert self._store is not None
         key = self._key(rank, "beat")
-        now = self._store.get(key).decode() if self._store.check([key]) else ""
+        now = self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
         if now != beat:
             return now, time.monotonic()
         limit_s = self._timeout_s if threading.main_thread().is_alive() else min(self._timeout_s, _AT_EXIT_S)

@@ -1,13 +1,13 @@
 """Objects from rank to rank: ``smp.send``, ``recv_from``, ``broadcast``, ``allgather`` and barriers.
 
 They go over a gloo group of their own, so that they meet no message of a step, and CUDA has no part in it. A
-message is sent when its receiver takes it: both wait for each other::
+message is sent when its receiver takes it: both wait for each other. Objects go as pickles under the code of
+the run's secret; where ranks have none, as data, which only plain values and tensors are::
 
     smp.send(table, 3, smp.RankType.WORLD_RANK)            on rank 0
     table = smp.recv_from(0, smp.RankType.WORLD_RANK)      on rank 3
 """
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.comm.authenticated_objects import packed_with_tensors, unpacked_with_tensors
+from shardwright.comm.codec import DecodeError, decode, encode
 from shardwright.comm.missing_ranks import Terms
+from shardwright.comm.process_group import seal_of_session
 from shardwright.comm.roll_call import Call
-from shardwright.errors import UsageError
+from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.roll_call import meet, meet_each
 from smdistributed.modelparallel.torch.groups import CommGroup, RankType, kind_of, members
@@ -25,6 +28,7 @@ from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["allgather", "barrier", "broadcast", "dp_barrier", "mp_barrier", "recv_from", "send"]
 
+_PLACE = "an object of smp"
 _REMEDY = (
     "Each object that one rank sends, or broadcasts, is taken by one smp.recv_from() on the other, in the "
     "same order on both."
@@ -82,7 +86,7 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
     current = current_run()
     ranks = members(group)
     meet("smp.allgather()", ranks)
-    under_way = _start(_packed(obj), [other for other in ranks if other != current.rank])
+    under_way = _start(obj, [other for other in ranks if other != current.rank])
     found = [obj if other == current.rank else _receive(other) for other in ranks]
     _wait(under_way)
     return found
@@ -125,7 +129,7 @@ def _give(where: str, obj: Any, others: Sequence[int]) -> None:
     rank = current.rank
     if others and current.roll_call is not None:
         current.roll_call.refuse_in_a_child(where)  # before anything is sent
-    under_way = _start(_packed(obj), others)  # before: whoever has met this rank waits for nobody else
+    under_way = _start(obj, others)  # before: whoever has met this rank waits for nobody else
     needs = f"{where} on rank {rank} needs smp.recv_from() on rank"
     try:
         meet_each([_passing(where, rank, other, f"{needs} {other}") for other in others])
@@ -147,16 +151,21 @@ def _passing(where: str, source: int, target: int, needs: str) -> Call:
 
 
 def _packed(obj: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    """An object as bytes: as `torch.save` has it, under the run's secret; without one, as data alone."""
+    seal = seal_of_session()
+    if seal is None:
+        data = encode(obj, other=lambda thing: packed_with_tensors(thing, seal, _PLACE))
+    else:
+        data = packed_with_tensors(obj, seal, _PLACE)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _start(payload: Tensor, ranks: Sequence[int]) -> list[tuple[dist.Work, Tensor]]:
+def _start(obj: Any, ranks: Sequence[int]) -> list[tuple[dist.Work, Tensor]]:
     """Begins to send to these ranks: first how much comes, then that."""
     if not ranks:
         return []
     group = state.objects_group
+    payload = _packed(obj)
     size = torch.tensor([payload.numel()])
     with first_cause_named(current_run()):
         return [
@@ -181,8 +190,17 @@ def _receive(source: int) -> Any:
         payload = torch.empty(int(size.item()), dtype=torch.uint8)
         dist.recv(payload, source, group=group)
 
+    data, seal = payload.numpy().tobytes(), seal_of_session()
+
     def here(storage: Any, location: str) -> Any:
         # What was on the sender's GPU comes to this rank's.
         return storage if location == "cpu" else storage.to(device)
 
-    return torch.load(io.BytesIO(payload.numpy().tobytes()), map_location=here, weights_only=False)
+    if seal is not None:
+        return unpacked_with_tensors(data, seal, _PLACE, map_location=here)
+    try:
+        return decode(data)
+    except DecodeError as error:
+        raise LaunchError(
+            f"what rank {source} sends is no object: {error}. A stranger writes in its place."
+        ) from error
