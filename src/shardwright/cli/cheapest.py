@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.topology_task import (
     Batch,
     BuildOn,
@@ -81,4 +81,4 @@ def cheapest(
         mark = "->" if offer is best else ""
         row = [mark, str(offer.num_nodes), str(offer.num_ranks), f"{offer.seconds / _DAY_S:.2f}", dollars]
         table.append([*row, offer.way.title])
-    print(align(table))
+    show_text(align(table))

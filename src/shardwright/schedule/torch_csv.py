@@ -16,9 +16,10 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardwright.errors import ScheduleError
+from shardwright.files import UserFile, replace_file
+from shardwright.printable import printable
 from shardwright.schedule.actions import COMPUTE, Action, Kind
 from shardwright.schedule.schedule import Schedule
 
@@ -54,18 +55,13 @@ def format_torch_csv(schedule: Schedule) -> str:
 
 def write_torch_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes `format_torch_csv` to a file."""
-    Path(path).write_text(format_torch_csv(schedule), encoding="ascii")
+    replace_file(path, format_torch_csv(schedule))
 
 
 def read_torch_csv(path: str | os.PathLike[str]) -> Schedule:
     """Reads a file in PyTorch's CSV form; raises as `parse_torch_csv`, and if there is no such file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(
-            f"schedule {path} cannot be read: {error}. Give a CSV file of PyTorch's."
-        ) from error
-    return parse_torch_csv(text, source=str(path))
+    file = UserFile(path, what="schedule", error=ScheduleError, advice="Give a CSV file of PyTorch's.")
+    return parse_torch_csv(file.read_text(), source=printable(os.fspath(path)))
 
 
 def parse_torch_csv(text: str, *, source: str = "torch_csv") -> Schedule:

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from shardwright.errors import ConfigError
+from shardwright.files import replace_file
 from shardwright.launch.engines.commands import run
 from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
 from shardwright.launch.engines.kubernetes_job import (
@@ -153,7 +154,7 @@ class Kubernetes:
         with prepared_run_folder(spec):
             for left in spec.logs.glob("pod-*.log"):
                 left.unlink()
-            path.write_text(manifest, encoding="utf-8")
+            replace_file(path, manifest)
             if has_ended:
                 self._delete(spec, has_code=has_code)
             run([*self._kubectl, "apply", "--filename", str(path)], remedy=_REMEDY)
