@@ -9,7 +9,7 @@ first: 1f1b), and ``-`` for ``_``. Settings of that library that change nothing 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
@@ -295,6 +295,31 @@ class Config(BaseModel):
         Raises:
             ConfigError: as `parse`.
         """
+        config, problems = cls._read(layers)
+        if config is not None:
+            problems += config._contradictions()
+        _refuse(problems)
+        assert config is not None
+        return config
+
+    @classmethod
+    def check(cls, settings: Any, *, source: str) -> None:
+        """Refuses settings of a file that can never be used, whatever others are merged with them.
+
+        Args:
+            settings: what the file holds.
+            source: names the file.
+
+        Raises:
+            ConfigError: as `parse`; the message begins with the file.
+        """
+        _refuse(cls._read([settings])[1], source=source)
+
+    @classmethod
+    def _read(
+        cls, layers: "Iterable[Mapping[str, Any] | Config | None]"
+    ) -> "tuple[Config | None, list[str]]":
+        """The settings, if they can be read, and what is wrong with them."""
         problems: list[str] = []
         values: dict[str, Any] = {}
         ignored: list[str] = []
@@ -306,17 +331,9 @@ class Config(BaseModel):
         if ignored:
             given["ignored"] = tuple(dict.fromkeys(ignored))
         try:
-            config = cls.model_validate(given)
+            return cls.model_validate(given), problems
         except ValidationError as error:
-            problems += describe(error.errors(), root="the settings")
-        except OverflowError as error:  # of a number that no float can hold
-            problems.append(f"one of the settings is far too large: {error}.")
-        else:
-            problems += config._contradictions()
-        if problems:
-            title = f"{len(problems)} settings cannot be used:"
-            raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
-        return config
+            return None, problems + describe(error.errors(), root="the settings")
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write and `parse` reads."""
@@ -417,6 +434,14 @@ class Config(BaseModel):
             )
         if stages is not None and stages != 2 and self.pipeline == "zb_v":
             yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
+
+
+def _refuse(problems: Sequence[str], *, source: str = "") -> None:
+    begin = f"{source}: " if source else ""
+    if len(problems) == 1:
+        raise ConfigError(begin + problems[0])
+    if problems:
+        raise ConfigError(join(f"{begin}{len(problems)} settings cannot be used:", problems))
 
 
 def _dictionary(layer: Any) -> dict[Any, Any]:

@@ -328,7 +328,7 @@ class Plan(Record):
         except DocumentError as error:
             raise PlanError(f"{source} {error.predicate}. It may be cut off: make it anew.") from None
         if not isinstance(document, dict):
-            raise PlanError(f"{source} holds a {type(document).__name__}, but a plan is a JSON object.")
+            raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         version = document.get("plan_version")
         if version != PLAN_VERSION or isinstance(version, bool):
             raise StalePlanError(

@@ -77,7 +77,7 @@ def _models(annotation: Any) -> Iterable[type[BaseModel]]:
 
 
 def _line(finding: Mapping[str, Any], root: str, known: Sequence[str]) -> str:
-    key = printable(".".join(str(part)[:_MOST_LETTERS] for part in finding["loc"]))
+    key = printable(".".join(str(part)[:_MOST_LETTERS] for part in finding["loc"])) or root
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "missing":
         return f"{key} is missing."
@@ -86,7 +86,7 @@ def _line(finding: Mapping[str, Any], root: str, known: Sequence[str]) -> str:
         return f"{key} is not a field. " + (f"Did you mean {near[0]}?" if near else "Remove it.")
     if kind == "json_invalid":
         return f"{root} is no JSON: {context['error']}."
-    if kind == "value_error" and not key:
+    if kind == "value_error" and not finding["loc"]:
         return f"{root}: {context['error']}."
     if kind == "value_error":
         rule = str(context["error"])

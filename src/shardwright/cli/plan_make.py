@@ -15,6 +15,7 @@ from shardwright.cluster import Cluster, Device, Link, cluster_of, find_machines
 from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
 from shardwright.errors import UsageError
+from shardwright.files import check_place
 from shardwright.limits import MOST_RANKS
 from shardwright.observe.console import Console
 from shardwright.observe.plan_text import format_plan_in_full
@@ -121,6 +122,8 @@ def make(
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     _check(resolved, world)
+    if output is not None and output.absolute().parent.is_dir():
+        _refuse_unwritable(output)
     if verify:
         _refuse_with_verify(
             {
@@ -193,6 +196,13 @@ def _cluster(
         return measured.cluster
     Console().status(_assumption())
     return _ASSUMED
+
+
+def _refuse_unwritable(output: Path) -> None:
+    try:
+        check_place(output)
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error.strerror}.") from error
 
 
 def _hand_out(plan: Plan, *, output: Path | None, world: int, as_json: bool) -> None:

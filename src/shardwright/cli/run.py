@@ -20,7 +20,7 @@ from shardwright.launch.request import LaunchRequest
 from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.torchrun import torchrun_command, torchrun_line
 from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
-from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.observe.run_folder import RunFolder, check_name, show_path
 from shardwright.plan import Plan
 
 __all__ = ["run"]
@@ -129,6 +129,8 @@ def run(
         )
     if num_nodes > 1 and name is None:
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
+    if name is not None:
+        check_name(name)
     request = LaunchRequest(
         target=script,
         is_module=is_module,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.files import DocumentError, UserFile, parse_json
 from shardwright.printable import printable
@@ -44,6 +45,7 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     found = file.read_yaml()
     if found is not None and not isinstance(found, dict):
         raise file.refused("holds no settings: write lines such as microbatches: 4")
+    Config.check(found, source=str(file))
     return found or {}
 
 

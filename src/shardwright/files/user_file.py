@@ -48,7 +48,7 @@ class UserFile:
         path: of the file.
         what: it is for the user, such as ``plan file``; messages begin with it.
         error: which error is raised.
-        advice: a sentence that says what to do where it cannot be used; may be empty.
+        advice: what to do where it cannot be used, without a full stop; may be empty.
         most_bytes: that are read; a longer file is refused.
     """
 
@@ -64,7 +64,7 @@ class UserFile:
 
     def refused(self, problem: str) -> ShardwrightError:
         """The error to raise; the problem goes on from the name of the file."""
-        return self.error(f"{self} {problem}.{self.advice and f' {self.advice}'}")
+        return self.error(f"{self} {problem}.{self.advice and f' {self.advice}.'}")
 
     def read_bytes(self) -> bytes:
         """All of it.
@@ -112,23 +112,18 @@ class UserFile:
         return self.error(join(f"{self} cannot be used{self.advice and f' ({self.advice})'}:", problems))
 
     def read_lines(self) -> Iterator[bytes]:
-        """Its lines, without their ends; of a line that is far too long, what comes first.
+        """Its lines, without their ends.
 
         Raises:
-            ShardwrightError: as `read_bytes`.
+            ShardwrightError: as `read_bytes`; or a line is far too long.
         """
-        rest, dropping = b"", False
+        rest = b""
         for chunk in self._chunks(self.most_bytes):
             *whole, rest = (rest + chunk).split(b"\n")
-            if whole and dropping:
-                del whole[0]
-                dropping = False
             yield from whole
             if len(rest) > _MOST_LINE_BYTES:
-                if not dropping:
-                    yield rest[:_MOST_LINE_BYTES]
-                rest, dropping = b"", True
-        if rest and not dropping:
+                raise self.refused(f"has a line of more than {_MOST_LINE_BYTES} bytes, so it is none")
+        if rest:
             yield rest
 
     def _limited(self, most_bytes: int) -> bytes:
@@ -140,13 +135,18 @@ class UserFile:
         try:
             descriptor = self._open()
             try:
-                while chunk := os.read(descriptor, min(_CHUNK, left + 1)):
+                if os.fstat(descriptor).st_size > most_bytes:
+                    left = -1
+                while left >= 0 and (chunk := os.read(descriptor, min(_CHUNK, left + 1))):
                     left -= len(chunk)
-                    if left < 0:
-                        raise self.refused(f"has more than {most_bytes} bytes, so it is none")
-                    yield chunk
+                    if left >= 0:
+                        yield chunk
             finally:
                 os.close(descriptor)
+            if left < 0:
+                raise self.refused(f"has more than {most_bytes} bytes, so it is none")
+        except ShardwrightError:
+            raise
         except OSError as error:
             raise self.refused(f"cannot be read: {error.strerror}") from error
         except ValueError as error:  # of a path with a NUL in it

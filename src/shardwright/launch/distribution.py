@@ -226,8 +226,10 @@ def _settings(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, str | Path):
-        found = UserFile(given, what="settings:", error=ConfigError).read_yaml()
+        file = UserFile(given, what="settings:", error=ConfigError)
+        found = file.read_yaml()
         given = {} if found is None else found
+        Config.check(given, source=str(file))
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"settings are {shown(given)}, but they must be a dictionary such as {{'microbatches': 4}}, or "

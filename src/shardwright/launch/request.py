@@ -67,7 +67,7 @@ class LaunchRequest:
         if not self.is_module and not Path(self.target).is_file():
             raise UsageError(_no_script(self.target))
         for what, path in (("plan", self.plan), ("config", self.config)):
-            if path is not None and not path.is_file():
+            if path is not None and not path.exists():
                 raise UsageError(f"--{what} {path}: there is no such file. Give the path of a {what} file.")
         if self.num_nodes > 1 and not self.endpoint:
             raise UsageError(

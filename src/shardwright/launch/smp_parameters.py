@@ -160,7 +160,7 @@ def _plain(key: str) -> str:
     return key if key in _KNOWN else key.replace("-", "_")
 
 
-_GIVE = "Give the path of a JSON file, or a dictionary."
+_GIVE = "Give the path of a JSON file, or a dictionary"
 
 
 def _from_json(text: str, where: str) -> dict[str, Any]:

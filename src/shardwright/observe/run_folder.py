@@ -27,7 +27,7 @@ from shardwright.files import replace_file
 from shardwright.observe.folder_lock import hold
 from shardwright.printable import control_in, printable, shown
 
-__all__ = ["RunFolder", "show_path"]
+__all__ = ["RunFolder", "check_name", "show_path"]
 
 _VARIABLE = "SHARDWRIGHT_RUN_DIR"
 _LOGS = "logs"
@@ -74,7 +74,7 @@ class RunFolder:
         if launched and Path(launched, _LOGS).is_dir():
             return cls(Path(launched).absolute())
         if name is not None:
-            _check(name)
+            check_name(name)
         base = launched or base
         try:
             path = _make(Path(base).absolute(), name, now)
@@ -159,7 +159,12 @@ def show_path(path: Path) -> str:
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def _check(name: str) -> None:
+def check_name(name: str) -> None:
+    """Refuses what is no name of a folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
     marks = (mark for mark in ("/", os.sep, "\0") if mark in name)
     if name in ("", ".", "..") or any(marks) or control_in(name) is not None:
         raise ConfigError(

@@ -25,6 +25,7 @@ from shardwright.schedule.schedule import Schedule
 
 __all__ = ["format_torch_csv", "parse_torch_csv", "read_torch_csv", "write_torch_csv"]
 
+_MOST_BYTES = 4 * 2**20  # a million actions
 _ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})")
 _DROPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -60,7 +61,13 @@ def write_torch_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 
 def read_torch_csv(path: str | os.PathLike[str]) -> Schedule:
     """Reads a file in PyTorch's CSV form; raises as `parse_torch_csv`, and if there is no such file."""
-    file = UserFile(path, what="schedule", error=ScheduleError, advice="Give a CSV file of PyTorch's.")
+    file = UserFile(
+        path,
+        what="schedule",
+        error=ScheduleError,
+        advice="Give a CSV file of PyTorch's",
+        most_bytes=_MOST_BYTES,
+    )
     return parse_torch_csv(file.read_text(), source=printable(os.fspath(path)))
 
 

@@ -178,8 +178,10 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     """
     layers: list[Mapping[str, Any]] = []
     if path := environ.get("SHARDWRIGHT_CONFIG"):
-        found = UserFile(path, what="SHARDWRIGHT_CONFIG", error=ConfigError).read_yaml()
-        layers.append(_object("SHARDWRIGHT_CONFIG", {} if found is None else found))
+        file = UserFile(path, what="SHARDWRIGHT_CONFIG", error=ConfigError)
+        found = _object("SHARDWRIGHT_CONFIG", {} if (held := file.read_yaml()) is None else held)
+        Config.check(found, source=str(file))
+        layers.append(found)
     if text := environ.get("SHARDWRIGHT_SET"):
         try:
             found = parse_json(text)

@@ -241,7 +241,7 @@ def _refuse_a_second(spec: JobSpec) -> None:
     path = spec.run_folder / _NUMBER
     if not path.exists():
         return
-    file = UserFile(path, what="", error=ConfigError, advice="Remove it, or give the job another name.")
+    file = UserFile(path, what="", error=ConfigError, advice="Remove it, or give the job another name")
     number = file.read_text().strip()
     if not number.isdecimal():
         raise file.refused(f"is {shown(number)}, but it must be the number of a job")

@@ -105,7 +105,7 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     """
     if not path.exists():
         return None
-    file = UserFile(path, what="", error=UsageError, advice=FOREIGN, most_bytes=_MOST_BYTES)
+    file = UserFile(path, what="", error=UsageError, advice=FOREIGN.removesuffix("."), most_bytes=_MOST_BYTES)
     document = file.read_json(free_text=True)
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
