@@ -9,14 +9,32 @@ first: 1f1b), and ``-`` for ``_``. Settings of that library that change nothing 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from shardwright.errors import ConfigError
+from shardwright.limits import (
+    MOST_BYTES,
+    MOST_ELEMENTS,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_STAGES_OF_RANK,
+    MOST_STEPS,
+)
 from shardwright.mesh import Mesh, canonical_placement
+from shardwright.printable import control_in, printable, shown
 from shardwright.problems import describe, join
 from shardwright.units import parse_bytes
 
@@ -76,11 +94,23 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-Index = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
-Norm = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0)]
+def _no_control(value: str) -> str:
+    if (control := control_in(value)) is not None:
+        raise ValueError(f"it must not have control characters such as {control}")
+    return value
+
+
+_Whole = Annotated[int, BeforeValidator(_no_bool)]
+Degree = Annotated[_Whole, Field(ge=1, le=MOST_RANKS)]
+Microbatches = Annotated[_Whole, Field(ge=1, le=MOST_MICROBATCHES)]
+Stages = Annotated[_Whole, Field(ge=1, le=MOST_STAGES_OF_RANK)]
+Elements = Annotated[_Whole, Field(ge=1, le=MOST_ELEMENTS)]
+Steps = Annotated[_Whole, Field(ge=1, le=MOST_STEPS)]
+Seed = Annotated[_Whole, Field(ge=0, lt=2**63)]
+Norm = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0, allow_inf_nan=False)]
 Weight = Annotated[float, BeforeValidator(_no_bool), Field(ge=0.0, le=1.0)]
-Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0)]
+Seconds = Annotated[float, BeforeValidator(_no_bool), Field(gt=0.0, le=MOST_SECONDS)]
+Name = Annotated[str, AfterValidator(_no_control)]
 Port = Annotated[int, BeforeValidator(_no_bool), Field(ge=1, le=65535)]
 
 
@@ -94,28 +124,28 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pipeline_parallel_degree: Count | None = Field(
+    pipeline_parallel_degree: Degree | None = Field(
         None,
         description="Ranks that share one replica of the model; unset: all ranks / data_parallel_degree.",
     )
-    data_parallel_degree: Count | None = Field(
+    data_parallel_degree: Degree | None = Field(
         None, description="Replicas of the model; unset: all ranks / pipeline_parallel_degree."
     )
-    sharded_data_parallel_degree: Count = Field(
+    sharded_data_parallel_degree: Degree = Field(
         1,
         description="Replicas that share parameters, gradients and optimizer state; 1: each has all of them.",
     )
     shard_optimizer_state: bool = Field(
         False, description="Replicas share the optimizer's state: each updates a part of the parameters."
     )
-    sdp_param_persistence_threshold: Index = Field(
+    sdp_param_persistence_threshold: Annotated[_Whole, Field(ge=0, le=MOST_ELEMENTS)] = Field(
         10_000, description="Parameters of fewer elements are not shared: each replica has them."
     )
-    sdp_reduce_bucket_size: Count = Field(
+    sdp_reduce_bucket_size: Elements = Field(
         5_000_000,
         description="Most elements of shared parameters whose gradients are reduced together.",
     )
-    sdp_max_live_parameters: Count = Field(
+    sdp_max_live_parameters: Elements = Field(
         1_000_000_000,
         description="Most elements of shared parameters that a rank gathers from other hosts at once.",
     )
@@ -138,14 +168,14 @@ class Config(BaseModel):
         False, description="Parameters and activations in bfloat16; gradients and updates in float32."
     )
     fp16: bool = Field(False, description="The same in float16, with a loss scale: see DistributedOptimizer.")
-    microbatches: Count | None = Field(
+    microbatches: Microbatches | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."
     )
     pipeline: PipelineKind = Field("auto", description="Schedule family; auto: the planner chooses.")
-    virtual_stages: Count | None = Field(
+    virtual_stages: Stages | None = Field(
         None, description="Stages on each pipeline rank; unset: the planner chooses."
     )
-    active_microbatches: Count | None = Field(
+    active_microbatches: Microbatches | None = Field(
         None, description="Most microbatches in flight; unset: what the schedule needs."
     )
     optimize: Literal["speed", "memory"] = Field(
@@ -155,14 +185,14 @@ class Config(BaseModel):
         None, description="Share of memory against time when balancing, 0 to 1; unset: follows optimize."
     )
     auto_partition: bool = Field(True, description="The planner places the units; false: sw.partition does.")
-    default_partition: Index | None = Field(
+    default_partition: Annotated[_Whole, Field(ge=0, lt=MOST_RANKS)] | None = Field(
         None, description="Pipeline rank of units outside any sw.partition; needed without auto_partition."
     )
     placement_strategy: str = Field(
         "DPT",
         description="Rank layout: cluster, spread or a permutation of D, P, T; the rightmost is fastest.",
     )
-    plan: str | None = Field(None, description="Plan file to follow instead of planning.")
+    plan: Name | None = Field(None, description="Plan file to follow instead of planning.")
     ddp: bool | None = Field(None, description="Data parallelism; false: refuse more than one replica.")
     ddp_port: Port | None = Field(
         None, description="TCP port at which rank 0 serves the rendezvous, without MASTER_PORT."
@@ -174,7 +204,7 @@ class Config(BaseModel):
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         "auto", description="Recompute activations: only where memory requires it, never, or everywhere."
     )
-    memory_limit: int | None = Field(
+    memory_limit: Annotated[int, Field(le=MOST_BYTES)] | None = Field(
         None, description="Memory of one rank, as bytes or text (6GiB); unset: the device's, or its share."
     )
     profile: Literal["measured", "estimated"] = Field(
@@ -188,8 +218,8 @@ class Config(BaseModel):
         True,
         description="Keep what runs take beside the measured costs, and correct predictions by it.",
     )
-    run_dir: str = Field("runs", description="Folder that holds the run folders.")
-    run_name: str | None = Field(None, description="Name of the run folder; unset: made from the time.")
+    run_dir: Name = Field("runs", description="Folder that holds the run folders.")
+    run_name: Name | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
     missing_ranks_s: Seconds = Field(
         10.0, description="Seconds after which ranks that wait in a call on all ranks name the missing ones."
@@ -202,7 +232,7 @@ class Config(BaseModel):
         description="Where a loss or gradient is NaN or infinite: end the run (exit code 7), leave the "
         "update out, or go on.",
     )
-    seed: Index | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
+    seed: Seed | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
     pin_cores: bool = Field(
         True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."
     )
@@ -216,8 +246,8 @@ class Config(BaseModel):
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     report: bool = Field(True, description="Write report.html when the run ends.")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
-    log_interval: Count = Field(10, description="Steps between two lines on the console.")
-    steps: Count | None = Field(
+    log_interval: Steps = Field(10, description="Steps between two lines on the console.")
+    steps: Steps | None = Field(
         None, description="Steps that the run will make, for the time left on these lines; unset: not shown."
     )
     ignored: tuple[str, ...] = Field((), description="Settings that were given and change nothing here.")
@@ -270,26 +300,45 @@ class Config(BaseModel):
         Raises:
             ConfigError: as `parse`.
         """
+        config, problems = cls._read(layers)
+        if config is not None:
+            problems += config._contradictions()
+        _refuse(problems)
+        assert config is not None
+        return config
+
+    @classmethod
+    def check(cls, settings: Any, *, source: str) -> None:
+        """Refuses settings of a file that can never be used, whatever others are merged with them.
+
+        Args:
+            settings: what the file holds.
+            source: names the file.
+
+        Raises:
+            ConfigError: as `parse`; the message begins with the file.
+        """
+        _refuse(cls._read([settings])[1], source=source)
+
+    @classmethod
+    def _read(
+        cls, layers: "Iterable[Mapping[str, Any] | Config | None]"
+    ) -> "tuple[Config | None, list[str]]":
+        """The settings, if they can be read, and what is wrong with them."""
         problems: list[str] = []
         values: dict[str, Any] = {}
         ignored: list[str] = []
         for layer in layers:
-            given = layer._given() if isinstance(layer, Config) else dict(layer or {})
-            ignored += given.pop("ignored", None) or ()
+            given = layer._given() if isinstance(layer, Config) else _dictionary(layer)
+            ignored += _names(given.pop("ignored", None))
             values |= _canonical(given, problems=problems, ignored=ignored)
         given = {key: value for key, value in values.items() if value is not None}
         if ignored:
             given["ignored"] = tuple(dict.fromkeys(ignored))
         try:
-            config = cls.model_validate(given)
+            return cls.model_validate(given), problems
         except ValidationError as error:
-            problems += describe(error.errors(), root="the settings")
-        else:
-            problems += config._contradictions()
-        if problems:
-            title = f"{len(problems)} settings cannot be used:"
-            raise ConfigError(problems[0] if len(problems) == 1 else join(title, problems))
-        return config
+            return None, problems + describe(error.errors(), root="the settings")
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write and `parse` reads."""
@@ -392,6 +441,28 @@ class Config(BaseModel):
             yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
 
 
+def _refuse(problems: Sequence[str], *, source: str = "") -> None:
+    begin = f"{source}: " if source else ""
+    if len(problems) == 1:
+        raise ConfigError(begin + problems[0])
+    if problems:
+        raise ConfigError(join(f"{begin}{len(problems)} settings cannot be used:", problems))
+
+
+def _dictionary(layer: Any) -> dict[Any, Any]:
+    if layer is not None and not isinstance(layer, Mapping):
+        raise ConfigError(
+            f"the settings are {shown(layer)}, but they must be a dictionary such as {{'microbatches': 4}}."
+        )
+    return dict(layer or {})
+
+
+def _names(given: Any) -> list[str]:
+    if given is not None and not isinstance(given, list | tuple):
+        raise ConfigError(f"ignored is {shown(given)}, but it must be a list of names of settings.")
+    return [printable(str(name)) for name in given or ()]
+
+
 def _canonical(given: Mapping[str, Any], *, problems: list[str], ignored: list[str]) -> dict[str, Any]:
     """Our names for one layer of settings; adds to `problems` and `ignored`."""
     found: dict[str, Any] = {}
@@ -405,8 +476,8 @@ def _canonical(given: Mapping[str, Any], *, problems: list[str], ignored: list[s
                 problems.append(_not_yet(key, value))
         elif (name := _RENAMED.get(key, key)) in found and not _same(found[name], value):
             problems.append(
-                f"{origin[name]} is {found[name]!r}, but {raw_key} is {value!r}: they are two names of one "
-                "setting. Give one of them."
+                f"{origin[name]} is {shown(found[name])}, but {printable(str(raw_key))} is {shown(value)}: "
+                "they are two names of one setting. Give one of them."
             )
         elif name in Config.model_fields or key in ("load_partition", "partition_file"):
             found[name], origin[name] = value, str(raw_key)
@@ -421,35 +492,38 @@ def _plan_file(found: dict[str, Any], problems: list[str]) -> None:
     load, file = found.pop("load_partition", None), found.pop("partition_file", None)
     wanted = None if load is None else not _same(load, False)
     plan = found.get("plan")
-    if file is not None and plan is not None and str(file) != str(plan):
+    if file is not None and plan is not None and not _same(file, plan):
         problems.append(
-            f"partition_file is {file!r}, but plan is {plan!r}: they are two names of one setting."
+            f"partition_file is {shown(file)}, but plan is {shown(plan)}: they are two names of one setting."
         )
     elif wanted is True and file is None and plan is None:
         problems.append("load_partition is true, but no file is given. Set plan to the path of a plan file.")
     elif wanted is False and (file is not None or plan is not None):
         key = "partition_file" if file is not None else "plan"
-        problems.append(f"load_partition is false, but {key} is {file or plan!r}. Remove one of the two.")
+        problems.append(
+            f"load_partition is false, but {key} is {shown(file or plan)}. Remove one of the two."
+        )
     elif file is not None:
         found["plan"] = file
 
 
 def _same(a: Any, b: Any) -> bool:
     """Equal, also where one came as text from a command line."""
-    return bool(a == b) or str(a).lower() == str(b).lower()
+    return bool(a == b) or shown(a).strip("'").lower() == shown(b).strip("'").lower()
 
 
 def _unknown(raw_key: str, key: str) -> str:
     known = [*Config.model_fields, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, "load_partition", "partition_file"]
     close = get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"{raw_key} is not a setting. " + (f"Did you mean {close[0]}?" if close else "Remove it.")
+    return f"{printable(raw_key)} is not a setting. " + (
+        f"Did you mean {close[0]}?" if close else "Remove it."
+    )
 
 
 def _not_yet(key: str, value: Any) -> str:
     off, instead = _NOT_YET[key]
-    return (
-        f"{key} is {value!r}, but this version does not have it yet (only {off!r}). Remove it, or {instead}."
-    )
+    only = f"this version does not have it yet (only {off!r})"
+    return f"{key} is {shown(value)}, but {only}. Remove it, or {instead}."
 
 
 def _default_partition_problem(default: int, degree: int) -> str:

@@ -27,6 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from shardwright.printable import printable
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -66,7 +68,8 @@ class ShardwrightError(Exception):
     library: ClassVar[str] = "sw"
 
     def __str__(self) -> str:
-        return _OUR_NAME.sub(f"{self.library}.", super().__str__())
+        # Escaped here, for a script's error goes to the console without passing through anything of ours.
+        return printable(_OUR_NAME.sub(f"{self.library}.", super().__str__()), lines=True)
 
 
 @contextmanager

@@ -5,30 +5,23 @@ is JSON, versioned, and carries a fingerprint of the model, so that a plan of an
 the difference.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from shardwright import __version__
 from shardwright.errors import PlanError, StalePlanError
+from shardwright.files import DocumentError, Record, UserFile, parse_json, replace_file
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
 from shardwright.plan_conditions import Conditions
-from shardwright.problems import describe, join
+from shardwright.printable import printable, shown
+from shardwright.problems import describe, field_names, join
 from shardwright.units import format_bytes, format_seconds
 
 __all__ = [
@@ -50,17 +43,13 @@ __all__ = [
 
 PLAN_VERSION = 1
 
-Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class _Record(BaseModel):
-    """Frozen; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ModelIdentity(_Record):
+class ModelIdentity(Record):
     """Which model a plan was made for.
 
     Attributes:
@@ -74,7 +63,7 @@ class ModelIdentity(_Record):
     units: tuple[str, ...]
 
 
-class MeshPlan(_Record):
+class MeshPlan(Record):
     """Degrees of parallelism, and the order in which ranks are laid out.
 
     Attributes:
@@ -84,9 +73,9 @@ class MeshPlan(_Record):
         placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
     """
 
-    pipeline: PositiveInt = 1
-    data: PositiveInt = 1
-    shard: PositiveInt = 1
+    pipeline: Degree = 1
+    data: Degree = 1
+    shard: Degree = 1
     placement_strategy: str = "DPT"
 
     @field_validator("placement_strategy")
@@ -94,13 +83,21 @@ class MeshPlan(_Record):
     def _permutation(cls, value: str) -> str:
         return canonical_placement(value)
 
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(f"pipeline times data is {self.world_size} ranks, but at most {MOST_RANKS} go")
+        if self.data % self.shard:
+            raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
+        return self
+
     @property
     def world_size(self) -> int:
         """Number of ranks that the plan needs."""
         return self.pipeline * self.data
 
 
-class SchedulePlan(_Record):
+class SchedulePlan(Record):
     """Which order of work.
 
     Attributes:
@@ -112,12 +109,12 @@ class SchedulePlan(_Record):
     """
 
     kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
-    microbatches: PositiveInt
-    active_microbatches: PositiveInt | None = None
+    microbatches: Microbatches
+    active_microbatches: Microbatches | None = None
     reduce_every_microbatch: bool = False
 
 
-class StagePlan(_Record):
+class StagePlan(Record):
     """One stage: consecutive unit calls, and the pipeline rank that runs them.
 
     Attributes:
@@ -126,12 +123,12 @@ class StagePlan(_Record):
         recompute: labels of those whose activations are recomputed in the backward.
     """
 
-    rank: NonNegativeInt
+    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
     units: tuple[str, ...]
     recompute: tuple[str, ...] = ()
 
 
-class StagePrediction(_Record):
+class StagePrediction(Record):
     """Predicted cost of one stage for one microbatch; `recompute_s` is a part of `backward_s`."""
 
     forward_s: Seconds
@@ -145,7 +142,7 @@ class StagePrediction(_Record):
     parameter_bytes: NonNegativeInt = 0
 
 
-class MemoryPrediction(_Record):
+class MemoryPrediction(Record):
     """Predicted peak memory of one pipeline rank, in bytes."""
 
     parameters: NonNegativeInt
@@ -162,7 +159,7 @@ class MemoryPrediction(_Record):
         return state + self.activations + self.batch + self.work
 
 
-class Prediction(_Record):
+class Prediction(Record):
     """What the simulator expects.
 
     Attributes:
@@ -191,18 +188,18 @@ class Prediction(_Record):
     conditions: Conditions | None = None
 
 
-class Alternative(_Record):
+class Alternative(Record):
     """A runner-up: what it was, and what it would have cost."""
 
     schedule: str
-    microbatches: PositiveInt
-    stages: PositiveInt
+    microbatches: Microbatches
+    stages: Annotated[int, Field(ge=1, le=MOST_RANKS * MOST_STAGES_OF_RANK)]
     step_s: Seconds
     peak_bytes: NonNegativeInt
     verdict: str
 
 
-class Trial(_Record):
+class Trial(Record):
     """A plan that was tried on the machines that it was made for.
 
     Attributes:
@@ -217,10 +214,10 @@ class Trial(_Record):
     schedule: SchedulePlan
     step_s: Seconds
     predicted_s: Seconds
-    steps: PositiveInt
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)]
 
 
-class Plan(_Record):
+class Plan(Record):
     """The runtime's only input.
 
     Attributes:
@@ -277,6 +274,11 @@ class Plan(_Record):
                 f"prediction.stages has {len(self.prediction.stages)} entries, but there are "
                 f"{len(self.stages)} stages: remove prediction, which is not needed to run a plan"
             )
+        if self.mesh.pipeline > len(self.stages):
+            raise ValueError(
+                f"mesh.pipeline is {self.mesh.pipeline}, but there are {len(self.stages)} stages: every "
+                "pipeline rank has at least one"
+            )
         self._check_conditions()
         placed = [unit for stage in self.stages for unit in stage.units]
         if placed != list(self.model.units):
@@ -310,11 +312,8 @@ class Plan(_Record):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        temporary.write_text(self.to_json())
-        temporary.replace(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, self.to_json())
 
     @classmethod
     def parse(cls, text: str | bytes, *, source: str = "plan") -> "Plan":
@@ -325,24 +324,22 @@ class Plan(_Record):
             PlanError: it is cut off, has unknown or missing fields, or contradicts itself; all are named.
         """
         try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(
-                f"{source} is not valid JSON ({error}). It may be cut off: make it anew."
-            ) from error
+            document = parse_json(text)
+        except DocumentError as error:
+            raise PlanError(f"{source} {error.predicate}. It may be cut off: make it anew.") from None
         if not isinstance(document, dict):
-            raise PlanError(f"{source} holds a {type(document).__name__}, but a plan is a JSON object.")
+            raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         version = document.get("plan_version")
-        if version != PLAN_VERSION:
+        if version != PLAN_VERSION or isinstance(version, bool):
             raise StalePlanError(
-                f"{source} has plan_version {version!r}, but shardwright {__version__} reads {PLAN_VERSION}. "
-                "Make the plan anew with this version."
+                f"{source} has plan_version {shown(version)}, but shardwright {__version__} reads "
+                f"{PLAN_VERSION}. Make the plan anew with this version."
             )
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            problems = describe(error.errors(), root="it contradicts itself")
-            raise PlanError(join(f"{source} cannot be used:", problems)) from error
+            problems = describe(error.errors(), root="it contradicts itself", known=field_names(cls))
+            raise PlanError(join(f"{source} cannot be used:", problems)) from None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, what: str = "plan file") -> "Plan":
@@ -352,11 +349,8 @@ class Plan(_Record):
             path: of the file.
             what: the file is for the user, for errors.
         """
-        try:
-            text = Path(path).read_bytes()
-        except OSError as error:
-            raise PlanError(f"{what} {path} cannot be read: {error.strerror}.") from error
-        return cls.parse(text, source=f"{what} {path}")
+        file = UserFile(path, what=what, error=PlanError)
+        return cls.parse(file.read_bytes(), source=str(file))
 
     def check(self, graph: ModelGraph, *, world_size: int) -> None:
         """Refuses a model or a world that this plan was not made for.
@@ -415,7 +409,8 @@ class Plan(_Record):
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Lays out rows of text in columns."""
+    """Lays out rows of text in columns, whatever names are among it."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

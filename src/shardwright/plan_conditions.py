@@ -4,18 +4,21 @@ It stands in the plan file, so that a plan can be played out again, under the sa
 on a machine that has neither the model nor the cluster.
 """
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt
+
+from shardwright.files import Record
+from shardwright.limits import MOST_RANKS, MOST_RANKS_OF_HOST
 
 __all__ = ["Conditions", "FlowConditions", "LinkConditions"]
 
 
-class _Record(BaseModel):
-    """Frozen; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, le=1e30, allow_inf_nan=False)]
 
 
-class FlowConditions(_Record):
+class FlowConditions(Record):
     """What one stage sends to another for one microbatch.
 
     Attributes:
@@ -31,7 +34,7 @@ class FlowConditions(_Record):
     gradient_bytes: NonNegativeInt = 0
 
 
-class LinkConditions(_Record):
+class LinkConditions(Record):
     """A link between two pipeline ranks, as `shardwright.cluster.Link` has it.
 
     Attributes:
@@ -40,12 +43,12 @@ class LinkConditions(_Record):
         occupancy: share of a message's time for which each end cannot compute.
     """
 
-    latency_s: NonNegativeFloat
-    bandwidth_Bps: PositiveFloat | None
-    occupancy: NonNegativeFloat = 0.0
+    latency_s: Seconds
+    bandwidth_Bps: Positive | None
+    occupancy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
 
 
-class Conditions(_Record):
+class Conditions(Record):
     """What the step of a plan was simulated with.
 
     Attributes:
@@ -69,13 +72,13 @@ class Conditions(_Record):
     hosts: tuple[NonNegativeInt, ...]
     intra_node: LinkConditions
     inter_node: LinkConditions
-    cores: NonNegativeInt = 0
-    ranks_per_node: PositiveInt = 1
-    crowding: PositiveFloat = 1.0
-    action_overhead_s: NonNegativeFloat = 0.0
-    step_overhead_s: NonNegativeFloat = 0.0
-    tie_s: NonNegativeFloat = 0.0
-    sync_latency_s: NonNegativeFloat = 0.0
-    hidden_s: NonNegativeFloat = 0.0
-    window_s: NonNegativeFloat = 0.0
+    cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
+    crowding: Positive = 1.0
+    action_overhead_s: Seconds = 0.0
+    step_overhead_s: Seconds = 0.0
+    tie_s: Seconds = 0.0
+    sync_latency_s: Seconds = 0.0
+    hidden_s: Seconds = 0.0
+    window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0

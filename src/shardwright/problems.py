@@ -1,9 +1,15 @@
 """What pydantic finds wrong, in our own words: one line for each problem."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args
 
-__all__ = ["describe", "join"]
+from pydantic import BaseModel
+
+from shardwright.printable import printable, shown
+
+__all__ = ["describe", "field_names", "join"]
 
 _RULES = {
     "bool_parsing": "true or false",
@@ -12,11 +18,15 @@ _RULES = {
     "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",
+    "int_parsing_size": "a whole number of fewer digits",
+    "list_type": "a list",
+    "too_short": "no shorter than {min_length}",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "int_from_float": "a whole number",
     "int_parsing": "a whole number",
     "int_type": "a whole number",
+    "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "one of {expected}",
     "model_type": "an object",
@@ -25,34 +35,58 @@ _RULES = {
 }
 
 
-_MOST_SHOWN = 200
+_MOST_LINES = 20
+_MOST_LETTERS = 200  # of a name
 
 
-def describe(findings: Iterable[Mapping[str, Any]], *, root: str) -> list[str]:
+def describe(findings: Iterable[Mapping[str, Any]], *, root: str, known: Iterable[str] = ()) -> list[str]:
     """One line for each finding.
 
     Args:
         findings: what `pydantic.ValidationError.errors` returns.
         root: name of the whole document, for findings that concern no single field.
+        known: names of fields, for those that are misspelt.
     """
-    return [_line(finding, root) for finding in findings]
+    return [_line(finding, root, tuple(known)) for finding in findings]
+
+
+@cache
+def field_names(model: type[BaseModel]) -> tuple[str, ...]:
+    """Names of the fields of a model, and of the models in it."""
+    found = dict.fromkeys(each.alias or name for name, each in model.model_fields.items())
+    for field in model.model_fields.values():
+        for inside in _models(field.annotation):
+            found |= dict.fromkeys(field_names(inside))
+    return tuple(found)
 
 
 def join(title: str, problems: Sequence[str]) -> str:
-    """A title, and below it one line for each problem."""
-    return "\n".join([title, *(f"  {problem}" for problem in problems)])
+    """A title, and below it one line for each problem; a single one goes on in the same line."""
+    if len(problems) == 1:
+        return f"{title} {problems[0]}"
+    left = len(problems) - _MOST_LINES
+    more = [f"  and {left} more."] if left > 0 else []
+    return "\n".join([title, *(f"  {problem}" for problem in problems[:_MOST_LINES]), *more])
 
 
-def _line(finding: Mapping[str, Any], root: str) -> str:
-    key = ".".join(map(str, finding["loc"]))
+def _models(annotation: Any) -> Iterable[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inside in get_args(annotation):
+        yield from _models(inside)
+
+
+def _line(finding: Mapping[str, Any], root: str, known: Sequence[str]) -> str:
+    key = printable(".".join(str(part)[:_MOST_LETTERS] for part in finding["loc"])) or root
     kind, context = finding["type"], finding.get("ctx", {})
     if kind == "missing":
         return f"{key} is missing."
     if kind == "extra_forbidden":
-        return f"{key} is not a field. Remove it."
+        near = get_close_matches(str(finding["loc"][-1])[:_MOST_LETTERS], known, n=1, cutoff=0.6)
+        return f"{key} is not a field. " + (f"Did you mean {near[0]}?" if near else "Remove it.")
     if kind == "json_invalid":
         return f"{root} is no JSON: {context['error']}."
-    if kind == "value_error" and not key:
+    if kind == "value_error" and not finding["loc"]:
         return f"{root}: {context['error']}."
     if kind == "value_error":
         rule = str(context["error"])
@@ -60,6 +94,4 @@ def _line(finding: Mapping[str, Any], root: str) -> str:
         rule = "it must be " + _RULES[kind].format(**context)
     else:
         rule = str(finding["msg"])
-    given = repr(finding["input"])
-    given = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
-    return f"{key} is {given}, but {rule}."
+    return f"{key} is {shown(finding['input'])}, but {rule}."

@@ -6,9 +6,11 @@ GiB = 2**30 bytes, GB = 10**9 bytes.
 import re
 
 from shardwright.errors import ConfigError
+from shardwright.printable import shown
 
 __all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
 
+_LONGEST = 100  # letters of a size
 _BYTE_UNITS = {
     "": 1,
     "b": 1,
@@ -30,17 +32,26 @@ def parse_bytes(text: str | int | float) -> int:
         text: a number of bytes, or a number with a unit such as ``"80GiB"`` or ``"1.5 GB"``.
 
     Raises:
-        ConfigError: the text is not a size, or it is negative.
+        ConfigError: the text is not a size, or it is negative or endless.
 
     >>> parse_bytes("80GiB") == 80 * 2**30
     True
     >>> parse_bytes("1.5 kB")
     1500
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMgGtT]?i?[bB]?)\s*", str(text))
+    if isinstance(text, int) and text >= 0:
+        return text
+    match = (
+        None
+        if isinstance(text, int) or len(str(text)) > _LONGEST
+        else re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKmMgGtT]?i?[bB]?)\s*", str(text))
+    )
     if match is None or match.group(2).lower() not in _BYTE_UNITS:
-        raise ConfigError(f"{text!r} is not a size. Write a number and a unit, for example 80GiB or 500MB.")
-    return round(float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()])
+        raise ConfigError(_no_size(text))
+    num_bytes = float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()]
+    if num_bytes == float("inf"):
+        raise ConfigError(_no_size(text))
+    return round(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -81,6 +92,10 @@ def format_count(count: float) -> str:
         if abs(count) >= 10**power:
             return f"{count / 10**power:.1f}{suffix}"
     return f"{count:.0f}"
+
+
+def _no_size(text: object) -> str:
+    return f"{shown(text)} is not a size. Write a number and a unit, for example 80GiB or 500MB."
 
 
 def _three_figures(value: float) -> str:

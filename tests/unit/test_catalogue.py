@@ -144,7 +144,7 @@ def test_a_name_that_nobody_knows():
     [
         ({"model_type": "mamba"}, "model_type is 'mamba', but only bloom, gpt2"),
         ({"n_layer": None}, "n_layer is missing"),
-        ({"n_layer": -1}, "n_layer is -1, but it must be a positive whole number"),
+        ({"n_layer": -1}, "n_layer is -1, but it must be a whole number from 1"),
         ({"n_embd": True}, "n_embd is True"),
     ],
 )

@@ -49,7 +49,7 @@ def test_without_a_link_between_hosts_it_is_that_inside_one(tmp_path):
         (SHORT.replace("1e12", "0"), ["device.flops_per_s is 0, but it must be more than 0"]),
         (SHORT + "gpus: 2", ["gpus is not a field"]),
         ("- 1", ["must be an object"]),
-        ("a: [", ["neither YAML nor JSON"]),
+        ("a: [", ["is no YAML: line 2, column 1"]),
     ],
 )
 def test_all_that_is_wrong_is_named(tmp_path, text, messages):

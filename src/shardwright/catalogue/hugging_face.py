@@ -5,10 +5,14 @@ from typing import Any
 
 from shardwright.catalogue.transformer import Transformer
 from shardwright.errors import ConfigError
+from shardwright.printable import shown
 
 __all__ = ["from_hugging_face"]
 
 Document = Mapping[str, Any]
+
+_MOST = 10**9
+_MOST_LAYERS = 100_000
 
 
 def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer:
@@ -22,10 +26,10 @@ def from_hugging_face(document: Document, *, name: str | None = None) -> Transfo
         ConfigError: the type of model is not known, or an entry is missing or no positive number.
     """
     kind = document.get("model_type")
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise ConfigError(
-            f"model_type is {kind!r}, but only {', '.join(sorted(_READERS))} can be read. Pass the model "
-            "itself (package.module:function) instead of its configuration."
+            f"model_type is {shown(kind)}, but only {', '.join(sorted(_READERS))} can be read. Pass the "
+            "model itself (package.module:function) instead of its configuration."
         )
     return _READERS[kind](_Fields(document), name or str(kind))
 
@@ -41,8 +45,17 @@ class _Fields:
         found = next((value for value in given if value is not None), default)
         if found is None:
             raise ConfigError(f"{names[0]} is missing in the configuration of the model.")
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            raise ConfigError(f"{names[0]} is {found!r}, but it must be a positive whole number.")
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _MOST:
+            raise ConfigError(
+                f"{names[0]} is {shown(found)}, but it must be a whole number from 1 to {_MOST}."
+            )
+        return found
+
+    def layers(self, *names: str, default: int | None = None) -> int:
+        """A number of layers, each of which is walked through."""
+        found = self.number(*names, default=default)
+        if found > _MOST_LAYERS:
+            raise ConfigError(f"{names[0]} is {found}, but it must be at most {_MOST_LAYERS}.")
         return found
 
     @property
@@ -50,17 +63,23 @@ class _Fields:
         return str(self._document["model_type"])
 
     def text(self, name: str, default: str) -> str:
-        return str(self._document.get(name, default))
+        found = self._document.get(name, default)
+        if not isinstance(found, str):
+            raise ConfigError(f"{name} is {shown(found)}, but it must be text.")
+        return found
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._document.get(name, default))
+        found = self._document.get(name)
+        if found is not None and not isinstance(found, bool):
+            raise ConfigError(f"{name} is {shown(found)}, but it must be true or false.")
+        return default if found is None else found
 
 
 def _gpt2(fields: _Fields, name: str) -> Transformer:
     hidden = fields.number("n_embd")
     return Transformer(
         name=name,
-        layers=fields.number("n_layer"),
+        layers=fields.layers("n_layer"),
         hidden=hidden,
         heads=fields.number("n_head"),
         vocabulary=fields.number("vocab_size"),
@@ -73,7 +92,7 @@ def _gptj(fields: _Fields, name: str) -> Transformer:
     hidden = fields.number("n_embd")
     return Transformer(
         name=name,
-        layers=fields.number("n_layer"),
+        layers=fields.layers("n_layer"),
         hidden=hidden,
         heads=fields.number("n_head"),
         vocabulary=fields.number("vocab_size"),
@@ -91,7 +110,7 @@ def _gptj(fields: _Fields, name: str) -> Transformer:
 def _gpt_neox(fields: _Fields, name: str) -> Transformer:
     return Transformer(
         name=name,
-        layers=fields.number("num_hidden_layers"),
+        layers=fields.layers("num_hidden_layers"),
         hidden=fields.number("hidden_size"),
         heads=fields.number("num_attention_heads"),
         vocabulary=fields.number("vocab_size"),
@@ -108,7 +127,7 @@ def _bloom(fields: _Fields, name: str) -> Transformer:
     hidden = fields.number("hidden_size", "n_embed")
     return Transformer(
         name=name,
-        layers=fields.number("n_layer"),
+        layers=fields.layers("n_layer"),
         hidden=hidden,
         heads=fields.number("n_head"),
         vocabulary=fields.number("vocab_size"),
@@ -122,7 +141,7 @@ def _bloom(fields: _Fields, name: str) -> Transformer:
 def _opt(fields: _Fields, name: str) -> Transformer:
     return Transformer(
         name=name,
-        layers=fields.number("num_hidden_layers"),
+        layers=fields.layers("num_hidden_layers"),
         hidden=fields.number("hidden_size"),
         heads=fields.number("num_attention_heads"),
         vocabulary=fields.number("vocab_size"),
@@ -137,7 +156,7 @@ def _llama(fields: _Fields, name: str) -> Transformer:
     biases = fields.flag("attention_bias", False)
     return Transformer(
         name=name,
-        layers=fields.number("num_hidden_layers"),
+        layers=fields.layers("num_hidden_layers"),
         hidden=fields.number("hidden_size"),
         heads=heads,
         kv_heads=fields.number("num_key_value_heads", default=heads),
@@ -158,10 +177,10 @@ def _llama(fields: _Fields, name: str) -> Transformer:
 
 
 def _t5(fields: _Fields, name: str) -> Transformer:
-    layers = fields.number("num_layers")
+    layers = fields.layers("num_layers")
     return Transformer(
         name=name,
-        layers=fields.number("num_decoder_layers", default=layers),
+        layers=fields.layers("num_decoder_layers", default=layers),
         encoder_layers=layers,
         hidden=fields.number("d_model"),
         heads=fields.number("num_heads"),

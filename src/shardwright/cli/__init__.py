@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.cli.application import new_application
-from shardwright.errors import ShardwrightError
+from shardwright.cli.application import new_application, say, show_text
+from shardwright.errors import ShardwrightError, UsageError
 from shardwright.exit_codes import exit_code_of
+from shardwright.printable import control_in, shown
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -82,10 +83,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _refuse_control_characters(words)
         _application(words)(words, prog_name="shardwright")
     except ShardwrightError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}")
         sys.exit(exit_code_of(error))
+
+
+def _refuse_control_characters(words: Sequence[str]) -> None:
+    """What words name is looked for, made, and shown again; a script's own words are its own."""
+    own = words[: words.index("run") + 1] if "run" in words[:2] else words
+    for word in own:
+        if (control := control_in(word)) is not None:
+            raise UsageError(f"{shown(word)} has a control character, {control}. No name has; leave it out.")
 
 
 def _application(words: Sequence[str]) -> typer.Typer:
@@ -109,7 +119,7 @@ def _not_loaded() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"shardwright {__version__}")
+        show_text(f"shardwright {__version__}")
         raise typer.Exit
 
 

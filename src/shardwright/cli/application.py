@@ -1,12 +1,15 @@
 """What all commands have in common."""
 
 import json
+import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["AsJson", "BuildOn", "Factory", "new_application", "print_json"]
+from shardwright.printable import printable
+
+__all__ = ["AsJson", "BuildOn", "Factory", "new_application", "print_json", "say", "show_text"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Factory = Annotated[
@@ -39,6 +42,16 @@ def new_application(*, group: type[TyperGroup] = TyperGroup, text: str | None = 
     )
 
 
+def show_text(text: object = "", *, end: str = "\n") -> None:
+    """Prints a result: names in it, from files and folders, reach the terminal escaped."""
+    print(printable(str(text), lines=True), end=end)  # noqa: T201  (here alone: all else would not escape)
+
+
+def say(text: object) -> None:
+    """Prints what a person should know besides the result, to stderr; escaped as well."""
+    print(printable(str(text), lines=True), file=sys.stderr, flush=True)  # noqa: T201
+
+
 def print_json(document: Any) -> None:
-    """Prints a document as indented JSON."""
-    print(json.dumps(document, indent=2))
+    """Prints a document as indented JSON, in ASCII."""
+    show_text(json.dumps(document, indent=2))

@@ -1,6 +1,6 @@
 """``shardwright catalogue``: models and machines that are known by name."""
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 
 __all__ = ["catalogue"]
 
@@ -50,4 +50,4 @@ def catalogue(as_json: AsJson = False) -> None:
                 kind.price_source,
             ]
         )
-    print(f"{align(models)}\n\n{align(chains)}\n\n{align(machines)}")
+    show_text(f"{align(models)}\n\n{align(chains)}\n\n{align(machines)}")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.topology_task import (
     Batch,
     BuildOn,
@@ -17,14 +17,16 @@ from shardwright.cli.topology_task import (
     Sequence_,
     task_of,
 )
+from shardwright.errors import UsageError
 
 __all__ = ["cheapest"]
 
 Tokens = Annotated[float, typer.Option("--tokens", help="Of the whole training, such as 300e9.")]
 Deadline = Annotated[
-    float | None, typer.Option("--days", min=0.0, help="In which training must end; without it, any time.")
+    float | None, typer.Option("--days", help="In which training must end; without it, any time.")
 ]
 _DAY_S = 86400.0
+_MOST_DAYS = 1e6
 
 
 def cheapest(
@@ -45,6 +47,8 @@ def cheapest(
 
     For example: shardwright cheapest llama3-8b "p5.48xlarge*64" --batch 1024 --tokens 300e9 --days 10
     """
+    if days is not None and not 0 < days <= _MOST_DAYS:
+        raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")
     task = task_of(
         model,
         machines,
@@ -81,4 +85,4 @@ def cheapest(
         mark = "->" if offer is best else ""
         row = [mark, str(offer.num_nodes), str(offer.num_ranks), f"{offer.seconds / _DAY_S:.2f}", dollars]
         table.append([*row, offer.way.title])
-    print(align(table))
+    show_text(align(table))

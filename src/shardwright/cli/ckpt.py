@@ -1,7 +1,6 @@
 """``shardwright ckpt``: lists, verifies, recovers, exports, imports and clears checkpoints."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from shardwright.checkpoint import recovery
 from shardwright.checkpoint.commits import COMMITTED, Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order
-from shardwright.cli.application import AsJson, new_application, print_json
+from shardwright.cli.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.ckpt_export import export
 from shardwright.cli.ckpt_folder import checkpoint_folder, named_checkpoint
 from shardwright.cli.ckpt_import import import_
@@ -48,10 +47,10 @@ def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
     elif not rows:
-        print(f"no checkpoints in {found.root}")
+        show_text(f"no checkpoints in {found.root}")
     else:
         header = ["checkpoint", "step", "saved (UTC)", "size", "files"]
-        print(align([header, *([str(value) for value in row.values()] for row in rows)]))
+        show_text(align([header, *([str(value) for value in row.values()] for row in rows)]))
 
 
 @application.command("verify")
@@ -66,13 +65,13 @@ def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
         found.open(chosen)  # says what is there
     problems = {commit.name: _problem(found, commit) for commit in commits}
     for gone in [each for each, problem in problems.items() if problem and not found.lists(each)]:
-        print(f"{gone} was removed meanwhile, by the run that saves here", file=sys.stderr)
+        say(f"{gone} was removed meanwhile, by the run that saves here")
         del problems[gone]
     if as_json:
         print_json([{"name": name, "problem": str(it) if it else None} for name, it in problems.items()])
     else:
         for each, problem in problems.items():
-            print(f"{each}  {problem or 'ok'}")
+            show_text(f"{each}  {problem or 'ok'}")
     _refuse(found, problems)
 
 
@@ -106,8 +105,8 @@ def gc(
         print_json({"removed": list(removed), "kept": [commit.name for commit in found.commits()]})
     else:
         for name in removed:
-            print(f"removed {name}")
-        print(f"{len(found.commits())} checkpoints stay")
+            show_text(f"removed {name}")
+        show_text(f"{len(found.commits())} checkpoints stay")
 
 
 @application.command("recover")
@@ -135,11 +134,11 @@ def recover(
     else:
         for each in folders:
             aside = f" It is now {each.aside}." if each.aside else ""
-            print(f"{each.name}  {each.problem or 'recovered'}{aside}")
+            show_text(f"{each.name}  {each.problem or 'recovered'}{aside}")
     if not listed:
         raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole. Nothing was changed.")
     if not as_json:
-        print(f"the newest is {listed[-1]}")
+        show_text(f"the newest is {listed[-1]}")
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """``shardwright ckpt export``: the model of a checkpoint as files of Hugging Face or of PyTorch."""
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, say, show_text
 from shardwright.cli.ckpt_folder import named_checkpoint
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.units import format_bytes, parse_bytes
@@ -148,11 +147,11 @@ def _tell(exported: "Exported", saved: "SavedCheckpoint", to: Path, *, as_json: 
             }
         )
         return
-    print(
+    show_text(
         f"wrote {exported.num_tensors} tensors ({format_bytes(exported.num_bytes)}) of {saved.path.name} to "
         f"{to}: {', '.join(exported.files[:4])}{', ...' if len(exported.files) > 4 else ''}"
     )
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    say(text)

@@ -1,6 +1,5 @@
 """``shardwright ckpt import``: makes a checkpoint of a model of Hugging Face or of PyTorch."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.checkpoint.folder import refuse_one_checkpoint
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, say, show_text
 from shardwright.cli.ckpt_folder import folder_of
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.folder_lock import held
@@ -80,7 +79,7 @@ def import_(
             }
         )
         return
-    print(
+    show_text(
         f"wrote {made.num_tensors} tensors ({format_bytes(made.num_bytes)}) to {root / name}; a run resumes "
         f'from it: sw.Checkpoints("{root}").resume()'
     )
@@ -103,7 +102,7 @@ def _reader(found: "FoundModel", key: str | None) -> "Callable[[Path], ModelFile
 def _files(found: "FoundModel", read: "Callable[[Path], ModelFile]") -> "Iterator[ModelFile]":
     """Each file, when the one before is done with."""
     for name, path in found.files.items():
-        print(f"reading {path} ...", file=sys.stderr)
+        say(f"reading {path} ...")
         file = read(path)
         found.check(name, file)
         yield file

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.errors import UsageError
 
 __all__ = ["cluster"]
@@ -39,4 +39,4 @@ def cluster(machines: Machines, output: Output = None, as_json: AsJson = False) 
     if as_json:
         print_json(asdict(found) | {"nodes": [{"kind": asdict(k), "number": n} for k, n in found.nodes]})
     else:
-        print(format_machines(found))
+        show_text(format_machines(found))

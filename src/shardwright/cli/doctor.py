@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.exit_codes import ENVIRONMENT
 
 __all__ = ["doctor"]
@@ -24,8 +24,8 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"facts": found.facts, "problems": found.problems, "faults": found.faults})
     else:
-        print(align([[name, fact] for name, fact in found.facts.items()]))
-        print(
+        show_text(align([[name, fact] for name, fact in found.facts.items()]))
+        show_text(
             "\n".join(["", *(f"! {text}" for text in found.problems)]) if found.problems else "\nno problems"
         )
     if found.faults:

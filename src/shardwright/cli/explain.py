@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.observe.explanation import explanation_document, format_explanation
 from shardwright.observe.report.data import gather
 
@@ -23,4 +23,4 @@ def explain(plan_or_run: PlanOrRun, as_json: AsJson = False) -> None:
     if as_json:
         print_json(explanation_document(data))
     else:
-        print(format_explanation(data))
+        show_text(format_explanation(data))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwright.cli.application import say
 from shardwright.cli.factory import build
 from shardwright.cli.measuring_order import Order
 from shardwright.config import Config
@@ -36,7 +37,7 @@ def main() -> None:
         _do(Order.from_json(sys.argv[1]))
     except ShardwrightError as error:
         # What the first rank says is seen; what another one says is in its log, which the launcher names.
-        print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), file=sys.stderr)
+        say(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         sys.exit(exit_code_of(error))
 
 

@@ -1,13 +1,14 @@
 """Runs a module of ours on several ranks of this host, or of several: for commands that measure."""
 
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shardwright.cli.application import say
 from shardwright.errors import UsageError
+from shardwright.files import check_place, replace_file
 from shardwright.launch.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
@@ -53,19 +54,22 @@ def run_for_files(
         )
         found = [(path, output) for path, output in zip(written, outputs, strict=True) if path.exists()]
         for path, output in found:
-            temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
-            shutil.copyfile(path, temporary)
-            temporary.replace(output)
+            _put(output, path.read_bytes())
         return bool(found)
 
 
+def _put(output: Path, content: bytes) -> None:
+    try:
+        replace_file(output, content)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
+
+
 def _refuse_unwritable(output: Path) -> None:
-    if output.is_dir():
-        raise UsageError(f"{output} is a folder. Name a file in it.")
-    if not output.absolute().parent.is_dir():
-        raise UsageError(
-            f"{output} cannot be written: there is no folder {output.absolute().parent}. Make it."
-        )
+    try:
+        check_place(output)
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}. Name a file of yours.") from error
 
 
 def run_on_ranks(
@@ -104,7 +108,7 @@ def run_on_ranks(
     # Here, because it imports torch: --help answers before.
     from shardwright.launch.agent import launch
 
-    code = launch(request, report=lambda text: print(text, file=sys.stderr))
+    code = launch(request, report=say)
     if code:
         sys.exit(code)  # the logs of the ranks stay where the message says
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardwright.cli.application import AsJson, new_application, print_json
+from shardwright.cli.application import AsJson, new_application, print_json, show_text
 from shardwright.cli.plan_make import make
 from shardwright.errors import PlanError
 from shardwright.exit_codes import FAILED
@@ -46,9 +46,9 @@ def show(plan: PlanPath, as_json: AsJson = False) -> None:
     """
     found = _read(plan)
     if as_json:
-        print(found.to_json(), end="")
+        show_text(found.to_json(), end="")
     else:
-        print(format_plan_in_full(found))
+        show_text(format_plan_in_full(found))
 
 
 @application.command("diff", short_help="Compare two plans; exit code 1 if they differ.")
@@ -65,7 +65,7 @@ def diff(
     if as_json:
         print_json({"alike": not found.decision, **asdict(found)})
     else:
-        print(found)
+        show_text(found)
     if found.decision:
         raise typer.Exit(FAILED)
 

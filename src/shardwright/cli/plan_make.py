@@ -1,13 +1,12 @@
 """``shardwright plan make``: a plan without running anything."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, Factory
+from shardwright.cli.application import AsJson, Factory, say, show_text
 from shardwright.cli.measuring_order import Order
 from shardwright.cli.plan_verify import verified_plan
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
@@ -16,6 +15,8 @@ from shardwright.cluster import Cluster, Device, Link, cluster_of, find_machines
 from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
 from shardwright.errors import UsageError
+from shardwright.files import check_place
+from shardwright.limits import MOST_RANKS
 from shardwright.observe.console import Console
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.plan import Plan
@@ -31,7 +32,9 @@ _ASSUMED = Cluster(
     inter_node=Link(latency_s=1e-4, bandwidth_Bps=1e9),
 )
 
-World = Annotated[int, typer.Option("--world", "-n", min=1, help="Ranks of the run.")]
+_MOST_TRIAL_STEPS = 10_000
+
+World = Annotated[int, typer.Option("--world", "-n", min=1, max=MOST_RANKS, help="Ranks of the run.")]
 Machine = Annotated[
     Path | None,
     typer.Option("--machine", metavar="FILE", help="The machines, YAML or JSON; see docs/commands.md."),
@@ -69,7 +72,10 @@ Verify = Annotated[
     ),
 ]
 TrialSteps = Annotated[
-    int | None, typer.Option("--trial-steps", min=1, help="Steps of a trial of --verify (default: 5).")
+    int | None,
+    typer.Option(
+        "--trial-steps", min=1, max=_MOST_TRIAL_STEPS, help="Steps of a trial of --verify (default: 5)."
+    ),
 ]
 _TRIAL_STEPS = 5
 BuildOnSomething = Annotated[
@@ -116,6 +122,8 @@ def make(
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     _check(resolved, world)
+    if output is not None and output.absolute().parent.is_dir():
+        _refuse_unwritable(output)
     if verify:
         _refuse_with_verify(
             {
@@ -190,15 +198,22 @@ def _cluster(
     return _ASSUMED
 
 
+def _refuse_unwritable(output: Path) -> None:
+    try:
+        check_place(output)
+    except OSError as error:
+        raise UsageError(f"--output {output} cannot be written: {error.strerror}.") from error
+
+
 def _hand_out(plan: Plan, *, output: Path | None, world: int, as_json: bool) -> None:
     if output is not None:
         try:
             plan.write(output)
         except OSError as error:
             raise UsageError(f"--output {output} cannot be written: {error.strerror}.") from error
-    print(plan.to_json() if as_json else format_plan_in_full(plan) + "\n", end="")
+    show_text(plan.to_json() if as_json else format_plan_in_full(plan) + "\n", end="")
     if output is not None:
-        print(f"wrote {output}; run it: shardwright run -n {world} --plan {output} train.py", file=sys.stderr)
+        say(f"wrote {output}; run it: shardwright run -n {world} --plan {output} train.py")
 
 
 def _plan(

@@ -1,25 +1,28 @@
 """``shardwright probe``: measure the present machines."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.machines_text import format_machines
 from shardwright.cli.on_ranks import run_for_files
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.errors import ConfigError
+from shardwright.files import UserFile
+from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.plan import align
 
 __all__ = ["probe"]
 
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
-NumRanks = Annotated[int, typer.Option("--num-ranks", "-n", min=1, help="Ranks on this host.")]
+NumRanks = Annotated[
+    int, typer.Option("--num-ranks", "-n", min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")
+]
 ClusterOption = Annotated[
     Path, typer.Option("--cluster", metavar="FILE", help="Where the machines go, as YAML.")
 ]
@@ -60,20 +63,20 @@ def probe(
     if as_json:
         print_json(
             {
-                "cluster": None if show else yaml.safe_load(cluster.read_text(encoding="utf-8")),
-                "prices": None if alone else json.loads(out.read_text(encoding="utf-8")),
+                "cluster": None if show else UserFile(cluster, what="", error=ConfigError).read_yaml(),
+                "prices": None if alone else UserFile(out, what="", error=ConfigError).read_json(),
             }
         )
         return
     if not show:
-        print(format_machines(read_inventory(cluster)))
-        print()
+        show_text(format_machines(read_inventory(cluster)))
+        show_text()
     if not alone:
-        print(_choices(out))
+        show_text(_choices(out))
     if not show:
-        print(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
+        show_text(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
         if not alone:
-            print(f"export {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
+            show_text(f"export {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
 
 
 def _choices(path: Path) -> str:

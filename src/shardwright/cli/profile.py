@@ -1,19 +1,19 @@
 """``shardwright profile``: measure what the units of a model cost here."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, Factory, print_json
+from shardwright.cli.application import AsJson, Factory, print_json, say, show_text
 from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
 from shardwright.cli.on_ranks import run_for_files
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Link
 from shardwright.config import Config
+from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.plan import align
 from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.units import format_bytes, format_count, format_seconds
@@ -21,7 +21,14 @@ from shardwright.units import format_bytes, format_count, format_seconds
 __all__ = ["profile"]
 
 NumRanks = Annotated[
-    int, typer.Option("--num-ranks", "-n", min=1, help="Ranks on this host, which measure at the same time.")
+    int,
+    typer.Option(
+        "--num-ranks",
+        "-n",
+        min=1,
+        max=MOST_RANKS_OF_HOST,
+        help="Ranks on this host, which measure at the same time.",
+    ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile goes.")]
 BuildOnRanks = Annotated[
@@ -74,11 +81,8 @@ def profile(
     if as_json:
         print_json({"file": str(output), "profile": found.to_dict()})
     else:
-        print(_text(found))
-        print(
-            f"wrote {output}: shardwright plan make {factory} -n {num_ranks} --profile {output}",
-            file=sys.stderr,
-        )
+        show_text(_text(found))
+        say(f"wrote {output}: shardwright plan make {factory} -n {num_ranks} --profile {output}")
 
 
 def _text(profile: MeasuredProfile) -> str:

@@ -1,13 +1,12 @@
 """``shardwright report``: one HTML file for a run or a plan."""
 
-import sys
 import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, say, show_text
 from shardwright.observe.report import gather, write_report
 from shardwright.observe.run_folder import RunFolder
 
@@ -35,6 +34,6 @@ def report(
         return
     default = RunFolder(run_or_plan).report_file if run_or_plan.is_dir() else run_or_plan.with_suffix(".html")
     written = write_report(run_or_plan, output or default)
-    print(written)
+    show_text(written)
     if show and not webbrowser.open(written.absolute().as_uri()):
-        print(f"no browser could be opened; open {written} yourself", file=sys.stderr)
+        say(f"no browser could be opened; open {written} yourself")

@@ -12,13 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
+from shardwright.cli.application import say, show_text
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
 from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.torchrun import torchrun_command, torchrun_line
-from shardwright.observe.run_folder import RunFolder, show_path
+from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.observe.run_folder import RunFolder, check_name, show_path
 from shardwright.plan import Plan
 
 __all__ = ["run"]
@@ -37,21 +39,32 @@ IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the na
 # The last two as torchrun has them.
 _NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node", "--nproc_per_node")
 NumRanks = Annotated[
-    int | None, typer.Option(*_NUM_RANKS, min=1, help="Ranks on this host; default: its GPUs, or 1.")
+    int | None,
+    typer.Option(
+        *_NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host; default: its GPUs, or 1."
+    ),
 ]
-NumNodes = Annotated[int, typer.Option("--nnodes", min=1, help="Hosts.")]
-NodeRank = Annotated[int | None, typer.Option("--node-rank", min=0, help="Number of this host, from 0.")]
+NumNodes = Annotated[int, typer.Option("--nnodes", min=1, max=MOST_NODES, help="Hosts.")]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", min=0, max=MOST_NODES, help="Number of this host, from 0.")
+]
 Endpoint = Annotated[
     str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
 ]
 MaxRestarts = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="How often all ranks start again after a failure.")
+    int,
+    typer.Option(
+        "--max-restarts", min=0, max=MOST_RESTARTS, help="How often all ranks start again after a failure."
+    ),
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Plan to follow.")]
 RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Folder that holds the run folders.")]
 Name = Annotated[str | None, typer.Option("--name", help="Name of the run folder; default: the time.")]
 Grace = Annotated[
-    float, typer.Option("--grace", min=0.0, metavar="SECONDS", help="Time to save after Ctrl-C or SIGTERM.")
+    float,
+    typer.Option(
+        "--grace", min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="Time to save after Ctrl-C or SIGTERM."
+    ),
 ]
 AllowOlder = Annotated[
     bool, typer.Option("--allow-older", help="Resume from an older checkpoint if the newest is damaged.")
@@ -116,6 +129,8 @@ def run(
         )
     if num_nodes > 1 and name is None:
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
+    if name is not None:
+        check_name(name)
     request = LaunchRequest(
         target=script,
         is_module=is_module,
@@ -141,7 +156,7 @@ def run(
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
     if dry_run:
-        print(_as_json(request) if as_json else torchrun_line(request, os.environ))
+        show_text(_as_json(request) if as_json else torchrun_line(request, os.environ))
         return
     folder = RunFolder.create(run_dir, name=name, environ={})
     if num_nodes == 1:  # the launchers of several hosts share one
@@ -150,9 +165,6 @@ def run(
 
 
 def _launch(request: LaunchRequest, *, quiet: bool, verbose: bool) -> None:
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     if not quiet:
         ranks = "1 rank" if request.num_ranks == 1 else f"{request.num_ranks} ranks"
         where = f" on each of {request.num_nodes} hosts" if request.num_nodes > 1 else ""
@@ -171,17 +183,16 @@ def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | N
     words = [word.partition("=")[0] for word in arguments]
     found = next((word for word in words if word in _NUM_RANKS), None)
     if found is not None and num_ranks is None:
-        print(
+        say(
             f"note: {found} stands after {script}, so {script} gets it. For shardwright, put it before: "
-            f"shardwright run {found} 2 {script}",
-            file=sys.stderr,
+            f"shardwright run {found} 2 {script}"
         )
 
 
 def _read_mp_parameters(text: str) -> dict[str, Any]:
     parameters = read_smp_parameters(text)
     for remark in check_smp_parameters(parameters):
-        print(f"note: {remark}", file=sys.stderr)
+        say(f"note: {remark}")
     return parameters
 
 

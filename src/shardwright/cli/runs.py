@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.observe.summary import RunSummary, summarize
@@ -33,10 +33,10 @@ def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
     if as_json:
         print_json([_as_document(folder, summary) for folder, summary in found])
     elif not found:
-        print(f"no runs in {run_dir}")
+        show_text(f"no runs in {run_dir}")
     else:
         header = ["run", "steps", "loss", "speed", "step", "predicted", "bubble", "predicted"]
-        print(align([header, *(_row(folder, summary) for folder, summary in found)]))
+        show_text(align([header, *(_row(folder, summary) for folder, summary in found)]))
 
 
 def _summary(folder: Path) -> RunSummary | str:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardwright.cli.application import AsJson, new_application, print_json
+from shardwright.cli.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.schedule_picture import SchedulePicture
 from shardwright.errors import ScheduleError, UsageError
 from shardwright.exit_codes import FAILED
+from shardwright.files import replace_file
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_SECONDS, MOST_STAGES_OF_RANK
 from shardwright.schedule import (
     KINDS,
     Schedule,
@@ -26,17 +28,32 @@ from shardwright.schedule import (
 
 __all__ = ["application"]
 
+_MOST_ACTIONS = 200_000
+
 application = new_application(text="Draw a pipeline schedule, export it for PyTorch, check one.")
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
-Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, help="Pipeline ranks.")]
-Microbatches = Annotated[int, typer.Option("--microbatches", "-m", min=1, help="Parts of a batch.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, max=MOST_RANKS, help="Pipeline ranks.")]
+Microbatches = Annotated[
+    int, typer.Option("--microbatches", "-m", min=1, max=MOST_MICROBATCHES, help="Parts of a batch.")
+]
 StagesPerRank = Annotated[
-    int | None, typer.Option("--stages-per-rank", min=1, help="Default: what the kind usually has, 1 or 2.")
+    int | None,
+    typer.Option(
+        "--stages-per-rank",
+        min=1,
+        max=MOST_STAGES_OF_RANK,
+        help="Default: what the kind usually has, 1 or 2.",
+    ),
 ]
 Active = Annotated[
     int | None,
-    typer.Option("--active", min=1, help="Most microbatches under way on a rank; default: the kind's own."),
+    typer.Option(
+        "--active",
+        min=1,
+        max=MOST_MICROBATCHES,
+        help="Most microbatches under way on a rank; default: the kind's own.",
+    ),
 ]
 Forward = Annotated[float, typer.Option("--forward", metavar="SECONDS", help="Forward of one stage.")]
 Backward = Annotated[
@@ -70,14 +87,14 @@ def show(
     For example: shardwright schedule show zb_h1 --ranks 4 --microbatches 8
     """
     cost = _cost(forward_s, backward_s, weight_s)
-    if send_s < 0:
-        raise UsageError(f"--send is {send_s:g}, but a message takes 0 seconds or more.")
+    if not 0 <= send_s <= MOST_SECONDS:
+        raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
     schedule = _build(kind, ranks, microbatches, stages_per_rank, active, cost)
     picture = SchedulePicture(schedule, cost, send_s=send_s, active=active)
     if as_json:
         print_json(picture.to_dict())
     else:
-        print(picture.text(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        show_text(picture.text(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
 @application.command("export", short_help="Write a schedule as PyTorch's CSV.")
@@ -97,16 +114,16 @@ def export(
     schedule = _build(kind, ranks, microbatches, stages_per_rank, active, None)
     text = format_torch_csv(lower(schedule) if transfers else schedule)
     if str(file) == "-":
-        print(text, end="")
+        show_text(text, end="")
         return
     try:
-        file.write_text(text, encoding="ascii")
+        replace_file(file, text)
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {error.strerror}. Name a file in a folder of yours."
         ) from error
     form = "compute_comms" if transfers else "compute_only"
-    print(f"wrote {file}: {_shape(schedule)}, PyTorch's {form} form", file=sys.stderr)
+    say(f"wrote {file}: {_shape(schedule)}, PyTorch's {form} form")
 
 
 @application.command("check", short_help="Find what is wrong in PyTorch's CSV.")
@@ -129,14 +146,14 @@ def check(
     sends = (
         "with its sends and receives" if schedule.has_transfers else "without sends; those that it needs work"
     )
-    print(f"{file} is right: {_shape(schedule)}, {sends}. It is complete, in order, and never deadlocks.")
+    show_text(f"{file} is right: {_shape(schedule)}, {sends}. It is complete, in order, and never deadlocks.")
 
 
 def _report_wrong(file: Path, error: ScheduleError, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json({"file": str(file), "right": False, "problem": str(error)})
     else:
-        print(f"{file} is wrong: {error}")
+        show_text(f"{file} is wrong: {error}")
     raise typer.Exit(FAILED)
 
 
@@ -158,14 +175,26 @@ def _shape(schedule: Schedule) -> str:
 def _cost(forward_s: float, backward_s: float, weight_s: float | None) -> StageCost:
     weight_s = backward_s / 2 if weight_s is None else weight_s
     for name, value in (("forward", forward_s), ("backward", backward_s)):
-        if not 0 < value < float("inf"):
-            raise UsageError(f"--{name} is {value:g}, but work takes time. Give more than 0 seconds.")
+        if not 0 < value <= MOST_SECONDS:
+            raise UsageError(
+                f"--{name} is {value:g}, but work takes time. Give more than 0 seconds, and at most "
+                f"{MOST_SECONDS:g}."
+            )
     if not 0 < weight_s < backward_s:
         raise UsageError(
             f"--weight is {weight_s:g}, but it is a part of --backward {backward_s:g}: "
             f"give more than 0 and less than {backward_s:g}."
         )
     return StageCost(forward_s, backward_s, weight_s, saved_bytes=1)
+
+
+def _check_length(stages: int, microbatches: int) -> None:
+    actions = 2 * stages * microbatches
+    if actions > _MOST_ACTIONS:
+        raise UsageError(
+            f"{microbatches} microbatches on {stages} stages are {actions} actions or more, which nobody can "
+            f"look at. Take at most {_MOST_ACTIONS}."
+        )
 
 
 def _build(
@@ -182,6 +211,7 @@ def _build(
             f"--stages-per-rank is {stages_per_rank}, but {kind} runs one stage on each rank. "
             "Leave it out, or ask for interleaved_1f1b."
         )
+    _check_length(ranks * (stages_per_rank or 1), microbatches)
     stage_ranks = place_stages(kind, num_ranks=ranks, stages_per_rank=stages_per_rank)
     return build_schedule(
         kind,

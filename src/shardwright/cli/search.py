@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.topology_task import (
     Batch,
     BuildOn,
@@ -76,7 +76,7 @@ def search(
             | {"fitting": answer.num_fitting}
         )
     else:
-        print(_text(answer))
+        show_text(_text(answer))
 
 
 def _text(answer: "Answer") -> str:

@@ -1,14 +1,15 @@
 """Settings as they are written on a command line."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
+from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
+from shardwright.files import DocumentError, UserFile, parse_json
+from shardwright.printable import printable
 
 __all__ = ["ConfigFile", "Settings", "parse_settings", "read_settings"]
 
@@ -29,11 +30,10 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise UsageError(f"--set {word}: write it as KEY=VALUE, for example --set microbatches=4")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
+            raise UsageError(
+                f"--set {printable(word)}: write it as KEY=VALUE, for example --set microbatches=4"
+            )
+        settings[key] = _value(word, value)
     return settings
 
 
@@ -41,12 +41,18 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     """Reads the file of ``--config``; nothing without one."""
     if path is None:
         return {}
+    file = UserFile(path, what="--config", error=ConfigError)
+    found = file.read_yaml()
+    if found is not None and not isinstance(found, dict):
+        raise file.refused("holds no settings: write lines such as microbatches: 4")
+    Config.check(found, source=str(file))
+    return found or {}
+
+
+def _value(word: str, value: str) -> Any:
     try:
-        found = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise UsageError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is neither YAML nor JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path} holds no settings. Write lines such as microbatches: 4")
-    return found
+        return parse_json(value)
+    except DocumentError as error:
+        if not error.is_other_text:
+            raise UsageError(f"--set {printable(word[:200])}: {error}.") from None
+        return value

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.plan_text import format_plan
@@ -35,11 +35,11 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
         last = read_json_lines(found.metrics_file)[-1]
         print_json({**asdict(summary), "folder": str(found.path), "last_metrics": last})
         return
-    print(format_summary(summary))
+    show_text(format_summary(summary))
     if plan is not None:
-        print(format_plan(plan).splitlines()[0])
-        print("\n".join(f"  {reason}" for reason in plan.why))
-    print(f"files: {', '.join(_files(found))}")
+        show_text(format_plan(plan).splitlines()[0])
+        show_text("\n".join(f"  {reason}" for reason in plan.why))
+    show_text(f"files: {', '.join(_files(found))}")
 
 
 def _files(folder: RunFolder) -> list[str]:

@@ -1,7 +1,6 @@
 """``shardwright simulate``: a plan played out under other conditions."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,12 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, say, show_text
 from shardwright.errors import UsageError
+from shardwright.files import replace_file
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
 from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.plan import Plan, align
 from shardwright.planner.plan_replay import Change, Replay, base_setting, change_setting, play
+from shardwright.printable import printable
 from shardwright.schedule import KINDS
 from shardwright.units import format_bytes, format_seconds
 
@@ -24,7 +26,8 @@ _MOST_ROWS = 32
 
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run folder with one.")]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", min=1, help="Parts of the same batch.")
+    int | None,
+    typer.Option("--microbatches", "-m", min=1, max=MOST_MICROBATCHES, help="Parts of the same batch."),
 ]
 ScheduleName = Annotated[
     str | None, typer.Option("--schedule", metavar="NAME", help=f"One of {', '.join(KINDS)}.")
@@ -76,7 +79,13 @@ def simulate(
     if as_json:
         print_json({"change": asdict(change), "planned": _document(before), "changed": _document(after)})
     else:
-        print(_text(found, before, after))
+        show_text(_text(found, before, after))
+
+
+def _rank(text: str) -> int:
+    if not text.strip().isdecimal() or len(text) > len(str(MOST_RANKS)):
+        raise ValueError
+    return int(text)
 
 
 def _factors(words: Sequence[str]) -> dict[int, float]:
@@ -85,11 +94,11 @@ def _factors(words: Sequence[str]) -> dict[int, float]:
     for word in words:
         rank, _, factor = word.partition("=")
         try:
-            found[int(rank)] = float(factor)
+            found[_rank(rank)] = float(factor)
         except ValueError as error:
             raise UsageError(
-                f"--slow {word}: it must be a pipeline rank and a factor, for example --slow 1=1.5 for "
-                "a rank 1 whose work takes half as long again."
+                f"--slow {printable(word[:80])}: it must be a pipeline rank and a factor, for example --slow "
+                "1=1.5 for a rank 1 whose work takes half as long again."
             ) from error
     return found
 
@@ -99,12 +108,12 @@ def _write_trace(file: Path, replay: Replay) -> None:
     saved_bytes = [cost.saved_bytes for cost in replay.setting.costs]
     document = chrome_trace(events, saved_bytes=saved_bytes, lane="simulated", info={"step_s": replay.step_s})
     try:
-        file.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        replace_file(file, json.dumps(document) + "\n")
     except OSError as error:
         raise UsageError(
             f"{file} cannot be written: {error.strerror}. Name a file in a folder of yours."
         ) from error
-    print(f"wrote {file}: open it at https://ui.perfetto.dev", file=sys.stderr)
+    say(f"wrote {file}: open it at https://ui.perfetto.dev")
 
 
 def _document(replay: Replay) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """What the commands about topologies have in common: the task on the command line."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.errors import ConfigError, UsageError
+from shardwright.errors import ConfigError
+from shardwright.files import UserFile
 
 if TYPE_CHECKING:
     from shardwright.catalogue import LayerChain, Transformer
@@ -105,15 +105,14 @@ def _model(text: str, build_on: str) -> "Transformer | LayerChain":
     path = Path(text)
     if path.suffix != ".json":
         return find_architecture(text)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from error
+    file = UserFile(path, what="", error=ConfigError)
+    document = file.read_json(free_text=True)
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} is no configuration of a model: it must be an object.")
-    return from_hugging_face(document, name=path.parent.name or path.stem)
+        raise file.refused("is no configuration of a model: it must be an object")
+    try:
+        return from_hugging_face(document, name=path.parent.name or path.stem)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _traced(factory: str, build_on: str) -> "LayerChain":

@@ -4,14 +4,18 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, BuildOn, Factory, print_json
+from shardwright.cli.application import AsJson, BuildOn, Factory, print_json, show_text
 from shardwright.cli.graph_text import format_graph
+from shardwright.limits import MOST_STAGES_OF_RANK
 from shardwright.observe.console import Console
 
 __all__ = ["trace"]
 
 Stages = Annotated[
-    int, typer.Option("--stages", min=1, help="Stages thought of: with more, units are finer.")
+    int,
+    typer.Option(
+        "--stages", min=1, max=MOST_STAGES_OF_RANK, help="Stages thought of: with more, units are finer."
+    ),
 ]
 
 
@@ -34,4 +38,4 @@ def trace(factory: Factory, stages: Stages = 2, build_on: BuildOn = "meta", as_j
     if as_json:
         print_json(graph.to_dict())
     else:
-        print(format_graph(graph))
+        show_text(format_graph(graph))

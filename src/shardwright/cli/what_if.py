@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.topology_task import (
     Batch,
     BuildOn,
@@ -88,7 +88,7 @@ def what_if(
     for name, best in (("now", now), ("then", then)):
         rate = f"{best.tokens_per_s:,.0f}"
         rows.append([name, best.title, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes)])
-    print(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
+    show_text(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
 
 
 def _changed(

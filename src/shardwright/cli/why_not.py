@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json
+from shardwright.cli.application import AsJson, print_json, show_text
 from shardwright.cli.topology_task import (
     Batch,
     BuildOn,
@@ -58,4 +58,4 @@ def why_not(
         ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
         print_json(ways | {"sentences": found.sentences})
     else:
-        print("\n".join(found.sentences))
+        show_text("\n".join(found.sentences))

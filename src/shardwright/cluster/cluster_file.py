@@ -25,40 +25,30 @@ Where a field is not given, what `NodeKind` and `Accelerator` say counts.
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Tag,
-    ValidationError,
-    field_validator,
-)
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate, Source
-from shardwright.cluster.named import MOST_NODES, kind_called
+from shardwright.cluster.named import kind_called
 from shardwright.errors import ConfigError
-from shardwright.problems import describe, join
+from shardwright.files import Record, UserFile, format_yaml, replace_file
+from shardwright.limits import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
+from shardwright.printable import shown
+from shardwright.problems import describe, field_names
 from shardwright.units import parse_bytes
 
 __all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
 
 CLUSTER_VERSION = 1
 _MOST_KINDS = 1000
-_MOST_BYTES = 4 * 2**20
-_ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format:"
+_ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format"
 
 Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 _MOST_ACCELERATORS = 1024  # of a node
-Size = Annotated[int, Field(ge=0, le=2**60)]
+Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
 def read_inventory(path: str | os.PathLike[str]) -> Inventory:
@@ -68,11 +58,14 @@ def read_inventory(path: str | os.PathLike[str]) -> Inventory:
         ConfigError: it cannot be read, is of another version, or fields are missing, unknown or out of range;
             all are named.
     """
-    document = _document(Path(path))
+    file = UserFile(path, what="cluster file", error=ConfigError, advice=_ADVICE)
+    document = file.read_yaml()
+    if not isinstance(document, dict):
+        raise file.refused("holds no fields")
     version = document.get("cluster_version")
     if version != CLUSTER_VERSION:
         raise ConfigError(
-            f"cluster file {path} has cluster_version {version!r}, but this version reads {CLUSTER_VERSION}. "
+            f"{file} has cluster_version {shown(version)}, but this version reads {CLUSTER_VERSION}. "
             "Other files of machines are for plan make --machine."
         )
     try:
@@ -82,62 +75,30 @@ def read_inventory(path: str | os.PathLike[str]) -> Inventory:
             {**finding, "loc": [part for part in finding["loc"] if part not in (_NAMED, _WHOLE)]}
             for finding in error.errors()
         ]
-        problems = describe(findings, root="the file")
-        raise ConfigError(join(f"cluster file {path} cannot be used; {_ADVICE}", problems)) from error
+        raise file.wrong_fields(describe(findings, root="the file", known=field_names(_File))) from None
 
 
 def write_inventory(path: str | os.PathLike[str], machines: Inventory) -> None:
     """Writes a cluster file, whole or not at all; `read_inventory` makes the same of it."""
-    path = Path(path)
-    text = yaml.safe_dump(_plain(machines), sort_keys=False, width=110)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, format_yaml(_plain(machines)))
 
 
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"cluster file {path} has more than {_MOST_BYTES} bytes, so it is none.")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cluster file {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cluster file {path} is no text: {error}.") from error
-    try:
-        document = yaml.load(text, Loader=_PlainLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: of a date that is none
-        raise ConfigError(f"cluster file {path} is no YAML: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"cluster file {path} holds no fields. {_ADVICE[:-1]}.")
-    return document
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """Reads no aliases: nested ones make gigabytes of a few lines."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias (*name), which cluster files do not need: write it out")
-        return super().compose_node(parent, index)
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", str_max_length=1000)
+class _Record(Record):
+    model_config = ConfigDict(str_max_length=1000)
 
     @field_validator("memory", mode="before", check_fields=False)
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         try:
             return parse_bytes(value)
-        except (ConfigError, OverflowError):
+        except ConfigError:
             raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
 
 
 class _Product(_Record):
-    rows: PositiveInt
-    inner: PositiveInt
-    columns: PositiveInt
+    rows: Count
+    inner: Count
+    columns: Count
     alone: Positive
     together: Positive
 
@@ -145,7 +106,7 @@ class _Product(_Record):
 class _Accelerator(_Record):
     name: str
     family: str
-    memory: Annotated[int, Field(gt=0, le=2**60)]
+    memory: Annotated[int, Field(gt=0, le=MOST_BYTES)]
     memory_Bps: Positive
     host_Bps: NonNegative = 0.0
     flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
@@ -186,8 +147,8 @@ class _Node(_Record):
     network_Bps: Positive
     network_latency_s: NonNegative = 2e-5
     memory: Size = 0
-    cores: NonNegativeInt = 0
-    price_per_hour: NonNegativeFloat | None = None
+    cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
+    price_per_hour: NonNegative | None = None
     price_source: str = ""
     source: Source = "data sheet"
 

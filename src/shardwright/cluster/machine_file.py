@@ -14,41 +14,28 @@
 """
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from shardwright.cluster.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
-from shardwright.problems import describe, join
+from shardwright.files import Record, UserFile
+from shardwright.limits import MOST_BYTES, MOST_RANKS_OF_HOST
 from shardwright.units import parse_bytes
 
 __all__ = ["read_cluster"]
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Device(_Record):
+class _Device(Record):
     name: str = "device"
-    memory: int = 0
+    memory: Annotated[int, Field(ge=0, le=MOST_BYTES)] = 0
     flops_per_s: Positive
     memory_Bps: Positive
-    overhead_s: NonNegativeFloat = 2e-5
+    overhead_s: Seconds = 2e-5
 
     @field_validator("memory", mode="before")
     @classmethod
@@ -59,18 +46,18 @@ class _Device(_Record):
             raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
 
 
-class _Link(_Record):
-    latency_s: NonNegativeFloat
+class _Link(Record):
+    latency_s: Seconds
     bandwidth_Bps: Positive
 
     def link(self) -> Link:
         return Link(latency_s=self.latency_s, bandwidth_Bps=self.bandwidth_Bps)
 
 
-class _Machines(_Record):
+class _Machines(Record):
     device: _Device
-    ranks_per_node: PositiveInt
-    cores_per_node: NonNegativeInt = 0
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
+    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     intra_node: _Link
     inter_node: _Link | None = None
 
@@ -83,17 +70,8 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     Raises:
         ConfigError: it cannot be read, or a field is missing, unknown or out of range; all are named.
     """
-    try:
-        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"machine file {path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"machine file {path} is neither YAML nor JSON: {error}") from error
-    try:
-        found = _Machines.model_validate(document)
-    except ValidationError as error:
-        problems = describe(error.errors(), root="the file")
-        raise ConfigError(join(f"machine file {path} cannot be used:", problems)) from error
+    file = UserFile(path, what="machine file", error=ConfigError)
+    found = file.model(_Machines, file.read_yaml())
     device, near = found.device, found.intra_node.link()
     return Cluster(
         device=Device(

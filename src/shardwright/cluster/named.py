@@ -13,12 +13,11 @@ import yaml
 from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
+from shardwright.limits import MOST_NODES
+from shardwright.printable import shown
 from shardwright.units import parse_bytes
 
-__all__ = ["MOST_NODES", "THIS_CPU", "kind_called", "node_kinds", "parse_inventory"]
-
-MOST_NODES = 100_000
-"""Of one kind: more are a slip of the keyboard."""
+__all__ = ["THIS_CPU", "kind_called", "node_kinds", "parse_inventory"]
 
 THIS_CPU = "this-cpu"
 """The machine that this runs on, with typical rates; ``shardwright probe`` measures them."""
@@ -65,15 +64,11 @@ def parse_inventory(text: str) -> Inventory:
         match = _TERM.fullmatch(term.strip())
         if match is None:
             raise ConfigError(
-                f"{term.strip()!r} in {text!r} is not a kind of node and a number, such as p4d.24xlarge*4."
+                f"{shown(term.strip())} in {shown(text)} is not a kind of node and a number, such as "
+                "p4d.24xlarge*4."
             )
         nodes.append((kind_called(match["name"]), _number(match["number"], text)))
     return Inventory(name=" + ".join(f"{kind.name} x {number}" for kind, number in nodes), nodes=tuple(nodes))
-
-
-def _shortened(text: str, most: int = 60) -> str:
-    """A text for a message: of a long one, the begin."""
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def kind_called(name: str) -> NodeKind:
@@ -88,7 +83,7 @@ def kind_called(name: str) -> NodeKind:
         return kinds[plain]
     near = difflib.get_close_matches(plain, kinds, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(kinds)}."
-    raise ConfigError(f"there are no machines called {name!r}; {hint}")
+    raise ConfigError(f"there are no machines called {shown(name)}; {hint}")
 
 
 def _number(text: str | None, whole: str) -> int:
@@ -97,7 +92,7 @@ def _number(text: str | None, whole: str) -> int:
     # Python refuses to read numbers of thousands of digits.
     if not text.isdecimal() or len(text) > _MOST_DIGITS or not 1 <= int(text) <= MOST_NODES:
         raise ConfigError(
-            f"{_shortened(text)!r} in {_shortened(whole)!r} is not a number of nodes: take 1 to {MOST_NODES}."
+            f"{shown(text)} in {shown(whole)} is not a number of nodes: take 1 to {MOST_NODES}."
         )
     return int(text)
 

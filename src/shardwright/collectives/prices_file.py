@@ -3,30 +3,26 @@
 import os
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from shardwright.collectives.prices import Curve, DevicePrices, Line, Prices
 from shardwright.collectives.topology import Topology
 from shardwright.errors import ConfigError
-from shardwright.problems import describe, join
+from shardwright.files import Record, UserFile, replace_file
+from shardwright.limits import MOST_RANKS
 
 __all__ = ["PRICES_VARIABLE", "read_prices", "write_prices"]
 
 PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
 _FORMAT, _VERSION = "shardwright-prices", 2
 
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Line(_Record):
+class _Line(Record):
     alpha_s: NonNegative
     Bps: Positive
 
@@ -34,11 +30,12 @@ class _Line(_Record):
         return Line(self.alpha_s, self.Bps)
 
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Node = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_RANKS)]], Field(min_length=1)]
 Points = Annotated[list[tuple[NonNegative, Finite]], Field(min_length=1)]
 
 
-class _Curve(_Record):
+class _Curve(Record):
     points: Points
 
     @field_validator("points")
@@ -52,7 +49,7 @@ class _Curve(_Record):
         return Curve(tuple(self.points))
 
 
-class _DevicePrices(_Record):
+class _DevicePrices(Record):
     everyone: dict[str, _Line]
     across: dict[str, _Line]
     inside: dict[str, _Line]
@@ -77,10 +74,10 @@ def _lines(records: dict[str, _Line]) -> dict[str, Line]:
     return {name: record.line() for name, record in records.items()}
 
 
-class _Document(_Record):
+class _Document(Record):
     format: Literal["shardwright-prices"]
     version: Literal[2]
-    nodes: list[list[int]]
+    nodes: Annotated[list[Node], Field(min_length=1)]
     own: dict[str, _Curve]
     copy_: _Line = Field(alias="copy")
     combine: _Line
@@ -91,12 +88,20 @@ class _Document(_Record):
     source: str
     devices: _DevicePrices | None = None
 
+    @field_validator("nodes")
+    @classmethod
+    def _each_once(cls, nodes: list[list[int]]) -> list[list[int]]:
+        ranks = sorted(rank for node in nodes for rank in node)
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"the {len(ranks)} ranks of a group are 0 to {len(ranks) - 1}, each once")
+        return nodes
+
 
 def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topology) -> None:
     """Writes prices, and the nodes that they were measured on."""
     content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": topology.nodes}
     document = _Document.model_validate({**content, **asdict(prices)})
-    Path(path).write_text(document.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+    replace_file(path, document.model_dump_json(by_alias=True, indent=2) + "\n")
 
 
 def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
@@ -105,18 +110,9 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
     Raises:
         ConfigError: the file cannot be read, or is none of prices; what is wrong is named.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        found = _Document.model_validate_json(text)
-    except OSError as error:
-        raise ConfigError(f"prices {path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"prices {path} cannot be read: {error}.") from error
-    except ValidationError as error:
-        problems = describe(error.errors(), root="the file")
-        raise ConfigError(
-            join(f"prices {path} cannot be used; shardwright probe measures them anew:", problems)
-        ) from error
+    advice = "shardwright probe measures them anew"
+    file = UserFile(path, what="prices", error=ConfigError, advice=advice)
+    found = file.model(_Document, file.read_json())
     prices = Prices(
         own=_curves(found.own),
         copy=found.copy_.line(),

@@ -1,10 +1,15 @@
 """Slurm's short form of a list of hosts."""
 
+import math
 import re
 
 from shardwright.errors import LaunchError
+from shardwright.limits import MOST_NODES
+from shardwright.printable import shown
 
 __all__ = ["expand_hosts"]
+
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -23,8 +28,28 @@ def expand_hosts(text: str) -> list[str]:
     """
     names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if not names or ",".join(names) != text:
-        raise LaunchError(f"{text!r} is not a list of hosts. Slurm writes one as in gpu[01-04,7],login.")
-    return [host for name in names for host in _expand(name, text)]
+        raise LaunchError(f"{shown(text)} is not a list of hosts. Slurm writes one as in gpu[01-04,7],login.")
+    hosts: list[str] = []
+    for name in names:
+        _refuse_endless(name, text)
+        hosts += _expand(name, text)
+    return hosts
+
+
+def _refuse_endless(name: str, text: str) -> None:
+    """Of a few letters, gpu[0-99999999999], there are more hosts than memory has room for."""
+    number = math.prod(
+        sum(_count(part) for part in brackets.split(",")) for brackets in re.findall(r"\[([^\[\]]*)\]", name)
+    )
+    if number > MOST_NODES:
+        raise LaunchError(
+            f"the list of hosts {shown(text)} stands for {shown(number)} hosts, and at most {MOST_NODES} go."
+        )
+
+
+def _count(part: str) -> int:
+    match = _RANGE.fullmatch(part)
+    return 1 if match is None or match[2] is None else max(0, int(match[2]) - int(match[1]) + 1)
 
 
 def _expand(name: str, text: str) -> list[str]:
@@ -38,10 +63,10 @@ def _expand(name: str, text: str) -> list[str]:
 def _numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        match = _RANGE.fullmatch(part)
         if match is None:
             raise LaunchError(
-                f"{part!r} in the list of hosts {text!r} is not a number or a range such as 01-04."
+                f"{shown(part)} in the list of hosts {shown(text)} is not a number or a range such as 01-04."
             )
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardwright.errors import LaunchError
+from shardwright.limits import MOST_RANKS
 
 __all__ = ["LaunchEnvironment"]
 
@@ -38,6 +39,8 @@ class LaunchEnvironment:
     source: str
 
     def __post_init__(self) -> None:
+        if self.world_size > MOST_RANKS:
+            self._refuse(f"the world size is {self.world_size}, and at most {MOST_RANKS} ranks go")
         for name, value, limit_name, limit in (
             ("rank", self.rank, "world size", self.world_size),
             ("local rank", self.local_rank, "local world size", self.local_world_size),

@@ -9,6 +9,8 @@ from shardwright.comm.host_list import expand_hosts
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.variables import Variables
 from shardwright.errors import LaunchError
+from shardwright.limits import MOST_NODES
+from shardwright.printable import shown
 
 __all__ = [
     "from_arguments",
@@ -117,10 +119,10 @@ def _slurm_tasks_on_node(variables: Variables, node_rank: int, *, world_size: in
         return math.ceil(world_size / num_nodes)
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None or len(counts) + int(match[2] or 1) > MOST_NODES:
             raise LaunchError(
-                f"SLURM_TASKS_PER_NODE is {text!r}; it should look like 4(x2),3. Correct or unset it."
+                f"SLURM_TASKS_PER_NODE is {shown(text)}; it should look like 4(x2),3. Correct or unset it."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts):
@@ -260,10 +262,12 @@ def _sagemaker_hosts(text: str) -> list[str]:
     """The hosts of a training job; the first one is the master."""
     try:
         hosts = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
-        raise LaunchError(f"SM_HOSTS is {text!r}, which is not a JSON list of names. Correct or unset it.")
+        raise LaunchError(
+            f"SM_HOSTS is {shown(text)}, which is not a JSON list of names. Correct or unset it."
+        )
     return sorted(hosts)
 
 

@@ -1,10 +1,14 @@
 """Environment variables, read with care."""
 
+import re
 from collections.abc import Mapping
 
 from shardwright.errors import LaunchError
+from shardwright.printable import shown
 
 __all__ = ["Variables"]
+
+_NUMBER = re.compile(r"\s*[-+]?[0-9]{1,18}\s*")  # int() takes more: 1_000, and other scripts' digits
 
 
 class Variables:
@@ -31,12 +35,9 @@ class Variables:
         if name is None:
             return None
         value = self._environ[name]
-        try:
-            return int(value)
-        except ValueError:
-            raise LaunchError(
-                f"{name} is {value!r}, which is not a whole number. Correct or unset it."
-            ) from None
+        if _NUMBER.fullmatch(value) is None:
+            raise LaunchError(f"{name} is {shown(value)}, which is not a whole number. Correct or unset it.")
+        return int(value)
 
     def required_number(self, name: str, *, because: str) -> int:
         """A variable that must be set, as a number.

@@ -18,11 +18,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from shardwright.config import Config
 from shardwright.errors import ConfigError
-from shardwright.launch.process_text import check_variables
+from shardwright.files import UserFile
+from shardwright.launch.counts import check_processes
+from shardwright.launch.process_text import check_variables, shown
 from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
 
 __all__ = ["Distribution", "read_distribution"]
@@ -211,15 +211,13 @@ def _mp_parameters(part: Mapping[str, Any], *, by_torchrun: bool) -> dict[str, A
 
 
 def _processes(parts: list[Mapping[str, Any]]) -> int | None:
-    found = {str(part[_PROCESSES]): part[_PROCESSES] for part in parts if part.get(_PROCESSES) is not None}
+    found = {shown(part[_PROCESSES]): part[_PROCESSES] for part in parts if part.get(_PROCESSES) is not None}
     if len(found) > 1:
         raise ConfigError(
             f"distribution asks for {_PROCESSES} {' and '.join(found)}. Give one number of processes."
         )
     for number in found.values():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ConfigError(f"{_PROCESSES} is {number!r}, but it must be a whole number of at least 1.")
-        return number
+        return check_processes(number)
     return None
 
 
@@ -228,14 +226,14 @@ def _settings(given: Any) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, str | Path):
-        try:
-            given = yaml.safe_load(Path(given).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"settings cannot be read from {given}: {error}.") from error
+        file = UserFile(given, what="settings:", error=ConfigError)
+        found = file.read_yaml()
+        given = {} if found is None else found
+        Config.check(given, source=str(file))
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"settings are {given!r}, but they must be a dictionary such as {{'microbatches': 4}}, or the "
-            "path of a YAML or JSON file."
+            f"settings are {shown(given)}, but they must be a dictionary such as {{'microbatches': 4}}, or "
+            "the path of a YAML or JSON file."
         )
     Config.parse(given)
     return dict(given)

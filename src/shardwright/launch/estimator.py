@@ -13,6 +13,7 @@ from typing import Any, Literal
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.launch.channels import local_path, read_channels
+from shardwright.launch.counts import check_count
 from shardwright.launch.distribution import Distribution, read_distribution
 from shardwright.launch.engines.engine import Engine
 from shardwright.launch.engines.local import Local
@@ -21,15 +22,17 @@ from shardwright.launch.hyperparameters import to_words, with_plain_values
 from shardwright.launch.instances import LOCAL
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.placement import place_processes
-from shardwright.launch.process_text import check_variables
+from shardwright.launch.process_text import check_variables, shown
 from shardwright.launch.running_job import RunningJob
 from shardwright.launch.smp_parameters import check_world
 from shardwright.launch.training_environment import framework_parameters
+from shardwright.limits import MOST_NODES, MOST_RESTARTS
 
 __all__ = ["Estimator"]
 
 _MP_PARAMETERS = "mp_parameters"
 _LONGEST_BASE = 24  # with the time behind it, and a host's number, it is still the name of a host
+_MOST_RUN_S = 1e9
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 
 
@@ -109,7 +112,8 @@ class Estimator:
     ) -> None:
         renamed = {ALIASES[name]: arguments.pop(name) for name in list(arguments) if name in ALIASES}
         self.instance_type = str(renamed.get("instance_type", instance_type))
-        self.instance_count = _count("instance_count", renamed.get("instance_count", instance_count))
+        count = renamed.get("instance_count", instance_count)
+        self.instance_count = check_count("instance_count", count, most=MOST_NODES)
         self.engine: Engine = _engine(engine)
         self.device = _device(device, self.instance_type)
         self.s3_to_local = dict(s3_to_local or {})
@@ -117,7 +121,7 @@ class Estimator:
         self.base_job_name = base_job_name
         self.image_uri = image_uri
         self.max_run: float | None = _seconds(renamed.get("max_run", max_run))
-        self.max_restarts = _count("max_restarts", max_restarts, least=0)
+        self.max_restarts = check_count("max_restarts", max_restarts, least=0, most=MOST_RESTARTS)
         self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
         check_variables(self.environment, what="environment")
         self.source_dir, self.entry_point = _script(entry_point, source_dir)
@@ -270,27 +274,27 @@ class Estimator:
             return f"{base[:_LONGEST_BASE].strip('-') or 'job'}-{time}"
         if not _JOB_NAME.fullmatch(given):
             raise ConfigError(
-                f"job_name is {given!r}, but it must be of 1 to 63 letters, digits and '-', with a letter "
-                "or digit at both ends."
+                f"job_name is {shown(given)}, but it must be of 1 to 63 letters, digits and '-', with a "
+                "letter or digit at both ends."
             )
         return given
 
 
-def _count(name: str, value: Any, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
-    return value
-
-
 def _seconds(value: Any) -> float | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-        raise ConfigError(f"max_run is {value!r}, but it must be a number of seconds, or None for no limit.")
-    return value
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _MOST_RUN_S:
+        raise ConfigError(
+            f"max_run is {shown(value)}, but it must be a number of seconds up to {_MOST_RUN_S:g}, or None "
+            "for no limit."
+        )
+    return float(value) if isinstance(value, float) else value
 
 
 def _device(given: str | None, instance_type: str) -> Literal["auto", "cpu"]:
     if given not in (None, "auto", "cpu"):
-        raise ConfigError(f"device is {given!r}, but it must be cpu, auto or None.")
+        raise ConfigError(f"device is {shown(given)}, but it must be cpu, auto or None.")
     return "cpu" if given == "cpu" or (given is None and instance_type == LOCAL) else "auto"
 
 
@@ -299,7 +303,7 @@ def _engine(given: Any) -> Engine:
         return Local()
     if not callable(getattr(given, "start", None)) or isinstance(given, type):
         raise ConfigError(
-            f"engine is {given!r}, but it must be an engine of shardwright.launch: Local(), "
+            f"engine is {shown(given)}, but it must be an engine of shardwright.launch: Local(), "
             "LocalCluster(...), Slurm(...), Kubernetes(...) or Ray(...)."
         )
     found: Engine = given

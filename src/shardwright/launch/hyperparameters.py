@@ -36,10 +36,10 @@ def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"a hyperparameter is called {name!r}, but {reason}. Give it another name.")
         try:
             plain[name] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"hyperparameter {name} is {value!r}, which JSON cannot express ({error}). Give a number, "
-                "text, a list, a dictionary, True, False or None."
+                f"hyperparameter {name} is {shown(value)}, which JSON cannot express ({error}). Give a "
+                "number, text, a list, a dictionary, True, False or None."
             ) from error
         if (reason := why_no_text(to_words({name: plain[name]})[1])) is not None:
             raise ConfigError(f"hyperparameter {name} is {shown(value)}, but {reason}. Give another value.")
@@ -107,6 +107,6 @@ def _typed(text: str) -> Any:
         return words[text]
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if json.dumps(value) != "NaN" and value not in (float("inf"), float("-inf")) else text

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwright.errors import ConfigError
+from shardwright.launch.counts import check_processes
 from shardwright.launch.distribution import Distribution
 from shardwright.launch.instances import LOCAL_GPU, gpus_here, gpus_of
 
@@ -91,8 +92,8 @@ def _check_gpus(number: int, num_hosts: int, instance_type: str, *, of_kind: int
 
 
 def _agreed(given: int | None, distributed: int | None) -> int | None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise ConfigError(f"processes_per_host is {given!r}, but it must be a whole number of at least 1.")
+    if given is not None:
+        check_processes(given)
     if None not in (given, distributed) and given != distributed:
         raise ConfigError(
             f"processes_per_host is {given}, but in distribution it is {distributed}. Give one of them."

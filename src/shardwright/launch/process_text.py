@@ -1,12 +1,11 @@
 """Text that a process can have among its words and variables: what the kernel, and UTF-8, can hold."""
 
 import os
-import reprlib
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.printable import shown
 
 __all__ = [
     "check_process",
@@ -23,13 +22,6 @@ _NUL = "it has a NUL character, at which text of a process ends"
 _SURROGATE = "it has half a character of Unicode (a lone surrogate), which UTF-8 cannot express"
 # Linux: MAX_ARG_STRLEN, 32 pages, of which the NUL at the end takes one byte.
 _MOST_BYTES = 32 * 4096 - 1
-_ABBREVIATION = reprlib.Repr()
-_ABBREVIATION.maxstring = _ABBREVIATION.maxother = 120
-
-
-def shown(value: Any) -> str:
-    """A value as messages have it, abbreviated where it is long."""
-    return _ABBREVIATION.repr(value)
 
 
 def why_no_text(text: str) -> str | None:

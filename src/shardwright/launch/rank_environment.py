@@ -103,7 +103,7 @@ def json_or(text: str | None, otherwise: Any) -> Any:
     """JSON of the kind of `otherwise`; that, where a variable is unset or has other things in it."""
     try:
         found = json.loads(text or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return otherwise
     is_alike = isinstance(found, type(otherwise)) and (bool(found) or not isinstance(found, list))
     return found if is_alike else otherwise

@@ -9,6 +9,8 @@ from typing import Any, Literal
 from shardwright.errors import UsageError
 from shardwright.launch.host_cores import cores_of_host
 from shardwright.launch.smp_parameters import encode_smp_parameters
+from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.printable import control_in, shown
 
 __all__ = ["LaunchRequest"]
 
@@ -60,10 +62,12 @@ class LaunchRequest:
     mp_parameters: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
         if not self.is_module and not Path(self.target).is_file():
             raise UsageError(_no_script(self.target))
         for what, path in (("plan", self.plan), ("config", self.config)):
-            if path is not None and not path.is_file():
+            if path is not None and not path.exists():
                 raise UsageError(f"--{what} {path}: there is no such file. Give the path of a {what} file.")
         if self.num_nodes > 1 and not self.endpoint:
             raise UsageError(
@@ -74,6 +78,37 @@ class LaunchRequest:
             raise UsageError(
                 f"--node-rank {self.node_rank} is not in 0 to {self.num_nodes - 1}, "
                 f"for --nnodes is {self.num_nodes}."
+            )
+
+    def _check_names(self) -> None:
+        named: dict[str, str | Path | None] = {
+            "the script": self.target,
+            "the run folder": self.run_folder,
+            "--plan": self.plan,
+            "--config": self.config,
+            "--rdzv-endpoint": self.endpoint,
+        }
+        for what, name in named.items():
+            if name is not None and (control := control_in(str(name))) is not None:
+                raise UsageError(
+                    f"{what} is {shown(str(name))}, but it must not have control characters such as "
+                    f"{control}."
+                )
+
+    def _check_numbers(self) -> None:
+        for what, number, least, most in (
+            ("--num-ranks", self.num_ranks, 1, MOST_RANKS_OF_HOST),
+            ("--nnodes", self.num_nodes, 1, MOST_NODES),
+            ("--max-restarts", self.max_restarts, 0, MOST_RESTARTS),
+            ("--grace", self.grace_s, 0, MOST_SECONDS),
+        ):
+            if not least <= number <= most:  # so that NaN is refused, too
+                raise UsageError(f"{what} is {shown(number)}, but it must be from {least} to {most:g}.")
+        host, _, port = (self.endpoint or "localhost:1").rpartition(":")
+        if not host or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+            raise UsageError(
+                f"--rdzv-endpoint is {shown(self.endpoint)}, but it must be HOST:PORT, with a port from 1 to "
+                "65535."
             )
 
     @property

@@ -10,11 +10,13 @@ import json
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, TypeGuard, get_args
 
 from shardwright.config import Config, PipelineKind
 from shardwright.errors import ConfigError
+from shardwright.files import DocumentError, UserFile, parse_json
+from shardwright.limits import MOST_RANKS
+from shardwright.printable import printable, shown
 from shardwright.problems import join
 
 __all__ = ["check_smp_parameters", "check_world", "encode_smp_parameters", "read_smp_parameters"]
@@ -72,10 +74,11 @@ def read_smp_parameters(given: Mapping[str, Any] | str | os.PathLike[str]) -> di
         )
     text = os.fspath(given).strip()
     if text.startswith("{"):
-        return _from_json(text, f"parameters {text[:80]!r}")
+        return _from_json(text, f"parameters {shown(text)}")
     if "=" in text and not text.endswith(".json"):
         return _from_pairs(text)
-    return _from_file(Path(text))
+    file = UserFile(text, what="parameters of the model parallel library:", error=ConfigError, advice=_GIVE)
+    return _as_parameters(file.read_json(), str(file))
 
 
 def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
@@ -157,24 +160,17 @@ def _plain(key: str) -> str:
     return key if key in _KNOWN else key.replace("-", "_")
 
 
-def _from_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"parameters of the model parallel library are to be in {path}, but it cannot be read: "
-            f"{error.strerror}. Give the path of a JSON file, or a dictionary."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no JSON: it is not text. Give the path of a JSON file.") from error
-    return _from_json(text, str(path))
+_GIVE = "Give the path of a JSON file, or a dictionary"
 
 
 def _from_json(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} cannot be read as JSON: {error}. Correct it.") from error
+        return _as_parameters(parse_json(text), where)
+    except DocumentError as error:
+        raise ConfigError(f"{where} {error.predicate}. Correct it.") from None
+
+
+def _as_parameters(found: Any, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(
             f"{where} has a {type(found).__name__} where parameters of the model parallel library must be an "
@@ -189,10 +185,11 @@ def _from_pairs(text: str) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not key.replace("-", "_").isidentifier():
             raise ConfigError(
-                f"{pair!r} in {text!r} is no parameter of the model parallel library. Write key=value "
-                "pairs with commas between them: partitions=2,microbatches=4"
+                f"{shown(pair)} in {shown(text)} is no parameter of the model parallel library. Write "
+                "key=value pairs with commas between them: partitions=2,microbatches=4"
             )
-        found[_plain(key)] = _value(value)
+        if found.setdefault(_plain(key), _value(value)) != _value(value):
+            raise ConfigError(f"{_plain(key)} is given twice in {shown(text)}, with two values. Give one.")
     return found
 
 
@@ -201,18 +198,21 @@ def _value(text: str) -> Any:
     if text in words:
         return words[text]
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text)
+    except DocumentError as error:
+        if not error.is_other_text:
+            raise ConfigError(f"{shown(text)} is no value of a parameter: {error}.") from None
         return text
 
 
 def _is_count(value: Any, least: int = 1) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_RANKS
 
 
 def _wrong_counts(given: Mapping[str, Any]) -> list[str]:
     return [
-        f"{key} is {given[key]!r}, but it must be a whole number of at least 1. For example: {key!r}: 2"
+        f"{key} is {shown(given[key])}, but it must be a whole number of at least 1, and at most "
+        f"{MOST_RANKS}. For example: {key!r}: 2"
         for key in _COUNTS
         if key in given and not _is_count(given[key])
     ]
@@ -220,7 +220,7 @@ def _wrong_counts(given: Mapping[str, Any]) -> list[str]:
 
 def _wrong_flags(given: Mapping[str, Any]) -> list[str]:
     return [
-        f"{key} is {given[key]!r}, but it must be True or False."
+        f"{key} is {shown(given[key])}, but it must be True or False."
         for key in _FLAGS
         if key in given and not isinstance(given[key], bool)
     ]
@@ -230,20 +230,21 @@ def _wrong_choices(given: Mapping[str, Any]) -> list[str]:
     problems = []
     if "pipeline" in given and given["pipeline"] not in (*_PIPELINES, *_OUR_PIPELINES, "auto"):
         problems.append(
-            f"pipeline is {given['pipeline']!r}, but it must be simple (all forwards, then all backwards) or "
-            f"interleaved (backward first); _only_forward, auto, {', '.join(_OUR_PIPELINES)} are accepted, "
-            "too."
+            f"pipeline is {shown(given['pipeline'])}, but it must be simple (all forwards, then all "
+            f"backwards) or interleaved (backward first); _only_forward, auto, {', '.join(_OUR_PIPELINES)} "
+            "are accepted, too."
         )
     if "placement_strategy" in given and not _is_placement(given["placement_strategy"]):
         problems.append(
-            f"placement_strategy is {given['placement_strategy']!r}, but it must be cluster (the same as "
-            "DPT), spread (TPD), or another order of the letters D, P and T; the rightmost changes fastest."
+            f"placement_strategy is {shown(given['placement_strategy'])}, but it must be cluster (the same "
+            "as DPT), spread (TPD), or another order of the letters D, P and T; the rightmost changes "
+            "fastest."
         )
     if "optimize" in given and given["optimize"] not in ("speed", "memory"):
-        problems.append(f"optimize is {given['optimize']!r}, but it must be speed or memory.")
+        problems.append(f"optimize is {shown(given['optimize'])}, but it must be speed or memory.")
     if "ddp_dist_backend" in given and given["ddp_dist_backend"] not in _BACKENDS:
         problems.append(
-            f"ddp_dist_backend is {given['ddp_dist_backend']!r}, but it must be "
+            f"ddp_dist_backend is {shown(given['ddp_dist_backend'])}, but it must be "
             f"{', '.join(_BACKENDS[:-1])} or {_BACKENDS[-1]}."
         )
     return problems
@@ -259,21 +260,23 @@ def _wrong_numbers(given: Mapping[str, Any]) -> list[str]:
     problems = []
     if "partition_file" in given and not isinstance(given["partition_file"], str):
         problems.append(
-            f"partition_file is {given['partition_file']!r}, but it must be text: the path of a file."
+            f"partition_file is {shown(given['partition_file'])}, but it must be text: the path of a file."
         )
     if "default_partition" in given and not _is_count(given["default_partition"], least=0):
         problems.append(
-            f"default_partition is {given['default_partition']!r}, but it must be a whole number of at "
+            f"default_partition is {shown(given['default_partition'])}, but it must be a whole number of at "
             "least 0: the stage of modules outside any smp.partition."
         )
     weight = given.get("memory_weight", 0.5)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
         problems.append(
-            f"memory_weight is {weight!r}, but it must be a number from 0 (balance time only) to 1 (balance "
-            "memory only)."
+            f"memory_weight is {shown(weight)}, but it must be a number from 0 (balance time only) to 1 "
+            "(balance memory only)."
         )
     if "ddp_port" in given and not (_is_count(given["ddp_port"]) and given["ddp_port"] < 2**16):
-        problems.append(f"ddp_port is {given['ddp_port']!r}, but it must be a TCP port, from 1 to 65535.")
+        problems.append(
+            f"ddp_port is {shown(given['ddp_port'])}, but it must be a TCP port, from 1 to 65535."
+        )
     return problems
 
 
@@ -283,8 +286,8 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     stages = degree if partitions is None else partitions
     if None not in (partitions, degree) and partitions != degree:
         problems.append(
-            f"partitions is {partitions!r} and pipeline_parallel_degree is {degree!r}, but they are two "
-            "names of one setting. Give one of them."
+            f"partitions is {shown(partitions)} and pipeline_parallel_degree is {shown(degree)}, but they "
+            "are two names of one setting. Give one of them."
         )
     default = given.get("default_partition")
     if given.get("auto_partition") is False and default is None:
@@ -297,7 +300,8 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
             f"default_partition is {default}, but with {stages} partitions it must be from 0 to {stages - 1}."
         )
     problems += [
-        f'{key} is {given[key]!r}, but it has a meaning only with ddp. Add "ddp": True, or leave {key} out.'
+        f"{key} is {shown(given[key])}, but it has a meaning only with ddp. "
+        f'Add "ddp": True, or leave {key} out.'
         for key in ("ddp_port", "ddp_dist_backend")
         if key in given and not given.get("ddp")
     ]
@@ -324,4 +328,4 @@ def _not_there_yet(given: Mapping[str, Any]) -> list[str]:
 def _unknown(key: str, known: list[str]) -> str:
     close = get_close_matches(key, known, n=1, cutoff=0.6)
     hint = f" Did you mean {close[0]}?" if close else ""
-    return f"{key} is not a parameter of the model parallel library, and is passed over.{hint}"
+    return f"{printable(key)} is not a parameter of the model parallel library, and is passed over.{hint}"

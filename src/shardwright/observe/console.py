@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
+from shardwright.printable import printable
 from shardwright.units import format_seconds
 
 __all__ = ["Console", "Phase"]
@@ -54,7 +55,7 @@ class Console:
     def line(self, text: str) -> None:
         """Prints text, of one line or several."""
         if self.prints:
-            self._write(f"{text}\n")
+            self._write(f"{printable(text, lines=True)}\n")
 
     def status(self, text: str) -> None:
         """Prints what is going on now."""
@@ -99,6 +100,7 @@ class Console:
         return self._stream if self._stream is not None else sys.stderr
 
     def _dim(self, text: str) -> str:
+        text = printable(text, lines=True)
         return f"{_DIM}{text}{_RESET}" if self._color else text
 
     def _end_live_line(self) -> None:

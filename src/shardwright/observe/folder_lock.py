@@ -15,11 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from shardwright.files import open_to_append
+from shardwright.printable import printable
+
 __all__ = ["held", "hold"]
 
 log = logging.getLogger(__name__)
 
-_HELD: dict[Path, IO[str]] = {}
+_HELD: dict[Path, IO[bytes]] = {}
+_LONGEST_HOLDER = 300
 
 
 def hold(path: Path) -> str | None:
@@ -36,7 +40,7 @@ def hold(path: Path) -> str | None:
     """
     if path in _HELD:
         return None
-    file = path.open("a+", encoding="utf-8")
+    file = open_to_append(path)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -45,11 +49,11 @@ def hold(path: Path) -> str | None:
             _HELD[path] = file
             return None
         file.seek(0)
-        holder = file.read().strip()
+        holder = printable(file.read(_LONGEST_HOLDER).decode(errors="replace").strip())
         file.close()
         return holder or "another process"
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     file.flush()
     _HELD[path] = file
     return None

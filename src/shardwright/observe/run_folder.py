@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.errors import ConfigError
+from shardwright.files import replace_file
 from shardwright.observe.folder_lock import hold
+from shardwright.printable import control_in, printable, shown
 
-__all__ = ["RunFolder", "show_path"]
+__all__ = ["RunFolder", "check_name", "show_path"]
 
 _VARIABLE = "SHARDWRIGHT_RUN_DIR"
 _LOGS = "logs"
@@ -72,14 +74,14 @@ class RunFolder:
         if launched and Path(launched, _LOGS).is_dir():
             return cls(Path(launched).absolute())
         if name is not None:
-            _check(name)
+            check_name(name)
         base = launched or base
         try:
             path = _make(Path(base).absolute(), name, now)
             (path / _LOGS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"a run folder cannot be made in run_dir {os.fspath(base)!r}: {error.strerror}. "
+                f"a run folder cannot be made in run_dir {shown(os.fspath(base))}: {error.strerror}. "
                 "Set run_dir to a folder that can be written."
             ) from error
         return cls(path)
@@ -143,12 +145,7 @@ class RunFolder:
     def write(self, name: str, text: str) -> Path:
         """Writes a file of this folder, whole or not at all; returns its path."""
         path = self.path / name
-        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(path, text)
         return path
 
     def __str__(self) -> str:
@@ -159,13 +156,19 @@ class RunFolder:
 def show_path(path: Path) -> str:
     """A path for a person: relative to the working directory where it lies inside."""
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
-def _check(name: str) -> None:
-    if name in ("", ".", "..") or any(mark in name for mark in ("/", os.sep, "\0")):
+def check_name(name: str) -> None:
+    """Refuses what is no name of a folder.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    marks = (mark for mark in ("/", os.sep, "\0") if mark in name)
+    if name in ("", ".", "..") or any(marks) or control_in(name) is not None:
         raise ConfigError(
-            f"run_name is {name!r}, but it must be the name of one folder, such as first-try. "
+            f"run_name is {shown(name)}, but it must be the name of one folder, such as first-try. "
             "Set run_dir to choose where that folder lies."
         )
 

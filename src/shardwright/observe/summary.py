@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.observe.jsonl import read_json_lines
+from shardwright.observe.jsonl import Records, read_json_lines
 from shardwright.observe.metrics import Metric
 from shardwright.observe.progress import format_loss, format_rate
+from shardwright.observe.recorded import finite, number_or_none, to_number
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan, align
 from shardwright.units import format_seconds
@@ -35,6 +36,7 @@ class RunSummary:
         bubble_predicted: the same, as the plan expected it.
         stages: the plan's table of stages.
         folder: the run folder.
+        left_out: a sentence about lines of the metrics that could not be read; empty where all could.
     """
 
     steps: int
@@ -49,6 +51,7 @@ class RunSummary:
     bubble_predicted: float | None = None
     stages: str | None = None
     folder: Path | None = None
+    left_out: str = ""
 
 
 def format_summary(summary: RunSummary) -> str:
@@ -70,6 +73,8 @@ def format_summary(summary: RunSummary) -> str:
         rows += summary.stages.splitlines()
     if summary.folder is not None:
         rows.append(f"run folder {show_path(summary.folder)}")
+    if summary.left_out:
+        rows.append(summary.left_out)
     return "\n".join([title, *(f"  {row}" for row in rows)])
 
 
@@ -85,31 +90,34 @@ def summarize(
         single_throughput: tokens a second of one process; samples a second where tokens are not known.
 
     Raises:
-        UsageError: no step was done.
+        UsageError: no step was done, or the metrics hold something else.
         PlanError: the plan file cannot be used.
     """
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
-    records = read_json_lines(found.metrics_file) if found.metrics_file.exists() else []
+    records = read_json_lines(found.metrics_file) if found.metrics_file.exists() else Records()
     if not records:
         raise UsageError(
             f"{show_path(found.metrics_file)} holds no step. Run the training first, or name another folder."
         )
+    where = show_path(found.metrics_file)
+    steps = {finite(record.get("step"), "step", where) for record in records}
     steady = records[1:] or records
-    tokens = _median(steady, Metric.TOKENS)
+    tokens = _median(steady, Metric.TOKENS, where)
     plan = Plan.read(found.plan_file) if found.plan_file.exists() else None
     return RunSummary(
-        steps=len({record.get("step") for record in records}),
-        first_loss=_number(records[0], Metric.LOSS),
-        final_loss=_number(records[-1], Metric.LOSS),
-        throughput=tokens if tokens is not None else _median(steady, Metric.SAMPLES),
+        steps=len(steps),
+        first_loss=_loss(records[0], where),
+        final_loss=_loss(records[-1], where),
+        throughput=tokens if tokens is not None else _median(steady, Metric.SAMPLES, where),
         throughput_unit="tok/s" if tokens is not None else "samples/s",
         single_throughput=single_throughput,
-        step_s=_median(steady, Metric.STEP),
-        step_predicted_s=_median(steady, Metric.STEP_PREDICTED),
-        bubble=_median(steady, Metric.BUBBLE),
-        bubble_predicted=_median(steady, Metric.BUBBLE_PREDICTED),
+        step_s=_median(steady, Metric.STEP, where),
+        step_predicted_s=_median(steady, Metric.STEP_PREDICTED, where),
+        bubble=_median(steady, Metric.BUBBLE, where),
+        bubble_predicted=_median(steady, Metric.BUBBLE_PREDICTED, where),
         stages=None if plan is None else plan.table(),
         folder=found.path,
+        left_out=records.left_out,
     )
 
 
@@ -144,12 +152,11 @@ def _against(measured: str, predicted_s: float | None, measured_s: float) -> str
     return f"{measured} measured, {format_seconds(predicted_s)} predicted ({error:+.0%})"
 
 
-def _median(records: list[dict[str, Any]], name: str) -> float | None:
-    values = [value for record in records if (value := _number(record, name)) is not None]
+def _median(records: list[dict[str, Any]], name: str, where: str) -> float | None:
+    values = [value for record in records if (value := number_or_none(record, name, where)) is not None]
     return median(values) if values else None
 
 
-def _number(record: Mapping[str, Any], name: str) -> float | None:
-    value = record.get(name)
-    # float() also reads "NaN" and "Infinity", which is how JsonLines writes them.
-    return None if value is None else float(value)
+def _loss(record: Mapping[str, Any], where: str) -> float | None:
+    value = record.get(Metric.LOSS)
+    return None if value is None else to_number(value, Metric.LOSS, where)

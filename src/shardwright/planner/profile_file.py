@@ -8,22 +8,25 @@ measured; the cost of others is estimated, and plans say so.
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field
 
 from shardwright import __version__
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
-from shardwright.problems import describe, join
+from shardwright.files import Record, UserFile, replace_file
+from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
 from shardwright.profile import UnitCost
 
 __all__ = ["MeasuredProfile"]
 
 _MOST_S = 1e6  # days for one unit are a mistake
 Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Flops = Annotated[int, Field(ge=0, le=10**30)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +63,7 @@ class MeasuredProfile:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, whole or not at all."""
         document = _Document.model_validate(self.to_dict())
-        path = Path(path)
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        temporary.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, document.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
@@ -72,18 +72,9 @@ class MeasuredProfile:
         Raises:
             ConfigError: it cannot be read, or is no profile; all fields that are wrong are named.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-            found = _Document.model_validate_json(text)
-        except OSError as error:
-            raise ConfigError(f"profile {path} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"profile {path} is no text: {error}.") from error
-        except ValidationError as error:
-            problems = describe(error.errors(), root="the file")
-            raise ConfigError(
-                join(f"profile {path} cannot be used; shardwright profile makes it anew:", problems)
-            ) from error
+        advice = "shardwright profile makes it anew"
+        file = UserFile(path, what="profile", error=ConfigError, advice=advice)
+        found = file.model(_Document, file.read_json())
         return cls(
             fingerprint=found.fingerprint,
             costs={key: UnitCost(**cost.model_dump()) for key, cost in found.costs.items()},
@@ -93,11 +84,7 @@ class MeasuredProfile:
         )
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Link(_Record):
+class _Link(Record):
     latency_s: Seconds
     bandwidth_Bps: Positive
     occupancy: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -106,20 +93,20 @@ class _Link(_Record):
         return Link(**self.model_dump())
 
 
-class _Device(_Record):
+class _Device(Record):
     name: str
-    memory_bytes: NonNegativeInt
+    memory_bytes: Bytes
     flops_per_s: Positive
     reached: Annotated[float, Field(gt=0, le=1)] = 0.7
     memory_Bps: Positive
     overhead_s: Seconds
-    update_Bps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    update_Bps: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] = 0.0
 
 
-class _Cluster(_Record):
+class _Cluster(Record):
     device: _Device
-    ranks_per_node: PositiveInt
-    cores_per_node: NonNegativeInt
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
+    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)]
     intra_node: _Link
     inter_node: _Link
     slowness: tuple[Positive, ...] = ()
@@ -135,27 +122,27 @@ class _Cluster(_Record):
         )
 
 
-class _Cost(_Record):
+class _Cost(Record):
     forward_s: Seconds
     backward_s: Seconds
     weight_s: Seconds = 0.0
-    saved_bytes: NonNegativeInt = 0
-    input_bytes: NonNegativeInt = 0
-    work_bytes: NonNegativeInt = 0
-    weight_bytes: NonNegativeInt | None = None
-    split_work_bytes: NonNegativeInt | None = None
+    saved_bytes: Bytes = 0
+    input_bytes: Bytes = 0
+    work_bytes: Bytes = 0
+    weight_bytes: Bytes | None = None
+    split_work_bytes: Bytes | None = None
     input_s: Seconds | None = None
-    flops: NonNegativeInt = 0
+    flops: Flops = 0
     provenance: Literal["measured", "estimated"] = "measured"
     spread: Seconds = 0.0
 
 
-class _Document(_Record):
+class _Document(Record):
     format: Literal["shardwright-profile"]
     version: Literal[1]
     created_by: str
     fingerprint: str
-    num_ranks: PositiveInt
+    num_ranks: Ranks
     when: str
     cluster: _Cluster
     costs: dict[str, _Cost]

@@ -16,14 +16,16 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardwright.errors import ScheduleError
+from shardwright.files import UserFile, replace_file
+from shardwright.printable import printable
 from shardwright.schedule.actions import COMPUTE, Action, Kind
 from shardwright.schedule.schedule import Schedule
 
 __all__ = ["format_torch_csv", "parse_torch_csv", "read_torch_csv", "write_torch_csv"]
 
+_MOST_BYTES = 4 * 2**20  # a million actions
 _ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})")
 _DROPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -54,18 +56,19 @@ def format_torch_csv(schedule: Schedule) -> str:
 
 def write_torch_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes `format_torch_csv` to a file."""
-    Path(path).write_text(format_torch_csv(schedule), encoding="ascii")
+    replace_file(path, format_torch_csv(schedule))
 
 
 def read_torch_csv(path: str | os.PathLike[str]) -> Schedule:
     """Reads a file in PyTorch's CSV form; raises as `parse_torch_csv`, and if there is no such file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(
-            f"schedule {path} cannot be read: {error}. Give a CSV file of PyTorch's."
-        ) from error
-    return parse_torch_csv(text, source=str(path))
+    file = UserFile(
+        path,
+        what="schedule",
+        error=ScheduleError,
+        advice="Give a CSV file of PyTorch's",
+        most_bytes=_MOST_BYTES,
+    )
+    return parse_torch_csv(file.read_text(), source=printable(os.fspath(path)))
 
 
 def parse_torch_csv(text: str, *, source: str = "torch_csv") -> Schedule:

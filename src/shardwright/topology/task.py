@@ -22,10 +22,11 @@ from shardwright.costs import (
     known_runtimes,
 )
 from shardwright.errors import ConfigError
+from shardwright.limits import MOST_RANKS
+from shardwright.printable import shown
 
-__all__ = ["MOST_BATCH", "MOST_RANKS", "NOT_RUN_YET", "Task", "runs_shards"]
+__all__ = ["MOST_BATCH", "NOT_RUN_YET", "Task", "runs_shards"]
 
-MOST_RANKS = 1_000_000
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 
@@ -83,11 +84,11 @@ class Task:
             ("sequence", 1 if self.sequence is None else self.sequence, _MOST_SEQUENCE),
         ):
             if not 1 <= value <= most:
-                raise ConfigError(f"{name} is {value}, but it must be from 1 to {most}.")
+                raise ConfigError(f"{name} is {shown(value)}, but it must be from 1 to {most}.")
         if self.runtime not in known_runtimes():
             near = difflib.get_close_matches(self.runtime, known_runtimes(), n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(known_runtimes())}."
-            raise ConfigError(f"{self.runtime!r} is no runtime whose efficiencies are known; {hint}")
+            raise ConfigError(f"{shown(self.runtime)} is no runtime whose efficiencies are known; {hint}")
         if self.sequence is not None and isinstance(self.model, LayerChain):
             raise ConfigError(
                 f"sequence is {self.sequence}, but a sample of {self.model.name} ({self.model.sample}) has "
@@ -97,7 +98,8 @@ class Task:
             rates = kind.accelerator.flops_per_s
             if self.dtype not in rates:
                 raise ConfigError(
-                    f"{kind.accelerator.name} has no rate for {self.dtype}; take one of {', '.join(rates)}."
+                    f"{kind.accelerator.name} has no rate for {shown(self.dtype)}; take one of "
+                    f"{', '.join(rates)}."
                 )
 
     @cached_property

@@ -34,10 +34,12 @@ from shardwright.comm.versions import refuse_mixed_versions
 from shardwright.comm.whereabouts import Whereabouts
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
+from shardwright.files import DocumentError, UserFile, parse_json
 from shardwright.mesh import GroupKind, Mesh
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
+from shardwright.printable import shown
 from shardwright.problems import join
 
 if TYPE_CHECKING:
@@ -187,23 +189,20 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     Raises:
         ConfigError: a file or a variable cannot be read.
     """
-    import json
-    from pathlib import Path
-
-    import yaml
-
     layers: list[Mapping[str, Any]] = []
     if path := environ.get("SHARDWRIGHT_CONFIG"):
-        try:
-            found = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"SHARDWRIGHT_CONFIG names {path}, which cannot be read: {error}.") from error
-        layers.append(_object("SHARDWRIGHT_CONFIG", found))
+        file = UserFile(path, what="SHARDWRIGHT_CONFIG", error=ConfigError)
+        found = _object("SHARDWRIGHT_CONFIG", {} if (held := file.read_yaml()) is None else held)
+        Config.check(found, source=str(file))
+        layers.append(found)
     if text := environ.get("SHARDWRIGHT_SET"):
         try:
-            found = json.loads(text)
-        except ValueError:
-            found = text
+            found = parse_json(text)
+        except DocumentError as error:
+            raise ConfigError(
+                f"SHARDWRIGHT_SET is {shown(text)}, but it must be an object such as "
+                f'{{"microbatches": 4}}: {error}.'
+            ) from None
         layers.append(_object("SHARDWRIGHT_SET", found))
     if path := environ.get("SHARDWRIGHT_PLAN"):
         layers.append({"plan": path})
@@ -214,7 +213,7 @@ def _object(variable: str, found: Any) -> Mapping[str, Any]:
     if isinstance(found, Mapping):
         return found
     raise ConfigError(
-        f"the settings of {variable} are {str(found)[:80]!r}, but they must be an object such as "
+        f"the settings of {variable} are {shown(found)}, but they must be an object such as "
         '{"microbatches": 4}.'
     )
 

@@ -7,9 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shardwright.errors import UsageError
+from shardwright.files import UserFile, replace_file
 from shardwright.torch.context import Context
 from shardwright.torch.machine import cores_of_host, device_name
 from shardwright.torch.measure import Timing
@@ -20,6 +23,8 @@ log = logging.getLogger(__name__)
 
 # Another one for another meaning of what is in the file.
 _FORMAT = 3
+
+_MOST_S = 1e6
 
 
 def cache_folder() -> Path:
@@ -57,9 +62,13 @@ class CostCache:
         """Timings by cost class; none where there is no file, or one that cannot be read."""
         if self._off:
             return {}
+        if not self._file.exists():
+            return {}
         try:
-            return {key: Timing(**found) for key, found in json.loads(self._file.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
+            found = UserFile(self._file, what="measured costs", error=UsageError).read_json()
+            return {key: _timing(timing) for key, timing in found.items()}
+        except (UsageError, TypeError, AttributeError, ValueError) as error:
+            log.warning("%s: measured anew", error if isinstance(error, UsageError) else self._file)
             return {}
 
     def add(self, fresh: Mapping[str, Timing], *, to: Mapping[str, Timing]) -> None:
@@ -69,8 +78,19 @@ class CostCache:
         content = {key: asdict(timing) for key, timing in {**to, **fresh}.items()}
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_suffix(f".tmp-{os.getpid()}")
-            temporary.write_text(json.dumps(content, indent=1))
-            temporary.replace(self._file)
+            replace_file(self._file, json.dumps(content, indent=1))
         except OSError as error:
             log.warning("measured costs cannot be kept in %s: %s", self._file, error)
+
+
+def _timing(found: Any) -> Timing:
+    """A timing of the file.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    timing = Timing(**found)
+    seconds = [value for value in asdict(timing).values() if value is not None]
+    if any(isinstance(value, bool) or not 0 <= value <= _MOST_S for value in seconds):
+        raise ValueError("seconds that are none")
+    return timing

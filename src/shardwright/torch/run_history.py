@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, mode
 
+from shardwright.errors import UsageError
+from shardwright.files import UserFile, open_to_append, parse_json, replace_file
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import PastRun, RunKind
@@ -47,7 +49,7 @@ class RunHistory:
         found = []
         for line in self._lines():
             try:
-                document = json.loads(line)
+                document = parse_json(line)
                 if isinstance(document, dict) and document.pop("version", None) == _VERSION:
                     found.append(PastRun.from_dict(document))
             except ValueError:
@@ -60,10 +62,10 @@ class RunHistory:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # Other runs wait while one shortens the file: a line that they add would be lost.
-            with self._file.with_suffix(".lock").open("a") as lock:
+            with open_to_append(self._file.with_suffix(".lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                with self._file.open("a", encoding="utf-8") as file:
-                    file.write(line)
+                with open_to_append(self._file) as file:
+                    file.write(line.encode())
                 self._shorten()
         except OSError as error:
             log.warning("what this run took cannot be kept in %s: %s", self._file, error)
@@ -71,14 +73,15 @@ class RunHistory:
     def _shorten(self) -> None:
         lines = self._lines()
         if len(lines) > _MOST_LINES:
-            temporary = self._file.with_suffix(f".tmp-{os.getpid()}")
-            temporary.write_text("".join(f"{line}\n" for line in lines[-_KEPT_LINES:]), encoding="utf-8")
-            temporary.replace(self._file)
+            replace_file(self._file, b"".join(line + b"\n" for line in lines[-_KEPT_LINES:]))
 
-    def _lines(self) -> list[str]:
+    def _lines(self) -> list[bytes]:
+        if not self._file.exists():
+            return []
         try:
-            return self._file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
+            return list(UserFile(self._file, what="", error=UsageError).read_lines())
+        except UsageError as error:
+            log.warning("what earlier runs took is not known: %s", error)
             return []
 
 

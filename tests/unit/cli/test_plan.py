@@ -54,7 +54,7 @@ def test_diff_ends_as_diff_does(capsys, folder):
     [
         ("gone.json", "plan file gone.json cannot be read: No such file or directory"),
         ("empty", "empty is a folder without a plan.json"),
-        ("broken.json", "is not valid JSON"),
+        ("broken.json", "is no JSON"),
     ],
 )
 def test_what_is_no_plan_is_a_usage_error(capsys, folder, path, message):

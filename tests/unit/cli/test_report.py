@@ -57,7 +57,7 @@ def test_damaged_and_missing_files_are_usage_errors(capsys, run):
     (run / "trace.json").write_text("{")
     code, out, err = call(capsys, "report", run, "--json")
     assert (code, out) == (2, "")
-    assert "trace.json cannot be read as JSON" in err
+    assert "trace.json is no JSON" in err
     code, _, err = call(capsys, "report", run / "frist")
     assert code == 2
     assert "there is no" in err

@@ -49,7 +49,7 @@ def test_runs_are_listed_the_oldest_first(capsys, folder):
     assert lines[1] == ["first", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "25%"]
     assert lines[2] == ["second", "no", "step", "done"]
     assert lines[3][0] == "third"
-    assert "not valid JSON" in out.splitlines()[3]
+    assert "is no JSON" in out.splitlines()[3]
     assert len(lines) == 4
 
 

@@ -116,7 +116,7 @@ def test_an_export_to_stdout(capsys):
 def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path):
     code, _, err = call(capsys, "schedule", "export", "1f1b", tmp_path / "gone" / "x.csv")
     assert code == 2
-    assert "cannot be written: No such file or directory" in err
+    assert "cannot be written: there is no folder" in err
 
 
 WRONG = {

@@ -163,12 +163,12 @@ def test_parameters_in_a_file(tmp_path):
     with pytest.raises(ConfigError, match=r"smp\.json has a list where parameters"):
         read_smp_parameters(path)
     path.write_text("{'a': 1}")
-    with pytest.raises(ConfigError, match=r"smp\.json cannot be read as JSON"):
+    with pytest.raises(ConfigError, match=r"smp\.json is no JSON: line 1"):
         read_smp_parameters(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"smp\.json is no JSON"):
+    with pytest.raises(ConfigError, match=r"smp\.json is no UTF-8 text"):
         read_smp_parameters(path)
-    with pytest.raises(ConfigError, match=r"missing\.json, but it cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_smp_parameters("missing.json")
 
 

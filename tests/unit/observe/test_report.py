@@ -199,9 +199,9 @@ def test_names_in_plots_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "error", "message"),
     [
-        ("plan.json", "{", PlanError, "not valid JSON"),
+        ("plan.json", "{", PlanError, "is no JSON: line 1"),
         ("plan.json", '{"plan_version": 1}', PlanError, "model is missing"),
-        ("trace.json", "{", UsageError, r"trace.json cannot be read as JSON"),
+        ("trace.json", "{", UsageError, r"trace.json is no JSON: line 1"),
         ("trace.json", "[]", UsageError, r"trace.json: traceEvents must be a list of objects"),
         ("metrics.jsonl", '{"step": "one"}', UsageError, r"record 1: step is 'one'"),
         ("metrics.jsonl", '{"step": 1, "train/loss": []}', UsageError, r"train/loss is \[\], but it must"),

@@ -22,11 +22,11 @@ def plan_of(mesh, step_s):
         model=ModelIdentity(fingerprint="f", num_parameters=1, units=("a",)),
         mesh=MeshPlan(pipeline=mesh.pipeline, data=mesh.data, shard=mesh.shard),
         schedule=SchedulePlan(kind="1f1b", microbatches=1),
-        stages=(StagePlan(rank=0, units=("a",)),),
+        stages=tuple(StagePlan(rank=rank, units=("a",) * (rank == 0)) for rank in range(mesh.pipeline)),
         prediction=Prediction(
             step_s=step_s,
             bubble=0.0,
-            stages=({"forward_s": 1.0, "backward_s": 1.0},),
+            stages=({"forward_s": 1.0, "backward_s": 1.0},) * mesh.pipeline,
             memory=(memory,),
             provenance="estimated",
         ),

@@ -100,7 +100,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path):
         read_torch_csv(tmp_path / "none.csv")
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe0F0")
-    with pytest.raises(ScheduleError, match="cannot be read"):
+    with pytest.raises(ScheduleError, match="is no UTF-8 text"):
         read_torch_csv(binary)
 
 

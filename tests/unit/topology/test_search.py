@@ -251,7 +251,7 @@ def test_pins_are_kept_and_what_runs_is_enough():
         ({"batch": 0}, "batch is 0, but it must be from 1 to"),
         ({"batch": 10**12}, "batch is 1000000000000"),
         ({"sequence": -5}, "sequence is -5"),
-        ({"dtype": "int3"}, "A100-40GB has no rate for int3; take one of float32"),
+        ({"dtype": "int3"}, "A100-40GB has no rate for 'int3'; take one of float32"),
     ],
 )
 def test_what_cannot_be(change, message):

@@ -23,11 +23,11 @@ def plan_of(step_s, *, correction=1.0):
         model=ModelIdentity(fingerprint="f", num_parameters=1, units=("a",)),
         mesh=MeshPlan(pipeline=2),
         schedule=SchedulePlan(kind="1f1b", microbatches=1),
-        stages=(StagePlan(rank=0, units=("a",)),),
+        stages=(StagePlan(rank=0, units=("a",)), StagePlan(rank=1, units=())),
         prediction=Prediction(
             step_s=step_s,
             bubble=0.0,
-            stages=(StagePrediction(forward_s=1.0, backward_s=1.0),),
+            stages=(StagePrediction(forward_s=1.0, backward_s=1.0),) * 2,
             memory=(MemoryPrediction(parameters=1, gradients=1, optimizer=2, activations=1),),
             provenance="measured",
             correction=correction,

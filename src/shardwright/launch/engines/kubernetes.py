@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shardwright.comm.run_secret import new_secret
 from shardwright.errors import ConfigError
+from shardwright.files import replace_file
 from shardwright.launch.engines.commands import run
 from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
 from shardwright.launch.engines.kubernetes_job import (
@@ -169,7 +170,7 @@ class Kubernetes:
         with prepared_run_folder(spec):
             for left in spec.logs.glob("pod-*.log"):
                 left.unlink()
-            path.write_text(self.manifest(spec), encoding="utf-8")  # others may read what is in the folder
+            replace_file(path, self.manifest(spec))  # others may read what is in the folder
             if has_ended:
                 self._delete(spec, has_code=has_code)
             run([*self._kubectl, "apply", "--filename", "-"], remedy=_REMEDY, text=manifest)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import LaunchError
+from shardwright.files import replace_file
 from shardwright.launch.engines.job_folder import prepared_run_folder
 from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob, launcher_log
 from shardwright.launch.job_spec import JobSpec, own_environ
@@ -97,7 +98,7 @@ class Ray:
             environ |= {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
         words = [sys.executable, "-P", "-u", "-m", "shardwright.launch.engines.ray_driver", str(task)]
         with prepared_run_folder(spec) as lock:
-            task.write_text(manifest)
+            replace_file(task, manifest)
             return RayJob(spec, [HostCommand(words, environ)], ends_with_parent=waits, lock=lock)
 
     def __repr__(self) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 from shardwright.comm.run_secret import SECRET, SECRET_FILE
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
+from shardwright.files import UserFile, replace_file
 from shardwright.launch.engines.commands import ask, run
 from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
 from shardwright.launch.engines.shell import ShellText, is_variable, shell_line
 from shardwright.launch.exits import EXITS_VARIABLE
 from shardwright.launch.job_spec import JobSpec, own_environ
-from shardwright.launch.process_text import refuse_half_characters
+from shardwright.launch.process_text import refuse_half_characters, shown
 from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
 from shardwright.launch.verdict import WORKER_CRASHED
 
@@ -149,7 +150,7 @@ class Slurm:
         _refuse_a_second(spec)
         script = spec.run_folder / "job.sbatch"
         with prepared_run_folder(spec):
-            script.write_text(manifest, encoding="utf-8")
+            replace_file(script, manifest)
             spec_log(spec).unlink(missing_ok=True)
             said = run(
                 ["sbatch", "--parsable", str(script)], remedy=_REMEDY, environ=own_environ(spec, os.environ)
@@ -160,7 +161,7 @@ class Slurm:
                 raise LaunchError(
                     f"sbatch accepted {script}, but its answer has no number of a job: {said!r}."
                 )
-            (spec.run_folder / _NUMBER).write_text(number)
+            replace_file(spec.run_folder / _NUMBER, number)
         return SlurmJob(spec, number, poll_s=self._poll_s)
 
     def __repr__(self) -> str:
@@ -242,10 +243,13 @@ def _refuse_a_second(spec: JobSpec) -> None:
     Raises:
         ConfigError: there is one.
     """
-    try:
-        number = (spec.run_folder / _NUMBER).read_text()
-    except FileNotFoundError:
+    path = spec.run_folder / _NUMBER
+    if not path.exists():
         return
+    file = UserFile(path, what="", error=ConfigError, advice="Remove it, or give the job another name")
+    number = file.read_text().strip()
+    if not number.isdecimal():
+        raise file.refused(f"is {shown(number)}, but it must be the number of a job")
     # Its name as well: numbers begin anew with each installation of Slurm.
     state = ask(["squeue", "--noheader", "--jobs", number, "--name", spec.name, "--format", "%T"])
     if state and state.strip() and state.strip() not in _ENDED:

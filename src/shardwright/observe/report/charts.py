@@ -1,10 +1,10 @@
 """The plots of a report, as figures for plotly.js: plain data, no library needed to make them."""
 
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 from shardwright.observe.report.data import Predicted, ReportData
+from shardwright.observe.report.html import escape
 from shardwright.observe.report.spans import Span
 
 __all__ = ["COLORS", "PART_COLORS", "charts"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.mesh import Mesh
+from shardwright.observe.jsonl import Records, read_json_lines
 from shardwright.observe.report.measured import (
     MeasuredTimeline,
     StepMetrics,
@@ -20,6 +21,7 @@ from shardwright.plan import MemoryPrediction, Plan, Prediction
 from shardwright.planner.memory_over_time import RankMemory, memory_over_time
 from shardwright.planner.plan_replay import Replay, base_setting, play
 from shardwright.planner.waterfall import Waterfall, break_down
+from shardwright.printable import printable
 
 __all__ = ["Compared", "Predicted", "ReportData", "gather"]
 
@@ -147,16 +149,19 @@ def gather(path: Path) -> ReportData:
         PlanError: the plan file cannot be used.
     """
     if not path.exists():
-        raise UsageError(f"there is no {path}. Name a run folder or a plan file; runs: shardwright runs")
-    if path.is_file():
+        raise UsageError(
+            f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"
+        )
+    if not path.is_dir():
         return _put_together(path.stem, Plan.read(path), steps=(), timeline=None, trace_file=None, run=False)
     folder = RunFolder(path.absolute())
     plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
-    steps = read_metrics(folder.metrics_file)
+    records = read_json_lines(folder.metrics_file) if folder.metrics_file.exists() else Records()
+    steps = read_metrics(records, folder.metrics_file)
     if plan is None and not steps:
         raise UsageError(
-            f"{path} holds neither plan.json nor metrics.jsonl: it is no run folder, or the run ended before "
-            "its first step. Name another: shardwright runs"
+            f"{printable(str(path))} holds neither plan.json nor metrics.jsonl: it is no run folder, or the "
+            "run ended before its first step. Name another: shardwright runs"
         )
     timeline = read_timeline(folder.trace_file)
     return _put_together(
@@ -166,6 +171,7 @@ def gather(path: Path) -> ReportData:
         timeline=timeline,
         trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
         run=True,
+        left_out=records.left_out,
     )
 
 
@@ -177,6 +183,7 @@ def _put_together(
     timeline: MeasuredTimeline | None,
     trace_file: str | None,
     run: bool,
+    left_out: str = "",
 ) -> ReportData:
     num_ranks = plan.mesh.pipeline if plan is not None else _num_ranks(timeline)
     replay = None if plan is None or plan.prediction is None else play(base_setting(plan))
@@ -202,7 +209,7 @@ def _put_together(
         timeline=timeline,
         steps=steps,
         peak_by_rank=peaks,
-        notes=_notes(plan, steps, timeline, run=run),
+        notes=(*_notes(plan, steps, timeline, run=run), *filter(None, [left_out])),
         trace_file=trace_file,
     )
 
@@ -212,8 +219,9 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
     conditions = plan.prediction.conditions
     planned_bytes = conditions.memory_limit_bytes if conditions is not None else 0
     memory: tuple[RankMemory, ...] = ()
-    if len(plan.prediction.memory) == plan.mesh.pipeline:
-        rows = memory_over_time(replay.simulation, replay.setting.costs, plan.prediction.memory)
+    stack = _predicted_memory(plan)
+    if stack:
+        rows = memory_over_time(replay.simulation, replay.setting.costs, stack)
         memory = tuple(rows[rank] for rank in ranks)
     return Predicted(
         waterfall=break_down(plan),
@@ -222,9 +230,15 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
         idle_s=replay.idle_s,
         spans=thin(simulated_spans(replay.simulation), ranks),
         memory=memory,
-        stack=plan.prediction.memory,
+        stack=stack,
         limit_bytes=planned_bytes or limit_bytes or 0,
     )
+
+
+def _predicted_memory(plan: Plan) -> tuple[MemoryPrediction, ...]:
+    """Of every pipeline rank; nothing where a plan was edited so that it does not say it of all of them."""
+    memory = () if plan.prediction is None else plan.prediction.memory
+    return memory if len(memory) == plan.mesh.pipeline else ()
 
 
 def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
@@ -233,7 +247,7 @@ def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
     if replay is not None:
         busy_s = replay.simulation.busy_s
         found.add(busy_s.index(max(busy_s)))
-    memory = plan.prediction.memory if plan is not None and plan.prediction is not None else ()
+    memory = () if plan is None else _predicted_memory(plan)
     if memory:
         found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak))
     return found

@@ -1,17 +1,18 @@
 """What a run measured, read from its folder: the timeline of a step, metrics of all steps."""
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
+from shardwright.files import UserFile
+from shardwright.limits import MOST_RANKS
 from shardwright.observe.chrome_trace import MEMORY_IN_USE
-from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.metrics import Metric
+from shardwright.observe.recorded import FOREIGN, finite, number_or_none, to_number
 from shardwright.observe.report.spans import Span
+from shardwright.printable import printable, shown
 
 __all__ = ["MeasuredTimeline", "StepMetrics", "read_metrics", "read_timeline"]
 
@@ -24,7 +25,7 @@ _CATEGORIES = {
     "wait": "wait",
 }
 _GIB = 2**30
-_MOST_RANKS = 1_000_000
+_MOST_BYTES = 2**30  # of a timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +63,35 @@ class StepMetrics:
     limit_bytes: float | None
 
 
-def read_metrics(path: Path) -> tuple[StepMetrics, ...]:
-    """All steps, in order; none where the file is not there.
+def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
+    """All steps, in order.
+
+    Args:
+        records: of ``metrics.jsonl``.
+        path: of the file, for messages.
 
     Raises:
         UsageError: a line holds something that is no metric; the message names line and field.
     """
-    if not path.exists():
-        return ()
     found: dict[int, StepMetrics] = {}
-    for number, record in enumerate(read_json_lines(path), start=1):
-        where = f"{path}, record {number}"
+    for number, record in enumerate(records, start=1):
+        where = f"{printable(str(path))}, record {number}"
         step = record.get("step")
-        if not isinstance(step, int):
-            raise UsageError(f"{where}: step is {step!r}, but it must be a whole number. {_FOREIGN}")
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise UsageError(f"{where}: step is {shown(step)}, but it must be a whole number. {FOREIGN}")
         peaks = record.get(Metric.MEMORY_BY_RANK, [])
         if not isinstance(peaks, list):
             raise UsageError(
-                f"{where}: {Metric.MEMORY_BY_RANK} is {peaks!r}, but it must be a list. {_FOREIGN}"
+                f"{where}: {Metric.MEMORY_BY_RANK} is {shown(peaks)}, but it must be a list. {FOREIGN}"
             )
-        limit_gib = _number(record, Metric.MEMORY_LIMIT, where)
+        limit_gib = number_or_none(record, Metric.MEMORY_LIMIT, where)
         # A step that was done again after a restart counts as it was done last.
         found[step] = StepMetrics(
             step=step,
-            loss=_number(record, Metric.LOSS, where),
-            step_s=_number(record, Metric.STEP, where),
-            update_s=_number(record, Metric.UPDATE, where),
-            peak_bytes=tuple(_as_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
+            loss=number_or_none(record, Metric.LOSS, where),
+            step_s=number_or_none(record, Metric.STEP, where),
+            update_s=number_or_none(record, Metric.UPDATE, where),
+            peak_bytes=tuple(to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
             limit_bytes=None if limit_gib is None else limit_gib * _GIB,
         )
     return tuple(found[step] for step in sorted(found))
@@ -102,13 +105,11 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     """
     if not path.exists():
         return None
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON ({error}). {_FOREIGN}") from error
+    file = UserFile(path, what="", error=UsageError, advice=FOREIGN.removesuffix("."), most_bytes=_MOST_BYTES)
+    document = file.read_json(free_text=True)
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UsageError(f"{path}: traceEvents must be a list of objects. {_FOREIGN}")
+        raise UsageError(f"{file}: traceEvents must be a list of objects. {FOREIGN}")
     threads = {
         _thread(event)
         for event in events
@@ -134,12 +135,9 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     return MeasuredTimeline(step if isinstance(step, int) else None, tuple(spans), memory)
 
 
-_FOREIGN = "The file was damaged, or something else wrote it: remove it, or name another run."
-
-
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
     """Of an event; as text, which anything that a file may hold has."""
-    return repr(event.get("pid")), repr(event.get("tid"))
+    return shown(event.get("pid")), shown(event.get("tid"))
 
 
 def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,18 +146,22 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rank(value: Any, path: Path) -> int:
-    number = _as_number(value, "sort_index", str(path))
-    if not 0 <= number <= _MOST_RANKS:
-        raise UsageError(f"{path}: sort_index is {value!r}, but it must be a rank. {_FOREIGN}")
+    number = to_number(value, "sort_index", printable(str(path)))
+    if not 0 <= number <= MOST_RANKS:
+        raise UsageError(
+            f"{printable(str(path))}: sort_index is {shown(value)}, but it must be a rank. {FOREIGN}"
+        )
     return int(number)
 
 
 def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], path: Path) -> Span:
-    where = f"{path}, traceEvents.{number}"
-    start_us, length_us = (_finite(event.get(key), key, where) for key in ("ts", "dur"))
+    where = f"{printable(str(path))}, traceEvents.{number}"
+    start_us, length_us = (finite(event.get(key), key, where) for key in ("ts", "dur"))
     category = event.get("cat")
     if not isinstance(category, str) or category not in _CATEGORIES:
-        raise UsageError(f"{where}: cat is {category!r}, but it must be one of {', '.join(_CATEGORIES)}.")
+        raise UsageError(
+            f"{where}: cat is {shown(category)}, but it must be one of {', '.join(_CATEGORIES)}."
+        )
     kind = _CATEGORIES[category]
     return Span(
         rank=rank_of[_thread(event)[0]],
@@ -178,31 +180,8 @@ def _memory(
     for number, event in enumerate(events):
         pid = _thread(event)[0]
         if event.get("ph") == "C" and event.get("name") == MEMORY_IN_USE and pid in rank_of:
-            where = f"{path}, traceEvents.{number}"
-            moment = _finite(event.get("ts"), "ts", where) / 1e6
-            num_bytes = _finite(_arguments(event).get("bytes"), "bytes", where)
+            where = f"{printable(str(path))}, traceEvents.{number}"
+            moment = finite(event.get("ts"), "ts", where) / 1e6
+            num_bytes = finite(_arguments(event).get("bytes"), "bytes", where)
             found.setdefault(rank_of[pid], []).append((moment, num_bytes))
     return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}
-
-
-def _number(record: Mapping[str, Any], name: str, where: str) -> float | None:
-    value = record.get(name)
-    if value is None:
-        return None
-    number = _as_number(value, name, where)
-    return number if math.isfinite(number) else None
-
-
-def _finite(value: Any, name: str, where: str) -> float:
-    number = _as_number(value, name, where)
-    if not math.isfinite(number):
-        raise UsageError(f"{where}: {name} is {number}, but it must be finite. {_FOREIGN}")
-    return number
-
-
-def _as_number(value: Any, name: str, where: str) -> float:
-    try:
-        # float() also reads "NaN" and "Infinity", which is how JsonLines writes them.
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"{where}: {name} is {value!r}, but it must be a number. {_FOREIGN}") from error

@@ -7,13 +7,13 @@ policy forbids the page to load anything, and to run scripts but its own.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 from typing import Any
 
 from shardwright import __version__
 from shardwright.observe.report.charts import PART_COLORS, charts
 from shardwright.observe.report.data import Compared, ReportData
+from shardwright.observe.report.html import escape
 from shardwright.plan import Plan
 from shardwright.units import format_bytes, format_count, format_seconds
 
@@ -151,7 +151,7 @@ def _timeline(data: ReportData) -> str:
     if data.timeline is not None and data.timeline.step is not None:
         lines.append(f'<p class="soft">Measured in step {data.timeline.step}.</p>')
     if data.trace_file is not None:
-        name = escape(data.trace_file, quote=True)
+        name = escape(data.trace_file)
         lines.append(f'<p><a href="{name}">{name}</a> has all of it: open it at ui.perfetto.dev.</p>')
     lines.append('<p class="soft">Drag across the plot to zoom in, click twice to zoom out.</p>')
     if any(row.measured is not None for row in data.spent):

@@ -2,14 +2,15 @@
 
 import base64
 import gzip
-import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.files import replace_file
 from shardwright.observe.report.data import gather
 from shardwright.observe.report.page import render_page
+from shardwright.printable import printable
 
 __all__ = ["INSTALL", "check_plotly", "packed_library", "write_report"]
 
@@ -63,14 +64,11 @@ def write_report(path: Path, file: Path) -> Path:
     """
     data = gather(path)
     page = render_page(data, library=packed_library())
-    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(file)
+        replace_file(file, page)
     except OSError as error:
         raise UsageError(
-            f"the report cannot be written to {file}: {error.strerror}. Name another file with -o."
+            f"the report cannot be written to {printable(str(file))}: {error.strerror}. Name another file "
+            "with -o."
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return file

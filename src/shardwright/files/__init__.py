@@ -1,0 +1,19 @@
+"""Files that users name: read with care, and written whole."""
+
+from shardwright.files.documents import DocumentError, check_document, format_yaml, parse_json, parse_yaml
+from shardwright.files.record import Record
+from shardwright.files.replacing import check_place, open_to_append, replace_file
+from shardwright.files.user_file import UserFile
+
+__all__ = [
+    "DocumentError",
+    "Record",
+    "UserFile",
+    "check_document",
+    "check_place",
+    "format_yaml",
+    "open_to_append",
+    "parse_json",
+    "parse_yaml",
+    "replace_file",
+]

@@ -1,0 +1,91 @@
+"""Writes the files that a user names, whole or not at all: only files are replaced, and nothing else is.
+
+A rename takes the place of anything: written to ``/dev/full`` by root, it made a file of a device that the
+whole machine uses. So what stands at a path is looked at first, through links.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from shardwright.files.user_file import KIND_OF_FILE
+from shardwright.printable import control_in
+
+__all__ = ["check_place", "open_to_append", "replace_file"]
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Writes a file: readers find the old content or the new one, never a part.
+
+    A link is followed: the file that it leads to is replaced, and the link stays.
+
+    Args:
+        path: of the file; its folder exists.
+        content: text is written as UTF-8.
+
+    Raises:
+        OSError: it cannot be written, or something else than a file stands there; `strerror` says what.
+    """
+    target = check_place(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    # A name that nobody can foresee, for a new file only: in a folder for all, a link could wait at another.
+    temporary = target.with_name(f".{target.name[:100]}.tmp-{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, _NEW_FILE, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def check_place(path: str | os.PathLike[str]) -> Path:
+    """Where a file will be written; told before what goes in it is worked out.
+
+    Raises:
+        OSError: it cannot be: something else stands there, or there is no folder around it.
+    """
+    text = os.fspath(path)
+    if (control := control_in(text)) is not None:
+        raise OSError(errno.EINVAL, f"its name has a control character, {control}")
+    target = Path(os.path.realpath(text))
+    with contextlib.suppress(FileNotFoundError):
+        _refuse_others(os.stat(target))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}")
+    return target
+
+
+def open_to_append(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file at its end, and makes it where there is none; a pipe is refused, not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _refuse_others(os.stat(path))
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        _refuse_others(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "a+b")
+
+
+def _refuse_others(status: os.stat_result) -> None:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        named = KIND_OF_FILE.get(kind, "something else")
+        raise OSError(errno.EINVAL, f"it is {named}, and only a file is replaced")

@@ -1,0 +1,179 @@
+"""Reads a file that a user names: nobody knows whether it is one, how long it is, or what is in it.
+
+A pipe that nobody writes to, a device that never ends and a folder are told at once, and so is a file of
+other text than was meant. Each reader says what it wants to read, and which error its own are::
+
+    document = UserFile(path, what="plan file", error=PlanError).read_json()
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shardwright.errors import ShardwrightError
+from shardwright.files.documents import DocumentError, parse_json, parse_yaml
+from shardwright.printable import printable
+from shardwright.problems import describe, field_names, join
+
+__all__ = ["KIND_OF_FILE", "UserFile"]
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_MOST_BYTES = 64 * 2**20
+_MOST_YAML_BYTES = 2**20  # settings and machines; a megabyte of it takes seconds to read
+_MOST_LINE_BYTES = 16 * 2**20
+_CHUNK = 2**20
+
+KIND_OF_FILE = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+"""What a path may lead to that is no regular file."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserFile:
+    """A file that is to be read.
+
+    Attributes:
+        path: of the file.
+        what: it is for the user, such as ``plan file``; messages begin with it.
+        error: which error is raised.
+        advice: what to do where it cannot be used, without a full stop; may be empty.
+        most_bytes: that are read; a longer file is refused.
+    """
+
+    path: str | os.PathLike[str]
+    what: str
+    error: type[ShardwrightError]
+    advice: str = ""
+    most_bytes: int = _MOST_BYTES
+
+    def __str__(self) -> str:
+        """What it is, and its path as a console shows it."""
+        return f"{self.what} {printable(os.fspath(self.path))}".strip()
+
+    def refused(self, problem: str) -> ShardwrightError:
+        """The error to raise; the problem goes on from the name of the file."""
+        return self.error(f"{self} {problem}.{self.advice and f' {self.advice}.'}")
+
+    def read_bytes(self) -> bytes:
+        """All of it.
+
+        Raises:
+            ShardwrightError: of the kind `error`: it cannot be read, is no regular file, or is far too long.
+        """
+        return self._limited(self.most_bytes)
+
+    def read_text(self) -> str:
+        """All of it, which must be UTF-8."""
+        return self._decoded(self.read_bytes())
+
+    def read_json(self, *, free_text: bool = False) -> Any:
+        """What it holds as JSON; see `shardwright.files.documents.parse_json`."""
+        content = self.read_bytes()
+        try:
+            return parse_json(content, free_text=free_text)
+        except DocumentError as error:
+            raise self.refused(error.predicate) from None
+
+    def read_yaml(self) -> Any:
+        """What it holds as YAML or JSON; see `shardwright.files.documents.parse_yaml`."""
+        content = self._limited(min(self.most_bytes, _MOST_YAML_BYTES))
+        try:
+            # JSON is YAML, but not all of it: some of its YAML does not read where there are tabs.
+            return parse_json(content) if Path(self.path).suffix == ".json" else parse_yaml(content)
+        except DocumentError as error:
+            raise self.refused(error.predicate) from None
+
+    def model(self, model: type[_Model], document: Any) -> _Model:
+        """A document of this file as a model of pydantic's.
+
+        Raises:
+            ShardwrightError: of the kind `error`; it names all fields that are wrong.
+        """
+        try:
+            return model.model_validate(document)
+        except ValidationError as error:
+            problems = describe(error.errors(), root="the file", known=field_names(model))
+            raise self.wrong_fields(problems) from None
+
+    def wrong_fields(self, problems: list[str]) -> ShardwrightError:
+        """The error for fields that are wrong, one sentence each."""
+        return self.error(join(f"{self} cannot be used{self.advice and f' ({self.advice})'}:", problems))
+
+    def read_lines(self) -> Iterator[bytes]:
+        """Its lines, without their ends.
+
+        Raises:
+            ShardwrightError: as `read_bytes`; or a line is far too long.
+        """
+        rest = b""
+        for chunk in self._chunks(self.most_bytes):
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from whole
+            if len(rest) > _MOST_LINE_BYTES:
+                raise self.refused(f"has a line of more than {_MOST_LINE_BYTES} bytes, so it is none")
+        if rest:
+            yield rest
+
+    def _limited(self, most_bytes: int) -> bytes:
+        return b"".join(self._chunks(most_bytes))
+
+    def _chunks(self, most_bytes: int) -> Iterator[bytes]:
+        """Its content, bit by bit: what a file says of its length is not believed, for ``/proc`` says 0."""
+        left = most_bytes
+        try:
+            descriptor = self._open()
+            try:
+                if os.fstat(descriptor).st_size > most_bytes:
+                    left = -1
+                while left >= 0 and (chunk := os.read(descriptor, min(_CHUNK, left + 1))):
+                    left -= len(chunk)
+                    if left >= 0:
+                        yield chunk
+            finally:
+                os.close(descriptor)
+            if left < 0:
+                raise self.refused(f"has more than {most_bytes} bytes, so it is none")
+        except ShardwrightError:
+            raise
+        except OSError as error:
+            raise self.refused(f"cannot be read: {error.strerror}") from error
+        except ValueError as error:  # of a path with a NUL in it
+            raise self.refused(f"cannot be read: {error}") from error
+
+    def _open(self) -> int:
+        # Before it is opened, for that alone does things to some devices; NONBLOCK: and waits for a pipe.
+        self._refuse_others(os.stat(self.path))
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            self._refuse_others(os.fstat(descriptor))  # another one may be there by now
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _refuse_others(self, status: os.stat_result) -> None:
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFDIR:
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if kind != stat.S_IFREG:
+            named = KIND_OF_FILE.get(kind, "something else")
+            raise self.refused(f"cannot be read: it is {named}, and no file")
+
+    def _decoded(self, content: bytes) -> str:
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            where = f"byte {error.start} is {content[error.start]:#04x}"
+            raise self.refused(f"is no UTF-8 text: {where}") from None

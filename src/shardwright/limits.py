@@ -1,0 +1,27 @@
+"""How much may be asked for: more is a slip of the keyboard, and would take hours, or all memory."""
+
+__all__ = [
+    "MOST_BYTES",
+    "MOST_ELEMENTS",
+    "MOST_MICROBATCHES",
+    "MOST_NODES",
+    "MOST_RANKS",
+    "MOST_RANKS_OF_HOST",
+    "MOST_RESTARTS",
+    "MOST_SECONDS",
+    "MOST_STAGES_OF_RANK",
+    "MOST_STEPS",
+]
+
+MOST_RANKS = 1_000_000
+MOST_NODES = 100_000
+MOST_RANKS_OF_HOST = 4096
+MOST_MICROBATCHES = 100_000
+MOST_STAGES_OF_RANK = 10_000
+MOST_RESTARTS = 1_000_000
+MOST_STEPS = 10**15
+MOST_ELEMENTS = 10**15  # of parameters
+MOST_BYTES = 2**60
+
+MOST_SECONDS = 1e6
+"""Of a timeout: eleven days. What waits counts milliseconds in 32 bits, which end soon after."""
