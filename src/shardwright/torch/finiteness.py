@@ -10,6 +10,7 @@ tell each other at the end of a step anyway. Only where it is not finite, ranks 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,7 +130,10 @@ class Finiteness:
     @torch.no_grad()
     def _norm_of_gradients(self) -> Tensor:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for _, part in self._gradients():
+        parts = [part for _, part in self._gradients()]
+        if self._model.replicas.have_one_gradient:
+            parts = _share(parts, self._context.data_rank, self._context.mesh.data)
+        for part in parts:
             kinds.setdefault((part.dtype, part.device), []).append(part)
         norms = [torch.stack(norms_of(parts)).sum().double() for parts in kinds.values()]
         return sum(norms[1:], start=norms[0]) if norms else torch.zeros(())
@@ -185,6 +189,13 @@ class Finiteness:
         reporter.observer.status(
             f"shardwright: the update of step {step} is left out: {findings} ({self.num_skipped} so far)"
         )
+
+
+def _share(parts: Sequence[Tensor], place: int, num_places: int) -> list[Tensor]:
+    """About as many numbers at each place: all parts have a place, and one alone."""
+    ends = list(accumulate(part.numel() for part in parts))
+    most = max(1, ends[-1]) if ends else 1
+    return [p for p, end in zip(parts, ends, strict=True) if (end - 1) * num_places // most == place]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

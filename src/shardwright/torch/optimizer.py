@@ -1,5 +1,6 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -14,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
+from shardwright.torch.coupling import refuse_coupling
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
@@ -100,7 +102,10 @@ class DistributedOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        if inspect.ismethod(found) and not hasattr(Optimizer, name):  # first_step() of SAM changes parameters
+            refuse_coupling(self.optimizer, name)
+        return found
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -112,6 +117,8 @@ class DistributedOptimizer(Optimizer):
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if _leaves_out():
             return None
+        if not self.sees_rows:
+            refuse_coupling(self.optimizer)
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -420,17 +427,22 @@ def _stepping() -> Iterator[None]:
         _Stepping.wrapped = before
 
 
-def _refuse_unwrapped(optimizer: Optimizer) -> None:
+def _look_at_unwrapped(optimizer: Optimizer) -> None:
     """Keeps an optimizer of the model from updating other things than the settings ask for."""
     model = context().model if is_initialized() else None
-    if model is None or _Stepping.wrapped or not (_leaves_out() or model.replicas.updated_parts is not None):
+    if model is None or _Stepping.wrapped:
         return
     own = {id(parameter) for parameter in model.get_module().parameters()}
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
-    if found and _leaves_out():
+    if not found:
+        return
+    model.step_end.numbers.note(optimizer)
+    if type(optimizer) not in _ELEMENTWISE:
+        refuse_coupling(optimizer)
+    if _leaves_out():
         for parameter in found:
             parameter.grad = None  # which leaves it as it is
-    elif found:
+    elif model.replicas.updated_parts is not None:
         raise UsageError(
             f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
             "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."
@@ -442,7 +454,7 @@ def refuse_optimizers_inside_steps() -> RemovableHandle:
 
     def refuse(optimizer: Optimizer, *_: Any) -> None:
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        _refuse_unwrapped(optimizer)
+        _look_at_unwrapped(optimizer)
 
     handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
     return handle

@@ -151,6 +151,11 @@ class Replicas:
             hook=self._hook,
         )
 
+    @property
+    def have_one_gradient(self) -> bool:
+        """Whether all replicas have the same gradients after a step, so that each may look at some."""
+        return self.sharding is None and self._hook is None
+
     def reduce_by(self, hook: GradientHook) -> None:
         """Has a function of the script reduce gradients over replicas; before the first step.
 

@@ -15,13 +15,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.comm.purpose import Purpose
+from shardwright.errors import ShardwrightError
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
 from shardwright.torch.finiteness import Finiteness
+from shardwright.torch.group_numbers import GroupNumbers
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
@@ -33,14 +34,19 @@ class Column(IntEnum):
     """Of a rank's row; what may be on a GPU comes last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
-    bytes. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
+    bytes. From ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that
+    are finite where everything in them is.
     """
 
     BUSY_S = 0
     PIPELINE_S = 1
     MEMORY = 2
-    LOSS = 3
-    GRADIENTS = 4
+    NUMBERS = 3
+    COMMON_NUMBERS = 4
+    DEVICE_NUMBERS = 5
+    COMMON_DEVICE_NUMBERS = 6
+    LOSS = 7
+    GRADIENTS = 8
 
 
 class StepEnd:
@@ -52,11 +58,13 @@ class StepEnd:
 
     Attributes:
         finiteness: whether the update is left out.
+        numbers: what optimizers update with.
     """
 
     def __init__(self, context: Context, model: "DistributedModel"):
         self._context = context
         self.finiteness = Finiteness(context, model)
+        self.numbers = GroupNumbers(context)
 
     def come(self, run: EngineRun, *, begun_s: float) -> None:
         """A training step has ended on this rank; collective over all ranks.
@@ -67,15 +75,24 @@ class StepEnd:
 
         Raises:
             NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
+            UsageError: optimizers of ranks that must make the same updates have other numbers.
         """
         reporter = self._context.reporter
         assert reporter is not None
-        looked = self.finiteness.look(run.losses or ())
+        losses = run.losses or ()
+        looked = self.finiteness.look(losses)
+        plain, on_device = self.numbers.digests()
         seconds = time.perf_counter() - begun_s
-        rows = self._exchanged(run, looked)
+        busy = sum(end - start - waited for _, start, end, waited in run.row)
+        device, world = self._context.device, self._context.world
+        here = torch.tensor([busy, run.pipeline_s, _memory(), *plain], dtype=torch.float64, device=device)
+        row = torch.cat([here, torch.stack([*on_device, *looked])])
+        # On a GPU this is where the host waits for the step.
+        rows = row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
         step = reporter.num_steps + 1
-        problem = self.finiteness.judge(rows[:, [Column.LOSS, Column.GRADIENTS]], run.losses or (), step=step)
-        busy_s, pipeline_s, memory = rows[:, : Column.LOSS].unbind(1)
+        problem: ShardwrightError | None = self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
+        problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
+        busy_s, pipeline_s, memory = rows[:, : Column.NUMBERS].unbind(1)
         reporter.step_done(
             run,
             seconds=seconds,
@@ -86,14 +103,6 @@ class StepEnd:
         )
         if problem is not None:
             raise problem
-
-    def _exchanged(self, run: EngineRun, on_device: tuple[Tensor, ...]) -> Tensor:
-        """The rows of all ranks: (ranks, columns). On a GPU this is where the host waits for the step."""
-        device, world = self._context.device, self._context.world
-        busy_s = sum(end - start - waited for _, start, end, waited in run.row)
-        here = torch.tensor([busy_s, run.pipeline_s, _memory()], dtype=torch.float64, device=device)
-        row = torch.cat([here, torch.stack(on_device)])
-        return row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
 
 
 def _memory() -> int:

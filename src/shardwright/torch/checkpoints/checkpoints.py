@@ -277,6 +277,7 @@ class Checkpoints:
         """Takes the snapshot and starts to write it; collective."""
         current = self._context
         meet("checkpoints.save()")
+        self._model.step_end.numbers.compare(step=step)
         states, digests = self._together(self._states_of_now)
         told = self._tell(digests)
         alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}

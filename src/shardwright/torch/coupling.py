@@ -1,0 +1,167 @@
+"""Whether an optimizer's update of a parameter depends on other parameters.
+
+The ranks of a pipeline have some parameters each. An optimizer that treats every parameter by itself does not
+notice. One that takes a norm, or a step size, over all of them (Prodigy, D-Adaptation, LAMB that clips, SAM)
+would make another update on each rank, and another one than for the whole model.
+
+So an unknown optimizer is tried before its first update, on small parameters: two copies of it make some
+steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
+parameters are coupled. Where a number of the groups does, and the parameter does not, the optimizer leaves
+there what concerns one parameter alone, as Adafactor of timm does: ranks may have different ones.
+"""
+
+import copy
+import warnings
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.errors import UsageError
+from shardwright.torch.context import context, is_initialized
+from shardwright.torch.glue import plain_torch
+
+__all__ = ["Trial", "refuse_coupling", "trial"]
+
+_STEPS = 10
+_OTHERS = 2  # parameters in each group beside its first
+_MOST_PER_DIM = 4
+
+_tried: "WeakKeyDictionary[Optimizer, set[str]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was found out of an optimizer.
+
+    Attributes:
+        couples: the update of a parameter depends on other parameters.
+        numbers: names of numbers in the groups that depend on the gradients of some parameter.
+    """
+
+    couples: bool = False
+    numbers: tuple[str, ...] = ()
+
+
+def refuse_coupling(optimizer: Optimizer, method: str = "step") -> None:
+    """Refuses an optimizer whose updates need all parameters, where this rank has some.
+
+    Args:
+        optimizer: the script's own.
+        method: by which it changes parameters.
+
+    Raises:
+        UsageError: the model is spread over stages, and parameters are coupled. On all ranks alike.
+    """
+    if not is_initialized() or context().mesh.pipeline == 1:
+        return
+    tried = _tried.setdefault(optimizer, set())
+    if method in tried:
+        return
+    tried.add(method)
+    found = trial(optimizer, method)
+    if found.couples:
+        because = f" (by {', '.join(found.numbers)} in its groups)" if found.numbers else ""
+        raise UsageError(
+            f"{type(optimizer).__name__} updates each parameter by what it knows of all{because}, and each "
+            "rank of a pipeline has those of its own stages: it would make other updates than for the whole "
+            "model. Nothing was updated. Train by replicas alone (pipeline_parallel_degree 1; with "
+            "sharded_data_parallel_degree they share the memory), or with an optimizer that treats each "
+            "parameter by itself. If it clips by a norm of all gradients, turn that off, and call "
+            "torch.nn.utils.clip_grad_norm_, which counts those of all stages."
+        )
+    model = context().model
+    if found.numbers and model is not None:
+        model.step_end.numbers.let_differ(optimizer, found.numbers)
+
+
+def trial(optimizer: Optimizer, method: str = "step") -> Trial:
+    """Tries an optimizer.
+
+    Nothing is found where it cannot be tried, as it needs a closure or sparse gradients.
+
+    >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
+    Trial(couples=False, numbers=())
+    """
+    try:
+        with plain_torch(), warnings.catch_warnings(), torch.random.fork_rng(devices=_devices(optimizer)):
+            warnings.simplefilter("ignore")
+            first, numbers = _steps_of_copy(optimizer, method, others=1.0)
+            again, other_numbers = _steps_of_copy(optimizer, method, others=-0.2)
+    except Exception:  # whatever somebody's optimizer raises on parameters that it was not made for
+        return Trial()
+    differing = (name for name, value in numbers.items() if str(value) != str(other_numbers.get(name)))
+    return Trial(not torch.equal(first, again), tuple(differing))
+
+
+def _steps_of_copy(optimizer: Optimizer, method: str, *, others: float) -> tuple[Tensor, dict[str, Any]]:
+    """What becomes of the first parameter, and of the numbers of the groups.
+
+    Args:
+        optimizer: of which a copy is made.
+        method: called in each step.
+        others: how far the gradients of the other parameters keep to a direction, in every step.
+    """
+    torch.manual_seed(0)
+    groups = [_small_group(group) for group in optimizer.param_groups]
+    made = _small_copy(optimizer, groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    directions = [torch.randn_like(parameter) for parameter in parameters]
+    for _ in range(_STEPS):
+        for parameter, direction in zip(parameters, directions, strict=True):
+            along = direction if parameter is parameters[0] else others * direction
+            parameter.grad = along + torch.randn_like(parameter) / 2
+        getattr(type(optimizer), method)(made)
+    numbers = {
+        name: value.tolist() if isinstance(value, Tensor) else value
+        for group in reversed(made.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+    return parameters[0].detach(), numbers
+
+
+def _small_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A group of the same options, with small parameters of the same kind."""
+    like = next(iter(group["params"]), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM))
+    shape = [min(size, _MOST_PER_DIM) for size in like.shape]
+    device = "cpu" if like.is_meta else like.device
+    small = [nn.Parameter(torch.randn(shape, dtype=like.dtype, device=device)) for _ in range(1 + _OTHERS)]
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    if options.get("lr") == 0:  # a schedule that begins with it would hide everything
+        options["lr"] = 1e-3
+    return {**options, "params": small}
+
+
+def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+    """An optimizer of the same class and settings, without anything that belongs to the model.
+
+    What is no plain setting it lacks, so that nothing it does reaches the script's own.
+    """
+    made = object.__new__(type(optimizer))
+    found: dict[str, Any] = {"param_groups": groups, "state": defaultdict(dict)}
+    for name, value in vars(optimizer).items():
+        if name in found:
+            continue
+        if name.startswith("_optimizer_"):
+            found[name] = OrderedDict()  # hooks
+        elif isinstance(value, Optimizer):  # as SAM has
+            found[name] = _small_copy(value, groups)
+        elif isinstance(value, FunctionType):
+            if not hasattr(type(optimizer), name):  # a scheduler has put its own step() there
+                found[name] = value
+        elif isinstance(value, bool | int | float | str | tuple | dict | torch.device | None):
+            found[name] = copy.deepcopy(value)
+    vars(made).update(found)
+    return made
+
+
+def _devices(optimizer: Optimizer) -> list[torch.device]:
+    """Those with generators of their own."""
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    return [device for device in devices if device.type == "cuda"]
