@@ -72,7 +72,7 @@ def declare(*classes: type) -> None:
             register(kind, name, lambda value: value.model_dump_json(), model.model_validate_json)
             continue
         if issubclass(kind, Enum):
-            register(kind, name, lambda value: value.name, kind.__getitem__)
+            register(kind, name, lambda value: value.name, _members_of(kind))
             continue
         names = [field.name for field in dataclasses.fields(model) if field.init]
         register(kind, name, _fields_of(names), lambda plain, kind=kind: kind(**plain))
@@ -82,6 +82,10 @@ def declare(*classes: type) -> None:
 
 def _fields_of(names: list[str]) -> Callable[[Any], Any]:
     return lambda value: {name: getattr(value, name) for name in names}
+
+
+def _members_of(kind: type[Enum]) -> Callable[[Any], Enum]:
+    return lambda name: kind[name]
 
 
 def _is_declared_too(kind: Any) -> bool:

@@ -338,12 +338,14 @@ def test_names_of_jobs(script):
 def test_a_dry_run_prints_each_command_and_starts_nothing(script, tmp_path, capsys):
     estimator = Estimator(script, instance_count=2, distribution=smp())
     estimator.fit({"train": "data"}, dry_run=True, job_name="one")
-    first, second = capsys.readouterr().out.splitlines()
+    of_secret, first, second = capsys.readouterr().out.splitlines()
+    assert of_secret == "# export SHARDWRIGHT_SECRET=...: made at the start, the same for all hosts"
     assert "SM_CURRENT_HOST=algo-1" in first
     assert "--nproc-per-node 2 --nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:29500" in second
     assert not (tmp_path / "runs").exists()
     cluster = Estimator(script, instance_count=2, engine=LocalCluster(bandwidth="1 Gbit/s")).manifest()
-    assert cluster.startswith("# 2 network namespaces with a link of 1 Gbit/s each\nip netns exec host0 ")
+    begin = f"# 2 network namespaces with a link of 1 Gbit/s each\n{of_secret}\nip netns exec host0 "
+    assert cluster.startswith(begin)
 
 
 @pytest.mark.parametrize(
