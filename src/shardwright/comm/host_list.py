@@ -31,20 +31,17 @@ def expand_hosts(text: str) -> list[str]:
         raise LaunchError(f"{shown(text)} is not a list of hosts. Slurm writes one as in gpu[01-04,7],login.")
     hosts: list[str] = []
     for name in names:
-        _refuse_endless(name, text)
+        # Looked at first: gpu[0-99999999999] has more hosts than there is memory.
+        if len(hosts) + _hosts_in(name) > MOST_NODES:
+            raise LaunchError(f"the list of hosts {shown(text)} has more than {MOST_NODES} hosts.")
         hosts += _expand(name, text)
     return hosts
 
 
-def _refuse_endless(name: str, text: str) -> None:
-    """Of a few letters, gpu[0-99999999999], there are more hosts than memory has room for."""
-    number = math.prod(
+def _hosts_in(name: str) -> int:
+    return math.prod(
         sum(_count(part) for part in brackets.split(",")) for brackets in re.findall(r"\[([^\[\]]*)\]", name)
     )
-    if number > MOST_NODES:
-        raise LaunchError(
-            f"the list of hosts {shown(text)} stands for {shown(number)} hosts, and at most {MOST_NODES} go."
-        )
 
 
 def _count(part: str) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shardwright.errors import LaunchError
 from shardwright.limits import MOST_RANKS
+from shardwright.printable import control_in, shown
 
 __all__ = ["LaunchEnvironment"]
 
@@ -39,8 +40,13 @@ class LaunchEnvironment:
     source: str
 
     def __post_init__(self) -> None:
-        if self.world_size > MOST_RANKS:
-            self._refuse(f"the world size is {self.world_size}, and at most {MOST_RANKS} ranks go")
+        if max(self.world_size, self.num_nodes) > MOST_RANKS:
+            self._refuse(
+                f"the world size is {self.world_size}, the number of nodes {self.num_nodes}, and at most "
+                f"{MOST_RANKS} go"
+            )
+        if (control := control_in(self.master_addr)) is not None:
+            self._refuse(f"the address of the master is {shown(self.master_addr)}, which has {control} in it")
         for name, value, limit_name, limit in (
             ("rank", self.rank, "world size", self.world_size),
             ("local rank", self.local_rank, "local world size", self.local_world_size),

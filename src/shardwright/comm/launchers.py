@@ -65,7 +65,7 @@ def from_torchrun_defaults(variables: Variables) -> LaunchEnvironment | None:
     return _one_process_per_node(
         variables,
         rank=variables.required_number("PET_NODE_RANK", because="PET_NNODES"),
-        num_nodes=variables.required_number("PET_NNODES", because="PET_NODE_RANK"),
+        num_nodes=variables.count("PET_NNODES", because="PET_NODE_RANK"),
         prefix="PET_",
         source="PET_NODE_RANK",
     )
@@ -97,7 +97,7 @@ def from_slurm(variables: Variables) -> LaunchEnvironment | None:
         node_rank=node_rank,
         num_nodes=num_nodes,
         master_addr=variables.text("MASTER_ADDR") or _slurm_first_host(variables, world_size=world_size),
-        master_port=variables.number("MASTER_PORT") or _slurm_port(variables),
+        master_port=variables.port("MASTER_PORT") or _slurm_port(variables),
         restart_count=variables.number("SLURM_RESTART_COUNT") or 0,
         source="Slurm",
     )
@@ -179,7 +179,7 @@ def from_pmi(variables: Variables) -> LaunchEnvironment | None:
 def _from_mpi(
     variables: Variables, *, rank: str, world_size: str, local_rank: str, local_world_size: str, source: str
 ) -> LaunchEnvironment:
-    ranks = variables.required_number(world_size, because=rank)
+    ranks = variables.count(world_size, because=rank)
     own_rank = variables.required_number(rank, because=world_size)
     on_this_host = variables.number(local_world_size) or ranks
     master_addr = variables.text("MASTER_ADDR")
@@ -200,7 +200,7 @@ def _from_mpi(
         node_rank=own_rank // on_this_host,
         num_nodes=math.ceil(ranks / on_this_host),
         master_addr=master_addr or "127.0.0.1",
-        master_port=variables.number("MASTER_PORT")
+        master_port=variables.port("MASTER_PORT")
         or (_mpi_port(variables) if on_this_host == ranks else _DEFAULT_PORT),
         source=source,
     )
@@ -253,7 +253,7 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
         node_rank=hosts.index(host),
         num_nodes=len(hosts),
         master_addr=variables.text("MASTER_ADDR") or hosts[0],
-        master_port=variables.number("MASTER_PORT") or _DEFAULT_PORT,
+        master_port=variables.port("MASTER_PORT") or _DEFAULT_PORT,
         source="SageMaker",
     )
 
@@ -307,7 +307,7 @@ def _one_process_per_node(
         node_rank=rank,
         num_nodes=num_nodes,
         master_addr=master_addr,
-        master_port=variables.number(f"{prefix}MASTER_PORT", "MASTER_PORT") or _DEFAULT_PORT,
+        master_port=variables.port(f"{prefix}MASTER_PORT", "MASTER_PORT") or _DEFAULT_PORT,
         source=source,
     )
 
@@ -321,7 +321,7 @@ def _by_names(
         return prefix + (plain.upper() if upper else plain)
 
     rank = variables.required_number(name("rank"), because=name("world_size"))
-    world_size = variables.required_number(name("world_size"), because=name("rank"))
+    world_size = variables.count(name("world_size"), because=name("rank"))
     alone = world_size == 1
     if not alone:
         variables.together(name("world_size"), name("master_addr"), name("master_port"))
@@ -339,7 +339,7 @@ def _by_names(
         else node,
         num_nodes=variables.number(name("group_world_size")) or math.ceil(world_size / local_world_size),
         master_addr=master_addr,
-        master_port=variables.number(name("master_port")) or _DEFAULT_PORT,
+        master_port=variables.port(name("master_port")) or _DEFAULT_PORT,
         restart_count=variables.number("TORCHELASTIC_RESTART_COUNT") or 0,
         launcher_serves_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
         source=source,

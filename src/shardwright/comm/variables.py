@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from shardwright.errors import LaunchError
+from shardwright.limits import MOST_RANKS
 from shardwright.printable import shown
 
 __all__ = ["Variables"]
@@ -53,6 +54,26 @@ class Variables:
             raise LaunchError(
                 f"{because} is set but {name} is not. Set both, or neither for a single process."
             )
+        return value
+
+    def count(self, name: str, *, because: str) -> int:
+        """A number of ranks, or of hosts, that must be set; raises as `required_number`."""
+        value = self.required_number(name, because=because)
+        if not 1 <= value <= MOST_RANKS:
+            raise LaunchError(
+                f"{name} is {value}, but it must be from 1 to {MOST_RANKS}. Correct or unset it."
+            )
+        return value
+
+    def port(self, *names: str) -> int | None:
+        """The first of these variables that is set, as a port.
+
+        Raises:
+            LaunchError: it is none.
+        """
+        value = self.number(*names)
+        if value is not None and not 0 < value < 2**16:
+            raise LaunchError(f"{names[-1]} is {value}, but a port is from 1 to 65535. Correct or unset it.")
         return value
 
     def together(self, *names: str) -> bool:

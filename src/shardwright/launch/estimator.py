@@ -27,6 +27,7 @@ from shardwright.launch.running_job import RunningJob
 from shardwright.launch.smp_parameters import check_world
 from shardwright.launch.training_environment import framework_parameters
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
+from shardwright.printable import control_in
 
 __all__ = ["Estimator"]
 
@@ -111,22 +112,23 @@ class Estimator:
         **arguments: Any,
     ) -> None:
         renamed = {ALIASES[name]: arguments.pop(name) for name in list(arguments) if name in ALIASES}
-        self.instance_type = str(renamed.get("instance_type", instance_type))
+        self.instance_type = _name("instance_type", str(renamed.get("instance_type", instance_type)))
         count = renamed.get("instance_count", instance_count)
         self.instance_count = check_count("instance_count", count, most=MOST_NODES)
         self.engine: Engine = _engine(engine)
         self.device = _device(device, self.instance_type)
         self.s3_to_local = dict(s3_to_local or {})
-        self.output_path = str(_output_path(output_path, self.s3_to_local))
+        self.output_path = _name("output_path", str(_output_path(output_path, self.s3_to_local)))
         self.base_job_name = base_job_name
         self.image_uri = image_uri
         self.max_run: float | None = _seconds(renamed.get("max_run", max_run))
         self.max_restarts = check_count("max_restarts", max_restarts, least=0, most=MOST_RESTARTS)
-        self.environment = {str(name): str(value) for name, value in (environment or {}).items()}
+        given = _dictionary("environment", environment)
+        self.environment = {str(name): str(value) for name, value in given.items()}
         check_variables(self.environment, what="environment")
         self.source_dir, self.entry_point = _script(entry_point, source_dir)
         self._import_folders = tuple(_import_folder(path) for path in dependencies)
-        self._hyperparameters = with_plain_values(hyperparameters or {})
+        self._hyperparameters = with_plain_values(_dictionary("hyperparameters", hyperparameters))
         self._distribution = read_distribution(renamed.get("distribution", distribution))
         self._placement = place_processes(
             given=processes_per_host,
@@ -278,6 +280,19 @@ class Estimator:
                 "letter or digit at both ends."
             )
         return given
+
+
+def _dictionary(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{name} is {shown(given)}, but it must be a dictionary.")
+    return given or {}
+
+
+def _name(what: str, given: str) -> str:
+    control = control_in(given)
+    if control is not None and "\0" not in given:  # of which JobSpec says why no process can get it
+        raise ConfigError(f"{what} is {shown(given)}, but it must not have {control} in it.")
+    return given
 
 
 def _seconds(value: Any) -> float | None:

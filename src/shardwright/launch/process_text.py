@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 
 from shardwright.errors import ConfigError
-from shardwright.printable import shown
+from shardwright.printable import control_in, shown
 
 __all__ = [
     "check_process",
@@ -62,7 +62,10 @@ def why_no_name(name: str) -> str | None:
         return "it is empty"
     if "=" in name:
         return "it has '=', with which the value of a variable begins"
-    return why_no_text(name)
+    if (reason := why_no_text(name)) is not None:
+        return reason
+    control = control_in(name)
+    return None if control is None else f"it has a control character, {control}"
 
 
 def check_variables(given: Mapping[str, str], *, what: str) -> None:

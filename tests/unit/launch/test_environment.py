@@ -270,7 +270,7 @@ def test_the_order_in_which_launchers_are_asked(first):
         ({**TORCHRUN, "RANK": "two"}, "RANK is 'two', which is not a whole number"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 is not in 0 to 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "local world size 9 exceeds world size 8"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, "port 70000 of the master is not in 1 to 65535"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000, but a port is from 1 to 65535"),
     ],
 )
 def test_half_set_and_contradictory_variables_are_named(variables, message):
