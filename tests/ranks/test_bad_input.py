@@ -138,13 +138,19 @@ def test_ranks_with_different_versions_of_the_library():
     assert "pip install shardwright==" in str(caught.value)
 
 
-def test_ranks_that_build_different_models():
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [("depth", "ranks 0 and 1 have different models"), ("function", "trace different models")],
+)
+def test_ranks_that_build_different_models(what, expected):
     def job():
         import shardwright.torch as sw
 
         sw.init({**QUIET, "microbatches": 2})
-        depth = 4 + sw.rank()
-        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))))
+        other = sw.rank() == 1
+        modules = [nn.Linear(4, 4) for _ in range(4 + (other and what == "depth"))]
+        between = nn.Tanh() if other and what == "function" else nn.ReLU()
+        model = sw.DistributedModel(nn.Sequential(*modules[:2], between, *modules[2:]))
 
         @sw.step
         def train(model, x):
@@ -156,7 +162,7 @@ def test_ranks_that_build_different_models():
 
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(job, 2)
-    assert "trace different models" in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_ranks_that_take_different_paths_after_the_first_step():
