@@ -127,6 +127,7 @@ class Node:
         free: depends on no unit and no parameter.
         random: draws random numbers.
         detached: values among its inputs that get no gradient from it.
+        finds: nodes that left what it uses by another way than a value: in an object, a list, a variable.
         line: where in the user's code, as ``file:line``.
     """
 
@@ -146,6 +147,7 @@ class Node:
     free: bool = False
     random: bool = False
     detached: tuple[int, ...] = ()
+    finds: tuple[int, ...] = ()
     line: str = ""
 
     @property
@@ -215,7 +217,7 @@ class ModelGraph:
         """A hash of the structure: equal on ranks that traced the same model the same way."""
         if not self._fingerprint:
             nodes = [
-                (n.kind, n.label, n.inputs, n.outputs, n.parameters, *([n.detached] if n.detached else []))
+                (n.kind, n.label, n.inputs, n.outputs, n.parameters, *filter(None, (n.detached, n.finds)))
                 for n in self.nodes
             ]
             values = [(v.spec.shape, v.spec.dtype, v.spec.requires_grad, v.free) for v in self.values]
@@ -248,6 +250,7 @@ class ModelGraph:
                 detached = self.nodes[node].detached
                 read = (self.values[value] for value in self.nodes[node].inputs if value not in detached)
                 pending += [value.producer for value in read if value.spec.requires_grad]
+                pending += self.nodes[node].finds
         return found
 
     @property
@@ -269,7 +272,7 @@ class ModelGraph:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "ModelGraph":
         """Reads what `to_dict` wrote, also after a round trip through JSON."""
-        lists = ("inputs", "outputs", "parameters", "saved_values", "detached")
+        lists = ("inputs", "outputs", "parameters", "saved_values", "detached", "finds")
         return cls(
             nodes=tuple(
                 Node(**{**n, **{key: tuple(n.get(key, ())) for key in lists}}) for n in document["nodes"]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -58,6 +58,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "put_in_place",
+    "put_parametrization_cache",
     "put_saved_tensor_hooks",
     "replace_total_norm",
     "run_backward",
@@ -78,6 +79,22 @@ BatchNormBase = torch.nn.modules.batchnorm._NormBase
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 _CODE_OF_CUSTOM_BACKWARD = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
+
+
+def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]:
+    """Puts the weights that `parametrize.cached` keeps in force, and how many such blocks are open.
+
+    PyTorch has one cache for all, so that a microbatch would find the weights, and the graph, of another.
+
+    Args:
+        state: to be put; by default no weights, and as many blocks as there are.
+
+    Returns:
+        What was in force.
+    """
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = state or (before[0], {})
+    return before
 
 
 @contextmanager

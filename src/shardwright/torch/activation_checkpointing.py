@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
+from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.python_random import PythonState, get_python_state, set_python_state
 from shardwright.torch.tree import flatten, leaves
@@ -28,11 +30,13 @@ log = logging.getLogger(__name__)
 _MARK = "_shardwright_recomputation"
 
 
-class _Recomputed:
+class _Recomputed(TakesFound):
     """Mixed into the class of a module whose activations are recomputed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
+        if FOUND in kwargs:  # in the backward, too
+            call = partial(called_with_found, self, call)  # type: ignore[arg-type]
         preserve = vars(self)[_MARK]
         if preserve is None:
             return call(*args, **kwargs)

@@ -71,9 +71,9 @@ def discover(
             name = name.rpartition(".")[0]
         if not name:
             log.warning(
-                "The forward of the model itself keeps tensors in attributes of modules inside it, or calls "
-                "them from an autograd.Function. Microbatches may disturb each other there. Move this code "
-                "into a module of its own, which is then not split."
+                "The forward of the model itself calls modules inside it from an autograd.Function, whose "
+                "backward may need tensors of other ranks. Move this code into a module of its own, which is "
+                "then not split."
             )
         elif not costs[name].whole:
             costs[name].whole = True

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.torch._private import function_transforms_active
-from shardwright.torch.source_line import custom_function_call, frames_up_to
+from shardwright.torch.source_line import custom_function_call, frames_up_to, is_running
 
 __all__ = ["Entanglement"]
 
@@ -58,7 +58,8 @@ class Entanglement:
         finally:
             nn.Module.__setattr__ = plain  # type: ignore[method-assign]
         for place in self._holds_tensor & self._written.keys():
-            self.whole.update(self._written[place])
+            # The model itself has to be split. Each microbatch has its own attributes (`own_attributes`).
+            self.whole.update(self._written[place] - {""})
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called."""
@@ -87,7 +88,8 @@ class Entanglement:
         if isinstance(value, Tensor):
             self._holds_tensor.add((name, key))
         writer = self._open[-1][0]
-        if writer != name:
+        # A hook of the module itself runs before it is entered: what it computes is the module's own.
+        if writer != name and not is_running(module._forward_pre_hooks.values()):
             self._written.setdefault((name, key), set()).add(_common_ancestor(writer, name))
 
 

@@ -27,6 +27,7 @@ from shardwright.torch._private import (
     pop_function_mode,
     push_function_mode,
 )
+from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
 from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.source_line import called_from, user_line
@@ -299,6 +300,8 @@ class _UnitCall:
             if _Active.realise is not None:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
             try:
+                if FOUND in kwargs and not isinstance(self, TakesFound):
+                    return called_with_found(self, super().__call__, *args, **kwargs)  # type: ignore[misc, arg-type]
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
             except UsageError:
                 self._refuse_remote()

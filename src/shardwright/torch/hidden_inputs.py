@@ -13,6 +13,7 @@ from shapes alone (a table of angles, behind ``lru_cache`` or in a global) each 
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.container_states import ContainerStates
 from shardwright.torch.cost import tensors_in
-from shardwright.torch.deferred import REMEDY
+from shardwright.torch.deferred import REMEDY, DeferredTensor
 from shardwright.torch.held_containers import HeldContainers
 from shardwright.torch.object_states import ObjectStates
 from shardwright.torch.reach import Reach
@@ -53,6 +54,7 @@ class HiddenInputs:
         self._found: dict[int, set[int]] = {}  # node -> those that left what it uses
         self._node: int | None = None
         self._given: set[int] = set()
+        self._used: set[int] | None = set()  # identities of tensors; None for any, where a copy has run
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
         self._held = HeldContainers(self._read_entry, self._is_everywhere, self._faked)
         self.containers = ContainerStates(self._read_entry)
@@ -66,7 +68,7 @@ class HiddenInputs:
             unit: the unit.
             fakes: leaves of its arguments.
         """
-        self._node = node
+        self._node, self._used = node, set()
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
         reach = Reach([unit, *fakes])
         self._objects.enter(node, unit, reach.objects)
@@ -88,6 +90,8 @@ class HiddenInputs:
         """An operation of the call has run."""
         if self._node is not None:
             for tensor in tensors_in(arguments):
+                if self._used is not None:
+                    self._used.add(id(tensor))
                 self._note_use(self._node, tensor)
             self._note_made(arguments, result, draws=draws)
 
@@ -106,8 +110,8 @@ class HiddenInputs:
             self._note_real(tensor, self._readers)
 
     def _maker(self, tensor: Tensor) -> int | None:
-        """The unit that has made it, or left it in an attribute of a module: that is a value of the graph."""
-        value = self._values.find(tensor) if isinstance(tensor, FakeTensor) else None
+        """The node that has made it; what is left in an attribute of a module is a value of the graph."""
+        value = self._values.find(tensor) if isinstance(tensor, FakeTensor | DeferredTensor) else None
         found: int | None = self._makers.get(tensor) if value is None else self._values[value].producer
         return found
 
@@ -174,8 +178,13 @@ class HiddenInputs:
         if self._node is not None and self._node != writer:
             self._found.setdefault(self._node, set()).add(writer)
 
+    def has_used(self, item: Any) -> bool:
+        """Whether an operation of the last call has been given a tensor; of a copy that is not known."""
+        return self._used is None or id(item) in self._used
+
     def gives(self, items: Sequence[Any]) -> None:
-        """The call is given these as well."""
+        """The call, which runs on a copy of its unit, is given these as well."""
+        self._used = None
         self._given.update(id(tensor) for tensor in tensors_in(items))
 
     def ran_on_a_copy(self, held: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
@@ -197,6 +206,21 @@ class HiddenInputs:
                 self._note_real(tensor, self._readers)
 
     # ---- the end ----
+
+    def in_graph(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The nodes, with the others by which gradients come back to them."""
+        if not self._found:
+            return nodes
+        makers = set().union(*self._found.values())
+        return tuple(
+            replace(
+                node,
+                finds=tuple(sorted(self._found.get(index, ()))),
+                # What it has left may lead back to any of its inputs.
+                detached=() if index in makers else node.detached,
+            )
+            for index, node in enumerate(nodes)
+        )
 
     def together(self, nodes: Sequence[Node]) -> list[Together]:
         """Each call with those that left what it uses, and all that use a tensor which one of them changes.
@@ -224,7 +248,9 @@ class HiddenInputs:
                     line=nodes[user].line,
                     why=f"{other} uses what {one} has left in an object, a list or a variable, and another "
                     "stage would not find it there.",
-                    remedy=f"Return it from {one} and pass it on as an argument.",
+                    remedy=f"Return it from {one} and pass it on as an argument."
+                    if nodes[min(makers)].kind == "unit"
+                    else f"Pass it on as an argument, or keep it in an attribute of {other} itself.",
                 )
             )
         return found

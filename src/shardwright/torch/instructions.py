@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.torch.attribute_inputs import FoundPlace, found_places
 from shardwright.torch.dataflow import Dataflow, StepFlow
 from shardwright.torch.recording import Step, Trace
 from shardwright.torch.rng import Draw
@@ -48,6 +49,7 @@ class Instruction:
             must be a stand-in).
         flat: its arguments are the leaves themselves, all given by position.
         fills: the unit is given containers that units change.
+        found: attributes inside the unit whose tensors are its last arguments.
         own_results: positions of results of the unit that its next call overwrites.
         finds: attributes inside the unit that the step function sets, for a recomputation to find again.
         values: position among the leaves of the result, and of `attributes` behind them -> value.
@@ -74,6 +76,7 @@ class Instruction:
     expects: tuple[tuple[int, int, bool], ...] = ()
     flat: bool = False
     fills: bool = False
+    found: tuple[FoundPlace, ...] = ()
     own_results: tuple[int, ...] = ()
     finds: tuple[tuple[nn.Module, str], ...] = ()
     values: Mapping[int, int] = field(default_factory=dict)
@@ -112,6 +115,8 @@ def instructions_of(
         instruction.expects = _expected(trace, step, homes, stage_ranks, rank)
         instruction.flat = step.flat
         instruction.own_results = step.own_results
+        if step.found:
+            instruction.found = found_places(step.func, step.found)
         if trace.ends:
             before = (change.before for change in step.changes)
             names = (None if value is None else trace.stand_ins[value] for value in before)

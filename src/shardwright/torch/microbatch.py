@@ -10,8 +10,10 @@ import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
+from shardwright.torch._private import put_parametrization_cache
 from shardwright.torch.activation_checkpointing import call_recomputed
 from shardwright.torch.attribute_content import AttributeContent, called_as_now, held_again
+from shardwright.torch.attribute_inputs import with_found
 from shardwright.torch.coroutine import Coroutine
 from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
@@ -97,6 +99,7 @@ class Microbatch:
         # Of each stage, what its units left in attributes of their own.
         self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
         self._lists = FilledLists()
+        self._parametrizations: tuple[int, dict[Any, Any]] | None = None
         self._closing = False
 
     # ---- driven by the executor ----
@@ -137,10 +140,20 @@ class Microbatch:
 
     def _resume(self) -> None:
         own = nullcontext() if self._attributes is None else self._attributes.of(self.index)
-        with own, nullcontext() if self._hooks is None else self._hooks.in_force():
+        with own, self._in_force():
             self._coroutine.resume()
         if self.reached_backward and self._attributes is not None:
             self._attributes.backward_reached(self.index)
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        """Has the step function find its own hooks and cached weights, and leaves those of others alone."""
+        outside = put_parametrization_cache(self._parametrizations)
+        try:
+            with nullcontext() if self._hooks is None else self._hooks.in_force():
+                yield
+        finally:
+            self._parametrizations = put_parametrization_cache(outside)
 
     @contextmanager
     def running_again(self, stage: int) -> Iterator[None]:
@@ -180,7 +193,7 @@ class Microbatch:
         """Ends a microbatch: a step function that has not returned is left."""
         self._closing = True
         try:
-            with nullcontext() if self._hooks is None else self._hooks.in_force():
+            with self._in_force():
                 self._coroutine.close()
         except Exception:
             # The batch has failed already, for a reason that must not be hidden.
@@ -241,7 +254,7 @@ class Microbatch:
             raise GreenletExit
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
-        own = args, kwargs
+        own = args, with_found(kwargs, instruction.found) if instruction.found else kwargs
         args, kwargs = self._lists.without_appended(own)
         self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:

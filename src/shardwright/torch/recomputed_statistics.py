@@ -39,12 +39,12 @@ class RepeatedBuffers:
         self,
         node: int,
         *,
-        again: Iterable[str],
-        once: Iterable[str],
-        undecided: Iterable[str],
+        again: Iterable[str] = (),
+        once: Iterable[str] = (),
+        undecided: Iterable[str] = (),
         has_gradient: bool,
     ) -> None:
-        """A unit is called.
+        """A unit is called, or an operation between units.
 
         Args:
             node: of the graph.
@@ -65,6 +65,11 @@ class RepeatedBuffers:
             for name in [name for other, name in self._undecided if other is frame]:
                 self._again.setdefault(name, []).append(node)
             self._undecided = [(other, name) for other, name in self._undecided if other is not frame]
+
+    @property
+    def are_undecided(self) -> bool:
+        """Whether it depends on what comes next if some are changed a second time."""
+        return bool(self._undecided)
 
     def names(self, contributing: Collection[int]) -> dict[str, bool]:
         """Name -> whether the buffer is changed once in the forward, and so a second time.

@@ -113,6 +113,7 @@ class Step:
         flat: its arguments are the leaves themselves, all by position.
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
         fills: a unit is given containers that units change.
+        found: attributes inside the unit that it reads (see `attribute_inputs`): its last arguments.
         own_results: positions of results in memory of the unit's own, which its next call overwrites.
         shared_results: the same of a unit whose results are changed afterwards, under both names.
     """
@@ -137,6 +138,7 @@ class Step:
     recomputed: bool = False
     flat: bool = False
     fills: bool = False
+    found: tuple[str, ...] = ()
     own_results: tuple[int, ...] = ()
     shared_results: tuple[int, ...] = ()
 

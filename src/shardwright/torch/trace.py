@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError
-from shardwright.torch._private import fake_failures_unlogged, num_hooks_registered
+from shardwright.torch._private import (
+    fake_failures_unlogged,
+    num_hooks_registered,
+    put_parametrization_cache,
+)
+from shardwright.torch.attribute_inputs import refuse_replaced
 from shardwright.torch.attribute_use import AttributeUses, Slot
 from shardwright.torch.batch import is_batch_tensor
 from shardwright.torch.glue import GlueMode, set_active_handler
@@ -184,6 +189,7 @@ class _Run:
                     result = self._call(tracer, args, kwargs)
                 registers_hooks = num_hooks_registered() > hooks_before + tracer.samples.num_hooks
                 set_active_handler(None)
+                refuse_replaced(self.unit_map.modules, tracer.is_value)
                 tracer.python_draws.look()
                 changed = watch.changed(tracer.is_value, under_another_name=tracer.changes_memory_of)
                 together = tracer.together()
@@ -242,11 +248,14 @@ class _Run:
 
     def _call(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the step function; None where its program ends before it returns."""
+        cached = put_parametrization_cache(None)
         try:
             result = self.function(*args, **kwargs)
             tracer.end.step_returned()
         except TraceEnds:
             result = None
+        finally:
+            put_parametrization_cache(cached)
         if tracer.end.is_found:
             result = None
             set_active_handler(None)

@@ -19,6 +19,7 @@ from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
 from shardwright.torch._private import storage_key
 from shardwright.torch.aliases import follow_changes
+from shardwright.torch.attribute_inputs import FOUND, found_in
 from shardwright.torch.attribute_use import AttributeUse, Slot
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
@@ -43,7 +44,7 @@ from shardwright.torch.step_parameters import point_out_foreign, refuse_returned
 from shardwright.torch.trace_end import TraceEnd
 from shardwright.torch.trace_recorder import TraceRecorder
 from shardwright.torch.traced_buffers import TracedBuffers
-from shardwright.torch.traced_call import TracedCall, is_opaque
+from shardwright.torch.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.traced_draws import TracedDraws
 from shardwright.torch.traced_execution import TracedExecution
 from shardwright.torch.traced_values import TracedValues
@@ -208,6 +209,13 @@ class Tracer:
             if changed := call.changed(outcome):
                 self.end.note_change(value for position, value in call.reads if position in changed)
         result = self._recorder.record(node, call, outcome)
+        changed_names = self._recorder.steps[-1].changed_parameters
+        if changed_names or self._repeated_buffers.are_undecided:
+            self._repeated_buffers.note(
+                self._recorder.num_nodes - 1,
+                undecided=changed_names,
+                has_gradient=_have_gradient(outcome),
+            )
         if parameters or outcome.cost.random or func in functions.NEED_HISTORY:
             self.end.must_be_traced()
         if in_step_code():
@@ -229,7 +237,8 @@ class Tracer:
         name = self._unit_map.units[id(module)]
         recomputed = called_from("torch.utils.checkpoint")
         self._recomputes = self._recomputes or recomputed
-        own = args, kwargs
+        found = found_in(module, self.is_value)
+        own = args, {**kwargs, FOUND: found} if found else kwargs
         items, structure = flatten(without_appended(own, self._values.is_made))
         note_used(items)
         reads = self._recorder.reads(items)
@@ -249,6 +258,8 @@ class Tracer:
             self.draws.before_step(self._recorder.num_nodes)
             outcome = self._execution.unit(call, name, kept)
             self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
+        if found:
+            call, found = self._as_read(call, outcome, found)
         known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
         give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
         outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
@@ -260,7 +271,7 @@ class Tracer:
             again=self._values.names_of(outcome.written_again),
             once=self._values.names_of(outcome.written_once),
             undecided=self._values.names_of(outcome.written_undecided),
-            has_gradient=any(isinstance(t, Tensor) and t.requires_grad for t in leaves(outcome.output)),
+            has_gradient=_have_gradient(outcome),
         )
         ordinal = self._calls.get(name, 0)
         self._calls[name] = ordinal + 1
@@ -280,7 +291,23 @@ class Tracer:
             detached=call.detached(outcome),
             line=call.line,
         )
-        return self._recorder.record(node, call, outcome, recomputed=recomputed, fills=fills)
+        result = self._recorder.record(node, call, outcome, recomputed=recomputed, fills=fills)
+        self._recorder.steps[-1].found = tuple(found)
+        return result
+
+    def _as_read(
+        self, call: TracedCall, outcome: Outcome, found: dict[str, Tensor]
+    ) -> tuple[TracedCall, dict[str, Tensor]]:
+        """Leaves out what a unit has found in attributes and not used."""
+        returned = {id(item) for item in leaves(outcome.output)}
+        first = len(call.items) - len(found)
+        unused = {
+            position
+            for position in range(first, len(call.items))
+            if id(call.fakes[position]) not in returned and not self._hidden.has_used(call.fakes[position])
+        }
+        reads = [(position, value) for position, value in call.reads if position not in unused]
+        return replace(call, reads=reads), found if len(unused) < len(found) else {}
 
     def model_begins(self) -> None:
         """Ends the trace, if it is to end before the model is called again."""
@@ -409,7 +436,7 @@ class Tracer:
         outputs = tuple(dict.fromkeys((*returned, *(value for value in seen if value is not None))))
         follow_changes(recorder.steps, outputs if self._loss is None else (*outputs, self._loss))
         graph = ModelGraph(
-            nodes=recorder.nodes(),
+            nodes=self._hidden.in_graph(recorder.nodes()),
             values=recorder.values(),
             units={name: self._unit(name) for name in self._calls},
             parameters=self._unit_map.specs,
@@ -462,3 +489,8 @@ class Tracer:
             num_calls=self._calls[name],
             mutates_buffers=name in self._mutates,
         )
+
+
+def _have_gradient(outcome: Outcome) -> bool:
+    """Whether gradients come back to a call."""
+    return any(isinstance(item, Tensor) and item.requires_grad for item in leaves(outcome.output))

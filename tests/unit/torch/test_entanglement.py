@@ -129,11 +129,33 @@ def test_modules_can_be_written_to_as_before():
 
 
 def test_the_model_itself_is_warned_about(caplog):
-    model = Resets()
+    model = Reverses()
     with caplog.at_level(logging.WARNING, "shardwright"):
         costs = discover(model, lambda x: model(x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
-    assert "keeps tensors in attributes of modules inside it" in caplog.text
+    assert "calls modules inside it from an autograd.Function" in caplog.text
     assert choose_units(model, costs, num_stages=8) == ["first", "cell.linear"]
+
+
+class Computes(Plain):
+    """Its layer's hook computes a weight, as `nn.utils.weight_norm` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.register_forward_pre_hook(
+            lambda module, args: setattr(module, "scaled", module.weight * 2)
+        )
+
+
+def test_a_hook_may_leave_a_tensor_in_its_own_module():
+    assert whole(Plain(), Computes()) == []
+
+
+def test_the_model_itself_may_keep_tensors_anywhere(caplog):
+    """Each microbatch has its own attributes: a model that resets its cells was warned about."""
+    model = Resets()
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        discover(model, lambda x: model(x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
+    assert not caplog.text
 
 
 def test_a_module_whose_inner_modules_are_only_read_is_a_unit():

@@ -1,0 +1,242 @@
+"""Weights that are no parameters: hooks, parents and other networks compute them for each call."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.prune as prune
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from transparency import Case, Iteration, Recipe, differences_by_case
+from zoo import classify, features
+from zoo_modules import CLASSES, WIDTH
+
+from choices import in_sweep
+from shardwright.testing import RanksFailedError, run_ranks
+
+ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
+
+
+def case(pipeline: str, **settings: Any) -> Case:
+    config = {"microbatches": 4, "profile": "estimated", "pipeline": pipeline, **settings}
+    return Case(config=config, iterations=ITERATIONS)
+
+
+class Layers(nn.Module):
+    def __init__(self, kind: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def spectral_norm() -> nn.Module:
+    return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+def pruned() -> nn.Module:
+    layer = prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.3)
+    layer.weight = layer.weight.detach()  # a model with a computed tensor cannot be copied
+    return layer
+
+
+def merged() -> nn.Module:
+    """A frozen weight and a low-rank one, added up by a hook."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.base = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    del layer.weight
+    layer.a, layer.b = nn.Parameter(torch.randn(WIDTH, 2) / 4), nn.Parameter(torch.randn(2, WIDTH) / 4)
+    layer.register_forward_pre_hook(lambda m, args: setattr(m, "weight", m.base + m.a @ m.b))
+    return layer
+
+
+class Hyper(Layers):
+    """One network computes the weights of the others from the batch, before the first of them is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            del layer.weight
+            layer.weight = None
+        self.code, self.make = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.make(self.code(x).mean((0, 1))).view(WIDTH, WIDTH) / WIDTH**0.5
+        for layer in self.layers:
+            layer.weight = weight + weight.T
+        return super().forward(x)
+
+
+class Gained(nn.Module):
+    """Reads what is left in an attribute of a module inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.gain = None
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.inner(x) * self.inner.gain).tanh() * self.scale
+
+
+class Gains(Layers):
+    """Each layer's gain follows from what the layer before has given."""
+
+    def __init__(self) -> None:
+        super().__init__(Gained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.inner.gain = x.mean((0, 1)).exp()
+            x = layer(x)
+        return self.head(x)
+
+
+class Cached(Layers):
+    """Uses each weight twice, and computes it once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return super().forward(x)
+
+
+class Note:
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+
+
+class Leaving(nn.Module):
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self.weight, self.note = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), note
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note.scale = (x @ self.weight).mean((0, 1))
+        return x.detach()
+
+
+class Finding(Leaving):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.note.scale
+
+
+class Notes(Layers):
+    """What a unit leaves in an object is all that it contributes to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        note = Note()
+        self.leaving, self.finding = Leaving(note), Finding(note)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.leaving(x)
+        return self.head(self.finding(y))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scales = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight * self.scales[0]).tanh()
+
+
+class Lists(Layers):
+    """Code between units puts into a list what a unit reads there: both go to one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.scale = Listed(), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.listed.scales = [self.scale.exp()]
+        return self.head(self.listed(x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "spectral_norm": lambda: Layers(spectral_norm),
+    "pruned": lambda: Layers(pruned),
+    "merged": lambda: Layers(merged),
+    "hyper": Hyper,
+    "gains": Gains,
+    "cached": Cached,
+    "notes": Notes,
+    "lists": Lists,
+}
+RUNS: Sequence[tuple[str, str]] = [
+    ("spectral_norm", "1f1b"),
+    ("pruned", "zb_v"),
+    ("merged", "1f1b"),
+    ("hyper", "zb_v"),
+    ("gains", "zb_v"),
+    ("cached", "zb_v"),
+    ("notes", "1f1b"),
+    ("lists", "1f1b"),
+]
+
+
+def check(model: Callable[[], nn.Module], case: Case, ranks: int = 2) -> None:
+    recipe = Recipe(build=model, batch=features, loss=classify)
+    assert run_ranks(differences_by_case, ranks, recipe, {"": case}, timeout_s=60) == [{}] * ranks
+
+
+@pytest.mark.parametrize(("name", "pipeline"), RUNS)
+def test_a_computed_weight_is_one_more_argument(name, pipeline):
+    """The graph did not know that a unit reads such an attribute.
+
+    The weight was computed on one stage and read on another: gradients were wrong by a third (spectral norm),
+    or a rank died in the middle of a step. What a unit left in an object gave no gradient to earlier stages.
+    """
+    check(MODELS[name], case(pipeline))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "settings"),
+    [
+        ("merged", 2, {"activation_checkpointing": "full"}),
+        ("gains", 4, {"data_parallel_degree": 2}),
+        in_sweep("spectral_norm", 4, {"data_parallel_degree": 2}),
+        in_sweep("spectral_norm", 2, {"activation_checkpointing": "full"}),
+        in_sweep("hyper", 2, {"activation_checkpointing": "full"}),
+        in_sweep("pruned", 4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+    ],
+)
+def test_with_recomputation_and_over_replicas(name, ranks, settings):
+    check(MODELS[name], case("1f1b", **settings), ranks)
+
+
+class Replacing(Layers):
+    """Leaves computed tensors in the place of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer._parameters["weight"] = 0.5 * self.own
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def test_a_parameter_is_not_replaced_for_good():
+    """It died in the middle of the step, on one rank."""
+    with pytest.raises(RanksFailedError, match=r"in the place of the parameter layers\.0\.weight"):
+        check(Replacing, case("1f1b"))
