@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.authenticated_objects import packed, unpacked
-from shardwright.comm.codec import DecodeError, decode, encode
 from shardwright.comm.seal import Seal
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError
 
 __all__ = ["fact_of", "facts_of_all"]

@@ -1,4 +1,4 @@
-"""Tensors and arrays for `codec`: dtype, shape and raw bytes. Import it where they are to travel.
+"""`codec` for tensors and arrays as well: dtype, shape and raw bytes.
 
 A tensor of an accelerator goes to that of the rank that takes it. Tensors that are more than their numbers
 (sparse or quantised ones, subclasses, arrays of objects) cannot travel so.
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.codec import DecodeError, register
+from shardwright.comm.codec import DecodeError, decode, encode, register
 
-__all__: list[str] = []
+__all__ = ["DecodeError", "decode", "encode"]
 
 _DTYPES = {
     str(each).removeprefix("torch."): each

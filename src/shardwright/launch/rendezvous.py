@@ -96,7 +96,7 @@ class _Sealed(RendezvousHandler):
         self._inner = inner
 
     def get_backend(self) -> str:
-        return self._inner.get_backend()
+        return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
@@ -130,7 +130,7 @@ def _numbering_itself(parameters: RendezvousParameters) -> RendezvousHandler:
     sealed = _sealed(store)
     if sealed is not store:  # under another key: that one has a value without a code already
         backend = C10dRendezvousBackend(sealed, f"{parameters.run_id}.sealed")
-    return dynamic_rendezvous.create_handler(sealed, backend, parameters)
+    return _Sealed(dynamic_rendezvous.create_handler(store, backend, parameters))
 
 
 class _StatesAsJson:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardwright.comm.authenticated_objects import packed, unpacked
-from shardwright.comm.codec import DecodeError, decode, encode
 from shardwright.comm.seal import Seal
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.layout import Order
 from shardwright.torch.tree import LEAF, Structure

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.authenticated_objects import packed_with_tensors, unpacked_with_tensors
-from shardwright.comm.codec import DecodeError, decode, encode
 from shardwright.comm.missing_ranks import Terms
 from shardwright.comm.process_group import seal_of_session
 from shardwright.comm.roll_call import Call
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.roll_call import meet, meet_each
