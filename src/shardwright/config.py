@@ -318,6 +318,8 @@ class Config(BaseModel):
         Raises:
             ConfigError: as `parse`; the message begins with the file.
         """
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(f"{source} holds no settings: write lines such as microbatches: 4")
         _refuse(cls._read([settings])[1], source=source)
 
     @classmethod

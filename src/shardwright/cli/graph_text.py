@@ -2,6 +2,7 @@
 
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import align
+from shardwright.printable import printable
 from shardwright.units import format_bytes, format_count
 
 __all__ = ["feeds", "format_graph"]
@@ -75,7 +76,7 @@ def _ties(graph: ModelGraph) -> list[str]:
         if len(users) > 1 or parameter.aliases:
             size = format_bytes(parameter.spec.num_bytes)
             also = f" = {', '.join(parameter.aliases)}" if parameter.aliases else ""
-            lines.append(f"tied: {name}{also} ({size}), used by {_names(users) or 'no unit'}")
+            lines.append(printable(f"tied: {name}{also} ({size}), used by {_names(users) or 'no unit'}"))
     return lines
 
 

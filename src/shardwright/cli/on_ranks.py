@@ -12,7 +12,7 @@ from shardwright.files import check_place, replace_file
 from shardwright.launch.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
-__all__ = ["run_for_files", "run_on_ranks"]
+__all__ = ["refuse_unwritable", "run_for_files", "run_on_ranks"]
 
 
 def run_for_files(
@@ -41,7 +41,7 @@ def run_for_files(
         SystemExit: a rank has failed.
     """
     for output in outputs:
-        _refuse_unwritable(output)
+        refuse_unwritable(output)
     with tempfile.TemporaryDirectory(prefix="shardwright-files-") as folder:
         written = [Path(folder, f"{number}{output.suffix}") for number, output in enumerate(outputs)]
         run_on_ranks(
@@ -65,7 +65,12 @@ def _put(output: Path, content: bytes) -> None:
         raise UsageError(f"{output} cannot be written: {error.strerror}.") from error
 
 
-def _refuse_unwritable(output: Path) -> None:
+def refuse_unwritable(output: Path) -> None:
+    """Refuses a place where no file can go, before anything is measured for it.
+
+    Raises:
+        UsageError: something else stands there, or there is no folder around it.
+    """
     try:
         check_place(output)
     except OSError as error:

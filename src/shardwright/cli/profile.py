@@ -8,7 +8,7 @@ import typer
 
 from shardwright.cli.application import AsJson, Factory, print_json, say, show_text
 from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.on_ranks import run_for_files
+from shardwright.cli.on_ranks import refuse_unwritable, run_for_files
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Link
@@ -64,6 +64,7 @@ def profile(
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     resolved.resolve_world(num_ranks * num_nodes)
+    refuse_unwritable(output)
     refuse_broken(factory, build_on=build_on)
     order = Order(factory=factory, build_on=build_on, settings=resolved.model_dump(exclude_defaults=True))
     is_here = run_for_files(

@@ -43,8 +43,6 @@ def read_settings(path: Path | None) -> dict[str, Any]:
         return {}
     file = UserFile(path, what="--config", error=ConfigError)
     found = file.read_yaml()
-    if found is not None and not isinstance(found, dict):
-        raise file.refused("holds no settings: write lines such as microbatches: 4")
     Config.check(found, source=str(file))
     return found or {}
 

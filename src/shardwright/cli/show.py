@@ -13,6 +13,7 @@ from shardwright.observe.plan_text import format_plan
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.summary import format_summary, summarize
 from shardwright.plan import Plan
+from shardwright.printable import printable
 
 __all__ = ["show"]
 
@@ -38,7 +39,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     show_text(format_summary(summary))
     if plan is not None:
         show_text(format_plan(plan).splitlines()[0])
-        show_text("\n".join(f"  {reason}" for reason in plan.why))
+        show_text("\n".join(f"  {printable(reason)}" for reason in plan.why))
     show_text(f"files: {', '.join(_files(found))}")
 
 

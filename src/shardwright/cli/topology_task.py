@@ -8,6 +8,7 @@ import typer
 
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
+from shardwright.printable import printable
 
 if TYPE_CHECKING:
     from shardwright.catalogue import LayerChain, Transformer
@@ -110,7 +111,7 @@ def _model(text: str, build_on: str) -> "Transformer | LayerChain":
     if not isinstance(document, dict):
         raise file.refused("is no configuration of a model: it must be an object")
     try:
-        return from_hugging_face(document, name=path.parent.name or path.stem)
+        return from_hugging_face(document, name=printable(path.parent.name or path.stem))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
 

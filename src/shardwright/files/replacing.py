@@ -55,10 +55,9 @@ def check_place(path: str | os.PathLike[str]) -> Path:
     Raises:
         OSError: it cannot be: something else stands there, or there is no folder around it.
     """
-    text = os.fspath(path)
-    if (control := control_in(text)) is not None:
+    if (control := control_in(Path(path).name)) is not None:
         raise OSError(errno.EINVAL, f"its name has a control character, {control}")
-    target = Path(os.path.realpath(text))
+    target = Path(os.path.realpath(path))
     with contextlib.suppress(FileNotFoundError):
         _refuse_others(os.stat(target))
     if not target.parent.is_dir():

@@ -27,7 +27,7 @@ from shardwright.launch.running_job import RunningJob
 from shardwright.launch.smp_parameters import check_world
 from shardwright.launch.training_environment import framework_parameters
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
-from shardwright.printable import control_in
+from shardwright.printable import control_in, printable
 
 __all__ = ["Estimator"]
 
@@ -118,7 +118,8 @@ class Estimator:
         self.engine: Engine = _engine(engine)
         self.device = _device(device, self.instance_type)
         self.s3_to_local = dict(s3_to_local or {})
-        self.output_path = _name("output_path", str(_output_path(output_path, self.s3_to_local)))
+        _name("output_path", os.fspath(output_path))
+        self.output_path = str(_output_path(output_path, self.s3_to_local))
         self.base_job_name = base_job_name
         self.image_uri = image_uri
         self.max_run: float | None = _seconds(renamed.get("max_run", max_run))
@@ -127,6 +128,8 @@ class Estimator:
         self.environment = {str(name): str(value) for name, value in given.items()}
         check_variables(self.environment, what="environment")
         self.source_dir, self.entry_point = _script(entry_point, source_dir)
+        _name("source_dir", os.fspath(source_dir or ""))
+        _name("entry_point", os.fspath(entry_point))
         self._import_folders = tuple(_import_folder(path) for path in dependencies)
         self._hyperparameters = with_plain_values(_dictionary("hyperparameters", hyperparameters))
         self._distribution = read_distribution(renamed.get("distribution", distribution))
@@ -207,7 +210,7 @@ class Estimator:
         """
         spec = self._spec(inputs, job_name)
         if dry_run:
-            sys.stdout.write(f"{self.engine.manifest(spec).rstrip()}\n")
+            sys.stdout.write(f"{printable(self.engine.manifest(spec).rstrip(), lines=True)}\n")
             return
         job = self.engine.start(spec, waits=wait)
         self.jobs.append(job)

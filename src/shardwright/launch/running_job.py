@@ -16,6 +16,7 @@ from shardwright.errors import LaunchError
 from shardwright.launch.exits import SAVED_AND_REQUEUE, ExitLog, WorkerExit
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.verdict import exit_code, failure_report
+from shardwright.printable import printable
 
 __all__ = ["LogTail", "Outcome", "RunningJob", "exits_file", "outcome_of_exits"]
 
@@ -177,7 +178,7 @@ class RunningJob(ABC):
     def _note(self, text: str) -> None:
         """Tells one who waits what the job waits for."""
         if self._is_shown:
-            sys.stderr.write(f"shardwright: {text}\n")
+            sys.stderr.write(f"shardwright: {printable(text, lines=True)}\n")
             sys.stderr.flush()
 
     def _look(self) -> None:

@@ -8,6 +8,7 @@ from shardwright.observe.plan_text import format_plan
 from shardwright.observe.report.data import Compared, Predicted, ReportData
 from shardwright.plan import Alternative, MemoryPrediction, align
 from shardwright.planner.sensitivity import Sensitivity, sensitivities
+from shardwright.printable import printable
 from shardwright.units import format_bytes, format_seconds
 
 __all__ = ["explanation_document", "format_explanation"]
@@ -20,7 +21,14 @@ def format_explanation(data: ReportData) -> str:
     """The explanation of a run or a plan; what is not known is left out, and `data.notes` say why."""
     blocks = []
     if data.plan is not None:
-        blocks.append("\n".join([format_plan(data.plan).splitlines()[0], *_indented(data.plan.why)]))
+        blocks.append(
+            "\n".join(
+                [
+                    format_plan(data.plan).splitlines()[0],
+                    *_indented([printable(why) for why in data.plan.why]),
+                ]
+            )
+        )
     blocks += _measured(data)
     if data.predicted is not None and data.plan is not None:
         blocks.append(_block("what the step is spent on", _waterfall(data.predicted)))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from shardwright.plan import MemoryPrediction, Plan, align
+from shardwright.printable import printable
 from shardwright.units import format_bytes, format_count, format_seconds
 
 __all__ = ["format_plan", "format_plan_in_full"]
@@ -10,7 +11,7 @@ __all__ = ["format_plan", "format_plan_in_full"]
 
 def format_plan(plan: Plan) -> str:
     """What a run logs: a title, the table of stages, the reasons."""
-    lines = [_title(plan), *_indented(plan.table()), *(f"  {reason}" for reason in plan.why)]
+    lines = [_title(plan), *_indented(plan.table()), *(f"  {printable(reason)}" for reason in plan.why)]
     return "\n".join(lines)
 
 
@@ -48,7 +49,7 @@ def _model(plan: Plan) -> str:
         f"{len(model.units)} units" + (f", {recomputed} of them recomputed" if recomputed else "")
     ]
     for name, stages in plan.replicated.items():
-        lines.append(f"  {name} is held by stages {', '.join(map(str, stages))}")
+        lines.append(f"  {printable(name)} is held by stages {', '.join(map(str, stages))}")
     return "\n".join([*lines, f"  made by {plan.created_by}"])
 
 

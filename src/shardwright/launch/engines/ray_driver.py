@@ -17,6 +17,7 @@ from shardwright.comm.run_secret import new_secret
 from shardwright.launch.engines.ray_worker import Exits, train_on_worker
 from shardwright.launch.exits import EXITS_VARIABLE, ExitLog, WorkerExit
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
+from shardwright.printable import printable
 
 __all__ = ["main"]
 
@@ -41,7 +42,7 @@ def main(path: str) -> int:
     for worker_exit in ended:
         published.append(worker_exit)
     if any(worker_exit.exit_code for worker_exit in ended):
-        sys.stderr.write(f"{failure_report(ended)}\n")
+        sys.stderr.write(f"{printable(failure_report(ended), lines=True)}\n")
         return exit_code(ended)
     if error is not None:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

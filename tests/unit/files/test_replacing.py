@@ -1,0 +1,129 @@
+"""Only regular files are replaced, and by whole ones."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from cli.calling import call
+from planned import planned
+
+from files.devices import device
+from shardwright.cluster import find_machines
+from shardwright.cluster.cluster_file import write_inventory
+from shardwright.files import check_place, open_to_append, replace_file
+from shardwright.observe import JsonLines
+from shardwright.observe.folder_lock import hold
+from shardwright.observe.run_folder import RunFolder
+
+
+def test_a_device_stays_a_device(tmp_path):
+    """`shardwright cluster X -o /dev/full`, as root, made a file of the device."""
+    place = tmp_path / "device"
+    device(place)
+    words = [sys.executable, "-m", "shardwright", "cluster", "p4d.24xlarge", "-o", str(place)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"UsageError: --output {place} cannot be written: it is a device, and only a file is replaced.\n"
+    )
+    assert stat.S_ISCHR(place.stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["device"]
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+@pytest.mark.parametrize("kind", ["device", "pipe", "folder"])
+def test_what_is_no_file_is_left_as_it_is(tmp_path, kind, through_a_link):
+    target = tmp_path / "target"
+    {"device": device, "pipe": os.mkfifo, "folder": os.mkdir}[kind](target)
+    place = tmp_path / "link" if through_a_link else target
+    if through_a_link:
+        place.symlink_to(target)
+    before = (target.stat().st_ino, target.stat().st_mode)
+    for write in (replace_file, open_to_append, lambda path, *_: check_place(path)):
+        with pytest.raises(OSError, match=f"it is a {kind}, and only a file is replaced"):
+            write(place, "text") if write is replace_file else write(place)
+    assert (target.stat().st_ino, target.stat().st_mode) == before
+    assert len(list(tmp_path.iterdir())) == 1 + through_a_link
+
+
+def test_the_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "plan.json").write_text("old")
+    (tmp_path / "link").symlink_to("folder/plan.json")
+    replace_file(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "plan.json").read_text() == "new"
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        replace_file(tmp_path / "loop", "new")
+
+
+def test_permissions_are_kept_and_new_files_have_those_of_the_process(tmp_path):
+    place = tmp_path / "file"
+    before = os.umask(0o027)
+    try:
+        replace_file(place, "one")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o640
+    place.chmod(0o604)
+    replace_file(place, b"two")
+    assert stat.S_IMODE(place.stat().st_mode) == 0o604
+    assert place.read_text() == "two"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    place = tmp_path / "file"
+    place.write_text("old")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(place, "new")
+    assert place.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_link_that_waits_at_the_name_of_the_draft_is_not_followed(tmp_path, monkeypatch):
+    """In a folder for all, somebody else can guess names and put links there."""
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".file.tmp-0").symlink_to("victim")
+    with pytest.raises(FileExistsError):
+        replace_file(tmp_path / "file", "new")
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb", "a\x9b2J"])
+def test_no_file_gets_a_name_with_control_characters(tmp_path, name):
+    for write in (planned().write, lambda path: write_inventory(path, find_machines("p4d.24xlarge"))):
+        with pytest.raises(OSError, match="its name has a control character"):
+            write(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_appends_to_is_a_file(tmp_path):
+    """A pipe in the place of ``metrics.jsonl`` had the run wait for a reader."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="it is a pipe"):
+        JsonLines(tmp_path / "metrics.jsonl").append({"step": 1})
+    os.mkfifo(tmp_path / ".logs.lock")
+    with pytest.raises(OSError, match="it is a pipe"):
+        hold(tmp_path / ".logs.lock")
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OSError, match="it is a folder"):
+        RunFolder(tmp_path).write("plan.json", "{}")
+
+
+def test_exports_and_timelines_go_through_the_same_door(tmp_path, capsys):
+    planned().write(tmp_path / "plan.json")
+    os.mkfifo(tmp_path / "pipe")
+    for words in (["simulate", tmp_path / "plan.json", "--trace"], ["schedule", "export", "1f1b"]):
+        code, _, err = call(capsys, *words, tmp_path / "pipe")
+        assert code == 2
+        assert "it is a pipe, and only a file is replaced" in err
+        assert call(capsys, *words, tmp_path / "file")[0] == 0
