@@ -1,7 +1,7 @@
 """Runs a model once on fake tensors and counts what each module does."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwright.torch.cost import CostCounter, Counts
 from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.hook_effects import HookEffects
+from shardwright.torch.remade_in_forward import RemadeInForward
 from shardwright.torch.source_line import frames_up_to
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
@@ -66,6 +67,7 @@ def discover(
             "then cannot be placed one by one. Move this code and these modules into a module of their own, "
             "which is then one unit."
         )
+    _keep_whole(model, costs, watch.remade.writers)
     for name in watch.entanglement.whole:
         while name and name not in costs:  # a container is not called
             name = name.rpartition(".")[0]
@@ -81,17 +83,30 @@ def discover(
     return costs
 
 
+def _keep_whole(model: nn.Module, costs: dict[str, ModuleCost], writers: Iterable[str]) -> None:
+    """Keeps modules whole that give buffers another shape: their code may look at it, in each microbatch."""
+    for writer in writers:
+        name = writer
+        while name and (name not in costs or next(model.get_submodule(name).parameters(), None) is None):
+            name = name.rpartition(".")[0]
+        if name and not costs[name].whole:
+            costs[name].whole = True
+            log.info("%s is not split: %s gives a buffer another shape or type", name, writer)
+
+
 class _Watch:
     """Counts what modules do while they are called.
 
     Attributes:
         costs: name of a module -> what it has done.
         entanglement: which modules cannot be split.
+        remade: which give buffers another shape.
     """
 
     def __init__(self) -> None:
         self.costs: dict[str, ModuleCost] = {}
         self.entanglement = Entanglement()
+        self.remade = RemadeInForward()
         self._names: list[str] = []  # of the calls that are open
         self._counts: list[tuple[Counts, Counts]] = []  # at their beginning; what modules inside have done
 
@@ -110,6 +125,7 @@ class _Watch:
                 around = self._names[-1] if self._names and own_code else ""
                 self.costs[around or name].recomputed = True
         self.entanglement.enter(name, module, args)
+        self.remade.enter(name, module, around=self._names[-1] if self._names else None)
         self._names.append(name)
         self._counts.append((CostCounter.so_far(), Counts()))
 
@@ -117,6 +133,7 @@ class _Watch:
         """It has returned."""
         self._names.pop()
         self.entanglement.leave()
+        self.remade.leave(name, module)
         before, inside = self._counts.pop()
         done = CostCounter.so_far() - before
         if self._counts:

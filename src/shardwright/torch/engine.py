@@ -307,8 +307,8 @@ class PipelineEngine:
         self._residency = residency
         self._programs.placed(residency, recompute)
         if context.data_group is not None:
-            first = context.mesh.group("dp", context.rank)[0]
-            self._replica_buffers = ReplicaBuffers(module, context.data_group, source=first)
+            ranks = context.mesh.group("dp", context.rank)
+            self._replica_buffers = ReplicaBuffers(module, context.data_group, ranks=ranks, rank=context.rank)
             self._replica_buffers.note()
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)

@@ -64,6 +64,24 @@ class BufferWatch:
                 found[name] = from_units
         return found
 
+    def replaced(self, is_value: Callable[[Any], bool]) -> dict[str, str]:
+        """Names of the buffers whose place has a value of the graph now; of another shape, with both shapes.
+
+        Args:
+            is_value: tells whether a tensor is a value of the traced graph.
+        """
+        found = {}
+        for name, (buffer, _) in self._before.items():
+            last = self.last(name)
+            if last is not buffer and last is not None and is_value(last):
+                same = last.shape == buffer.shape and last.dtype == buffer.dtype
+                found[name] = "" if same else f"{_described(buffer)} to {_described(last)}"
+        return found
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} and {tensor.dtype}"
+
 
 class GlueBuffers:
     """Changed buffers of a placed model.

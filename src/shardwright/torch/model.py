@@ -34,6 +34,7 @@ from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.registration import agree_on_registration
+from shardwright.torch.remade_buffers import first_kinds
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
@@ -109,6 +110,7 @@ class DistributedModel(nn.Module):
         for optimizer in current.optimizers:
             optimizer.check(module.parameters())
         self.module = module
+        self.first_buffers = first_kinds(module)
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self.replicas = Replicas(
             current, module, bucket_bytes=int(bucket_cap_mb * 2**20), overlap=overlapping_allreduce
@@ -329,8 +331,13 @@ class DistributedModel(nn.Module):
 
     def counts_here(self, name: str) -> bool:
         """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
-        holders = None if self._residency is None else self._residency.ranks.get(name)
-        return context().pipeline_rank == (holders[0] if holders else 0)
+        residency = self._residency
+        if residency is None:
+            return context().pipeline_rank == 0
+        holders = residency.ranks.get(name)
+        # A buffer that a forward has registered is where its module runs.
+        holder = holders[0] if holders else rank_that_runs(name, residency) or 0
+        return context().pipeline_rank == holder
 
     def stage_of(self, name: str) -> int:
         """The first stage that uses a parameter."""

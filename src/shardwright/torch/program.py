@@ -30,6 +30,7 @@ from shardwright.torch.program_checks import (
     check_generators,
     check_lasting_tensors,
     check_python_draws,
+    check_replaced_buffers,
     pauses_of,
 )
 from shardwright.torch.recording import Trace
@@ -175,6 +176,7 @@ def build_program(
     check_after_backward(trace, homes, home_of)
     if len(stage_ranks) > 1:
         check_lasting_tensors(trace)
+        check_replaced_buffers(trace)
     check_counters(trace, homes, stage_ranks)
     check_attributes(trace, homes, stage_ranks)
     check_python_draws(trace, homes, stage_ranks)

@@ -17,6 +17,7 @@ __all__ = [
     "check_generators",
     "check_lasting_tensors",
     "check_python_draws",
+    "check_replaced_buffers",
     "pauses_of",
 ]
 
@@ -47,6 +48,19 @@ def check_lasting_tensors(trace: Trace) -> None:
                 "the tensor as a buffer of the model (register_buffer), or return what is written from the "
                 "step function and write it afterwards."
             )
+
+
+def check_replaced_buffers(trace: Trace) -> None:
+    """Refuses another tensor in the place of a buffer, where other ranks have no room for its content."""
+    for name, how in trace.replaced_buffers.items():
+        shapes = f", which changes its shape from {how}" if how else ""
+        remedy = f"write into it: self.{name.rpartition('.')[2]}.copy_(...)"
+        raise TraceError(
+            f"the step function puts a tensor that comes from modules in the place of the buffer {name}"
+            f"{shapes}, and only the rank of these modules would have it. Move this code and the buffer into "
+            f"the forward of the module that computes the tensor, which is then one unit; or {remedy}, with "
+            "the shape that it has from the start."
+        )
 
 
 def check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:

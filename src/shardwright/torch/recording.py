@@ -204,6 +204,9 @@ class Trace:
             it is changed just so, once in the forward.
         generators_set_at: where the step function has set PyTorch's generators so that ranks would not draw
             what a plain loop draws; empty if it has not.
+        replaced_buffers: name of a buffer outside of units in whose place the step function puts another
+            tensor that comes from units -> its shapes before and after, or empty where nothing reads the
+            buffer before.
         end: the place (see `TraceEnd`) behind which the step function goes on as every rank runs it
             (see `step_code`); infinite where all that it does is traced.
         end_line: the line that reads a value there, or soon behind that; empty where the step function has
@@ -235,6 +238,7 @@ class Trace:
     stand_ins: tuple[int | None, ...] = ()
     generators_set_at: str = ""
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
+    replaced_buffers: Mapping[str, str] = field(default_factory=dict)
     end: float = math.inf
     end_line: str = ""
     wanted_end: float = math.inf

@@ -155,21 +155,21 @@ class SingleEngine:
         if present == self._reduced:
             return
         agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
-        first = self._share(group)
+        self._share(group)
         self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
-        self._buffers = ReplicaBuffers(module, group, source=first)
+        ranks = self._context.mesh.group("dp", self._context.rank)
+        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=self._context.rank)
         self._model.settle()
         self._buffers.note()
 
-    def _share(self, group: dist.ProcessGroup) -> int:
-        """Gives all replicas the values of the first; returns its world rank."""
+    def _share(self, group: dist.ProcessGroup) -> None:
+        """Gives all replicas the values of the first."""
         first = self._context.mesh.group("dp", self._context.rank)[0]
         for tensor in (*self._model.get_module().parameters(), *self._model.get_module().buffers()):
             if tensor.numel() and not tensor.is_meta:
                 dist.broadcast(tensor.detach(), first, group=group)
-        return first
 
 
 @cache

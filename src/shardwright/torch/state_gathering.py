@@ -34,31 +34,20 @@ def gather_state(
     Raises:
         UsageError: it has parameters or buffers of other ranks under names that these do not know.
     """
+    sources = _Sources(state, module, residency, context)
     full: dict[str, Any] = type(state)()
     if hasattr(state, "_metadata"):
         full._metadata = state._metadata  # type: ignore[attr-defined]
-    first_names = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
-    by_key: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    by_key.update(module.named_buffers(remove_duplicate=False))
-    if not by_key.keys() >= state.keys():
-        # A module whose state_dict is its own, such as a wrapper for fp16 that is not in the names.
-        by_key.update(_renamed(module, first_names))
-    others: dict[str, Any] = {}
-    for key, value in state.items():
-        name = first_names.get(id(by_key[key])) if key in by_key else None
-        if name is None or name not in residency.ranks or not isinstance(value, Tensor):
-            full[key] = others[key] = value
-            continue
-        owner = residency.ranks[name][0]
-        if owner == context.pipeline_rank:
-            payload = value.detach().clone(memory_format=torch.contiguous_format)
-        else:
-            payload = torch.empty(value.shape, dtype=value.dtype, device=context.device)
-        if payload.numel():
-            dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
-        full[key] = payload
-    full.update(_from_their_ranks(others, residency, context))
-    _sort(full, list(state), context)
+    full.update({key: value for key, value in state.items() if not sources.is_gone(key)})
+    for key in sources.order:
+        if (source := sources.of(key)) is not None:
+            full[key] = sources.tensor(key, source)
+    others = {k: v for k, v in full.items() if not isinstance(v, Tensor)}
+    if sources.have_objects:
+        full.update(_from_their_ranks(others, residency, context))
+    for key in sources.order if sources.order != list(full) else ():
+        if key in full:
+            full[key] = full.pop(key)
     lost = [key for key, value in full.items() if isinstance(value, Tensor) and value.is_meta]
     if lost:
         raise UsageError(
@@ -70,6 +59,76 @@ def gather_state(
     return full
 
 
+class _Sources:
+    """Which rank gives which tensor, of what shape and type: a forward may have given a buffer others.
+
+    Args:
+        state: the `state_dict` of this rank.
+        module: the user's module.
+        residency: who holds what.
+        context: the run.
+
+    Attributes:
+        order: all names, as a plain model has them.
+        have_objects: some rank has something that is no tensor.
+    """
+
+    def __init__(self, state: dict[str, Any], module: nn.Module, residency: Residency, context: Context):
+        self._context = context
+        self._owners = _owners(state, module, residency)
+        rank = context.pipeline_rank
+        self._own = {
+            key: value
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+            and not value.is_meta
+            and (self._owners.get(key, rank_that_runs(key, residency)) == rank)
+        }
+        said = {
+            "names": list(state),
+            "own": {
+                key: [list(v.shape), str(v.dtype).removeprefix("torch.")] for key, v in self._own.items()
+            },
+            "objects": any(not isinstance(value, Tensor) for value in state.values()),
+        }
+        self._said = tell_all(said, group=context.pipeline_group)
+        self.order = _merged([each["names"] for each in self._said])
+        self.have_objects = any(each["objects"] for each in self._said)
+
+    def of(self, key: str) -> int | None:
+        """The first pipeline rank that gives a tensor; None where none does."""
+        return next((rank for rank, each in enumerate(self._said) if key in each["own"]), None)
+
+    def is_gone(self, key: str) -> bool:
+        """Whether the rank that holds a buffer has none any more (`self.cache = None`)."""
+        owner = self._owners.get(key)
+        return owner is not None and key not in self._said[owner]["names"]
+
+    def tensor(self, key: str, source: int) -> Tensor:
+        """A tensor of one rank, on all; collective over the replica."""
+        context = self._context
+        if source == context.pipeline_rank:
+            payload = self._own[key].detach().clone(memory_format=torch.contiguous_format)
+        else:
+            shape, dtype = self._said[source]["own"][key]
+            payload = torch.empty(shape, dtype=getattr(torch, dtype), device=context.device)
+        if payload.numel():
+            dist.broadcast(payload, context.pipeline_ranks[source], group=context.pipeline_group)
+        return payload
+
+
+def _owners(state: dict[str, Any], module: nn.Module, residency: Residency) -> dict[str, int]:
+    """The pipeline rank that holds each parameter and buffer, by its name in the state."""
+    first_names = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
+    by_key: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    by_key.update(module.named_buffers(remove_duplicate=False))
+    if not by_key.keys() >= state.keys():
+        # A module whose state_dict is its own, such as a wrapper for fp16 that is not in the names.
+        by_key.update(_renamed(module, first_names))
+    names = {key: first_names.get(id(by_key[key]), "") for key in state if key in by_key}
+    return {key: residency.ranks[name][0] for key, name in names.items() if name in residency.ranks}
+
+
 def _renamed(module: nn.Module, known: dict[int, str]) -> dict[str, Tensor]:
     """Parameters and buffers by their names in the state, whatever these are."""
     kept = module.state_dict(keep_vars=True)
@@ -78,9 +137,7 @@ def _renamed(module: nn.Module, known: dict[int, str]) -> dict[str, Tensor]:
 
 def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Context) -> dict[str, Any]:
     own = {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in others.items()
-        if rank_that_runs(key, residency) == context.pipeline_rank
+        key: value for key, value in others.items() if rank_that_runs(key, residency) == context.pipeline_rank
     }
     gathered = tell_all(own, group=context.pipeline_group, objects=True)
     found: dict[str, Any] = {}
@@ -89,17 +146,11 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
     return found
 
 
-def _sort(full: dict[str, Any], own: list[str], context: Context) -> None:
-    """Brings names in the order of a plain model: what others have made in a forward comes last here.
+def _merged(orders: list[list[str]]) -> list[str]:
+    """All names in the order of a plain model: what others have made in a forward comes last on a rank.
 
     Each goes behind the one that it follows on a rank that has it.
-
-    Args:
-        full: the whole state.
-        own: names in the state of this rank.
-        context: the run.
     """
-    orders = tell_all(own, group=context.pipeline_group)
     names: list[str] = []
     for order in orders:
         if order == names:
@@ -111,9 +162,7 @@ def _sort(full: dict[str, Any], own: list[str], context: Context) -> None:
             else:
                 names.insert(place, name)
             place += 1
-    for name in names if names != list(full) else ():
-        if name in full:
-            full[name] = full.pop(name)
+    return names
 
 
 def rank_that_runs(key: str, residency: Residency) -> int | None:

@@ -193,6 +193,7 @@ class _Run:
                 tracer.python_draws.look()
                 changed = watch.changed(tracer.is_value, under_another_name=tracer.changes_memory_of)
                 together = tracer.together()
+                replaced = watch.replaced(tracer.is_value)
                 attributes = use.uses(self.unit_map.model, tracer.is_value)
                 changed_inside = held.changed
             changes_batch = any(
@@ -208,6 +209,7 @@ class _Run:
                 left_in_units=tuple(unchanged.left_in_units),
                 left=nothing_left.stand_ins,
             )
+            trace.replaced_buffers = {n: how for n, how in replaced.items() if how or n not in trace.state}
             touched = {
                 (id(m), key): (m, key)
                 for m, key in (*unchanged.changed, *use.written(self.unit_map.model), *changed_inside)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,6 +76,48 @@ class Attributes:
                 put_content(container, content)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor as it was: what it is, where its memory is, and what is in it.
+
+    Attributes:
+        tensor: may be written to, and given another shape, type or memory.
+        alias: of the memory, shape and type that it had.
+        content: that it had.
+        nbytes: of its memory: `resize_` may make that larger, in place.
+    """
+
+    tensor: Tensor
+    alias: Tensor
+    content: Tensor
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Kept":
+        """As it is now."""
+        return cls(tensor, tensor.detach(), tensor.clone(), tensor.untyped_storage().nbytes())
+
+    def restore(self) -> None:
+        """Makes it what it was."""
+        tensor, alias = self.tensor, self.alias
+        if _placed(tensor) != _placed(alias) or alias.untyped_storage().nbytes() != self.nbytes:
+            alias.untyped_storage().resize_(self.nbytes)
+            tensor.data = alias
+        if not torch.equal(tensor, self.content):
+            tensor.copy_(self.content)
+
+
+def _placed(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor is, and where in which memory."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+    )
+
+
 class Unchanged:
     """Keeps a model as it is while it is traced.
 
@@ -100,7 +143,7 @@ class Unchanged:
         self._make = lend
         self._attributes: Attributes | None = None
         self._lent: dict[int, Tensor] = {}
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: list[_Kept] = []
         self.left_hooks = False
         self.changed: list[tuple[nn.Module, str]] = []
         self.left_in_units: list[tuple[nn.Module, str]] = []
@@ -120,12 +163,11 @@ class Unchanged:
                 elif buffer.is_meta:
                     module._buffers[key] = torch.zeros_like(buffer, device=self._device)
                 else:
-                    self._buffers.append((buffer, buffer.clone()))
+                    self._buffers.append(_Kept.of(buffer))
 
     def __exit__(self, *exc_info: object) -> None:
-        for buffer, content in self._buffers:
-            if not torch.equal(buffer, content):
-                buffer.copy_(content)
+        for kept in self._buffers:
+            kept.restore()
         assert self._attributes is not None
         self.left_hooks = self._attributes.hooks_were_added
         self.changed = self._attributes.changed

@@ -55,7 +55,8 @@ class TracedChanges:
                 raise UsageError(
                     f"{user_line()}: {functions.name_of(call.func)}() changes the shape of a tensor in place "
                     f"from {tuple(item.shape)} to {tuple(fake.shape)}, which other ranks cannot follow. Give "
-                    "the result a name instead: x = x.unsqueeze(0), not x.unsqueeze_(0)."
+                    "the result a name instead: x = x.unsqueeze(0), not x.unsqueeze_(0). A buffer that gets "
+                    "its size there belongs into the forward of a module of its own, which is then one unit."
                 )
             if before is None:
                 self._fake_memory[storage_key(item)] = storage_key(fake)

@@ -78,6 +78,7 @@ class StateDocument(_Record):
         states: of schedulers, samplers and the like, by name, where all ranks had the same.
         states_of_ranks: by name and rank, where they had not.
         random: generators of each rank.
+        buffers: of those that a forward has given another shape or type: what they were at first.
     """
 
     version: Literal[1] = 1
@@ -89,6 +90,7 @@ class StateDocument(_Record):
     states: dict[str, Any] = {}
     states_of_ranks: dict[str, dict[str, Any]] = {}
     random: dict[str, Any] = {}
+    buffers: dict[str, list[str | NonNegativeInt] | None] = {}
 
     @classmethod
     def joined(
@@ -127,6 +129,7 @@ class StateDocument(_Record):
                 if not same
             },
             random={str(rank): d.random for rank, d in enumerate(documents)},
+            buffers={name: kind for d in documents for name, kind in d.buffers.items()},
         )
 
     @classmethod

@@ -1,6 +1,6 @@
 """Gives this rank what it has of a saved model and optimizer, whoever saved them in whatever parts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ _MOST_NAMES = 5
 
 
 def check_fits(
-    model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/", strict: bool = True
+    model: DistributedModel,
+    saved: SavedCheckpoint,
+    *,
+    prefix: str = "model/",
+    strict: bool = True,
+    remade: Collection[str] = (),
 ) -> None:
     """Refuses a checkpoint of another model.
 
@@ -29,6 +34,7 @@ def check_fits(
         saved: the checkpoint.
         prefix: of the names of its tensors.
         strict: the names must be the same; else only the shapes of what has the same name.
+        remade: names of buffers that get the shape that was saved.
 
     Raises:
         CheckpointError: the message has the names or shapes that differ.
@@ -39,7 +45,7 @@ def check_fits(
         for name, entry in saved.index.tensors.items()
         if name.startswith(prefix)
     }
-    known = own.keys() | _other_names(model.get_module())
+    known = own.keys() | _other_names(model.get_module()) | set(remade)
     problems = [
         f"{len(names)} tensors are only {where}: {_listed(names)}."
         for where, names in (
@@ -50,8 +56,8 @@ def check_fits(
     ]
     for _, tensor, full in _saved_tensors(model, saved, prefix):
         shape = theirs.get(full.removeprefix(prefix)) if full else None
-        if shape is not None and shape != tuple(tensor.shape):
-            name = full.removeprefix(prefix)
+        name = full.removeprefix(prefix)
+        if shape is not None and shape != tuple(tensor.shape) and name not in remade:
             problems.append(f"{name} has the shape {shape} there, and {tuple(tensor.shape)} here.")
     if problems:
         shown = "\n  ".join(problems[: _MOST_NAMES + 2])

@@ -27,6 +27,7 @@ from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.context import Context, following
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.remade_buffers import BufferKind, remake
 
 __all__ = ["Resumed", "open_verified", "problem_of"]
 
@@ -163,6 +164,7 @@ class Resumed:
         name = str(saved.path / STATE)
         self._document = StateDocument.from_content(saved.document(STATE), name=name)
         self.step = self._document.step
+        self._remade = _remade(model, self._document, saved)
         self.waits = False
 
     def check(self, states: Mapping[str, Any]) -> None:
@@ -171,7 +173,7 @@ class Resumed:
         Raises:
             CheckpointError: the message has what differs.
         """
-        check_fits(self._model, self._saved, strict=self._strict)
+        check_fits(self._model, self._saved, strict=self._strict, remade=self._remade)
         document, optimizers = self._document, self._context.optimizers
         if document.layout is None:  # imported: a model and nothing else
             return
@@ -212,6 +214,7 @@ class Resumed:
         Args:
             states: schedulers, samplers and the like, by name.
         """
+        remake(self._model, self._remade)
         self._adopt_plan()
         model, document = self._model, self._document
         for saved, optimizer in zip(document.optimizers, self._context.optimizers, strict=False):
@@ -299,6 +302,9 @@ class Resumed:
         context = self._context
         if context.plan is not None or PLAN not in self._saved.manifest.files:
             return
+        if self._remade:
+            log.info("the plan of the checkpoint is not followed: buffers had other shapes when it was made")
+            return
         try:
             plan = Plan.model_validate(self._saved.document(PLAN))
         except ValueError as error:
@@ -327,7 +333,7 @@ class Resumed:
         own = (*self._model.module.named_parameters(), *self._model.module.named_buffers())
         for name, tensor in own:
             entry = self._saved.index.tensors.get(f"model/{name}")
-            if entry is not None and dtype_of(entry.dtype) is not tensor.dtype:
+            if entry is not None and name not in self._remade and dtype_of(entry.dtype) is not tensor.dtype:
                 raise CheckpointError(
                     f"{self._saved.path} has {name} in {dtype_of(entry.dtype)}, and here it is in "
                     f"{tensor.dtype}. Resume with the type and the precision settings (bf16, fp16) that were "
@@ -355,3 +361,16 @@ class Resumed:
 
     def _tensor(self, name: str) -> torch.Tensor:
         return read_part(self._saved, name)
+
+
+def _remade(
+    model: DistributedModel, document: StateDocument, saved: SavedCheckpoint
+) -> dict[str, BufferKind]:
+    """Buffers that were saved with another shape or type than at first, where they were as here at first."""
+    found = {}
+    for name, first in document.buffers.items():
+        entry = saved.index.tensors.get(f"model/{name}")
+        was = None if first is None else BufferKind.from_json(first)
+        if entry is not None and model.first_buffers.get(name) == was:
+            found[name] = BufferKind(tuple(entry.shape), dtype_of(entry.dtype))
+    return found

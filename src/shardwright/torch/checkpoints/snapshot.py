@@ -24,6 +24,7 @@ from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.context import Context
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.remade_buffers import remade_buffers
 
 __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
 
@@ -40,6 +41,7 @@ class RankDocument:
             state has that is no tensor.
         loss_scale: of ``fp16``; None without.
         states: of schedulers, samplers and the like, by name.
+        buffers: of those of this rank that are others now what they were at first, see `remade_buffers`.
     """
 
     random: Any
@@ -47,6 +49,7 @@ class RankDocument:
     optimizers: list[dict[str, Any]]
     loss_scale: dict[str, Any] | None
     states: dict[str, Any]
+    buffers: dict[str, list[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ def take_snapshot(
         ],
         loss_scale=None if model.scaling is None else asdict(model.scaling.scaler),
         states={name: encode(state, name=own_state[name], tensors=extra) for name, state in states.items()},
+        buffers=remade_buffers(model),
     )
     parts = [part for each in own for part in _parts_of(each, copies=copies)]
     for name, tensor in extra.items():

@@ -1,0 +1,368 @@
+"""Buffers to which a forward gives another shape or type: lazily sized statistics, observers of QAT.
+
+`state_dict()` aborted the process (64 bytes where a rank expected 4), or handed over memory that nobody had
+filled; a checkpoint was saved that could not be resumed; a trace of `resize_` died.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from choices import in_sweep
+from shardwright.testing import run_ranks, run_ranks_outcomes
+from shardwright.torch.trace_guard import Unchanged
+from shardwright.torch.unit_map import UnitMap
+
+QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 4, "timeout_s": 30}
+DATA = {"data_parallel_degree": 2}
+D = torch.float64
+
+
+class Observed(nn.Module):
+    """A unit around a unit, as its own code looks at the shape of a buffer that it makes."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.inner = nn.Linear(8, 8)
+        if way == "None first":
+            self.register_buffer("seen", None)
+        elif way != "registered":
+            self.register_buffer("seen", torch.empty(0, dtype=D), persistent=way != "transient")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self._observe(x.detach().amax(0) + self.inner.weight.amax(1))
+        return (self.inner(x) / (1 + self.seen.abs().max())).tanh()
+
+    def _observe(self, now: Tensor) -> None:
+        seen = getattr(self, "seen", None)
+        if seen is not None and seen.numel():
+            now = torch.maximum(seen.to(now.dtype), now)
+        if self.way == "registered" and seen is None:
+            self.register_buffer("seen", now.clone())
+        elif self.way in ("resize_", "transient"):
+            self.seen.resize_(now.shape).copy_(now)
+        elif self.way == "set_":
+            self.seen.set_(now.clone())
+        elif self.way == "data":
+            self.seen.data = now.clone()
+        elif self.way == "type":
+            self.seen = now.to(torch.float32)
+        else:
+            self.seen = now.clone()
+
+
+class Leaf(nn.Module):
+    """One unit, with a buffer of one element that gets 8, as a per-channel scale does."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.register_buffer("scale", torch.ones(1 if way == "grows" else 8, dtype=D))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            now = self.weight.detach().abs()
+            self.scale = now.amax(1) if self.way == "grows" else now.amax().reshape(1)
+        return (x @ self.weight.t() / self.scale).tanh()
+
+
+LEAVES = {"grows": Leaf, "shrinks": Leaf}
+
+
+def network(way: str) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(LEAVES.get(way, Observed)(way) for _ in range(4))).double()
+
+
+def batch_of(replica: int) -> Tensor:
+    return torch.randn(8, 8, dtype=D, generator=torch.Generator().manual_seed(replica))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def _train(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def trained(
+    build: Callable[[], nn.Module], settings: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Losses and state of two steps on ranks, and of a plain loop, whose buffers see the first replica."""
+    net = build()
+    plain = copy.deepcopy(net)
+    sw.init({**QUIET, **settings})
+    model = sw.DistributedModel(net)
+    optimizer, plain_optimizer = sw.DistributedOptimizer(sgd(net)), sgd(plain)
+    train = sw.step(_train)
+    losses, plain_losses = [], []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(float(train(model, batch_of(sw.dp_rank())).reduce_mean()))
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        others = [copy.deepcopy(plain) for _ in range(1, sw.dp_size())]
+        total = []
+        for replica, each in enumerate([plain, *others]):
+            total.append(0.0)
+            for part in batch_of(replica).chunk(4):
+                loss = each(part).square().mean() / 4
+                loss.backward()
+                total[-1] += loss.item()
+        for parameter, *copies in zip(*(m.parameters() for m in [plain, *others]), strict=True):
+            parameter.grad = torch.stack([p.grad for p in (parameter, *copies)]).mean(0)
+        plain_losses.append(total[sw.dp_rank()])
+        plain_optimizer.step()
+    return losses, model.state_dict(), plain_losses, plain.state_dict()
+
+
+def check(found: list[Any]) -> None:
+    for losses, state, plain_losses, plain_state in found:
+        assert losses == pytest.approx(plain_losses, rel=1e-12)
+        assert list(state) == list(plain_state)
+        for name, value in plain_state.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+WAYS = [
+    "resize_",
+    "replaced",
+    "set_",
+    "data",
+    "None first",
+    "registered",
+    "transient",
+    "type",
+    "grows",
+    "shrinks",
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "settings"),
+    [
+        *((way, 2, {}) for way in WAYS),
+        *((way, 2, DATA) for way in ("resize_", "replaced", "None first", "type", "shrinks")),
+        *(in_sweep(way, 2, DATA) for way in ("set_", "data", "registered", "transient", "grows")),
+        ("replaced", 4, DATA),
+        in_sweep("grows", 4, DATA),
+    ],
+)
+def test_trains_as_a_plain_loop(way, ranks, settings):
+    check(run_ranks(lambda: trained(lambda: network(way), settings), ranks))
+
+
+def resumed(way: str, settings: dict[str, Any], folder: str, *, first: int = 2) -> list[float]:
+    """How far losses of a run that goes on with a model built anew are from those of one without a pause."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        net = network(way)
+        sw.init({**QUIET, **settings})
+        model, optimizer = sw.DistributedModel(net), sw.DistributedOptimizer(sgd(net))
+        return model, optimizer, sw.Checkpoints(folder, every=first)
+
+    def go_on(model: Any, optimizer: Any, checkpoints: Any, steps: range) -> list[float]:
+        train = sw.step(_train)
+        losses = []
+        for step in steps:
+            optimizer.zero_grad()
+            losses.append(float(train(model, batch_of(sw.dp_rank())).reduce_mean()))
+            optimizer.step()
+            checkpoints.step_done(step + 1)
+        return losses
+
+    run = begin()
+    assert run[2].resume() == 0
+    losses = go_on(*run, range(first))
+    run[2].close()
+    kept = copy.deepcopy(run[0].state_dict())
+    expected = go_on(*run[:2], sw.Checkpoints(f"{folder}-other"), range(first, first + 2))
+    sw.shutdown()
+    run = begin()
+    assert run[2].resume() == first
+    if sw.pp_size() == 1:
+        torch.testing.assert_close(dict(run[0].get_module().state_dict()), dict(kept), rtol=0, atol=0)
+    found = go_on(*run, range(first, first + 2))
+    return [abs(a - b) for a, b in zip(found, expected, strict=True)] + [0.0 if losses else 1.0]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "settings"),
+    [
+        *((way, 2, {}) for way in ("resize_", "grows", "None first", "type")),
+        ("registered", 2, {}),
+        ("shrinks", 2, DATA),
+        *(in_sweep(way, 2, {}) for way in ("replaced", "set_", "data", "shrinks")),
+        *(in_sweep(way, 2, DATA) for way in WAYS if way not in ("shrinks", "transient")),
+        in_sweep("grows", 4, DATA),
+        in_sweep("resize_", 1, {}),
+    ],
+)
+def test_a_run_goes_on_with_the_saved_shape(way, ranks, settings, tmp_path):
+    for differences in run_ranks(resumed, ranks, way, settings, str(tmp_path / "saved")):
+        assert differences == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
+
+
+def test_a_buffer_of_another_model_is_refused(tmp_path):
+    """It had another size when the saved model was built."""
+
+    def save():
+        sw.init(QUIET)
+        net = network("grows")
+        model = sw.DistributedModel(net)
+        checkpoints = sw.Checkpoints(str(tmp_path / "saved"))
+        sw.step(_train)(model, batch_of(0))
+        checkpoints.save(1)
+        checkpoints.close()
+
+    def resume():
+        sw.init(QUIET)
+        net = network("grows")
+        net[1].scale = torch.ones(3, dtype=D)
+        sw.DistributedModel(net)
+        sw.Checkpoints(str(tmp_path / "saved")).resume()
+
+    run_ranks(save, 2)
+    for outcome in run_ranks_outcomes(resume, 2):
+        assert outcome.error_type == "CheckpointError"
+        assert "1.scale has the shape (8,) there, and (3,) here" in outcome.error
+
+
+class SizedByBatch(nn.Module):
+    """A buffer whose size is in the data, so that replicas have different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=D) / 3)
+        self.register_buffer("kept", torch.zeros(1, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept = x.detach().flatten()[: 1 + int(x[0, 0] > 0)]
+        return (x @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("pipeline", [1, in_sweep(2)])
+def test_replicas_of_other_sizes_go_on_with_that_of_the_first(pipeline):
+    def train():
+        sw.init({**QUIET, **DATA})
+        torch.manual_seed(1)
+        net = nn.Sequential(SizedByBatch(), SizedByBatch())
+        model = sw.DistributedModel(net)
+        x = torch.ones(4, 8, dtype=D) * (1 if sw.dp_rank() else -1)
+        sw.step(_train)(model, x)
+        return model.state_dict()["0.kept"].tolist()
+
+    ranks = run_ranks(train, 2 * pipeline)
+    assert ranks == [[-1.0]] * len(ranks)
+
+
+def test_a_buffer_that_one_replica_alone_makes_is_refused():
+    def train():
+        sw.init({**QUIET, **DATA})
+        net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)).double()
+        model = sw.DistributedModel(net)
+        if sw.rank() == 1:
+            net[1].register_buffer("late", torch.zeros(2))
+        sw.step(_train)(model, batch_of(0))
+
+    for outcome in run_ranks_outcomes(train, 2):
+        assert outcome.error_type == "UsageError"
+        assert "late is" in outcome.error
+        assert "rank 1" in outcome.error
+
+
+def changed_in_a_trace(change: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
+    """A buffer outside of units, and another view of its memory, after a trace has changed it."""
+    net = nn.Module()
+    memory = torch.arange(12.0)
+    net.register_buffer("table", memory[2:8].view(2, 3).t())
+    with Unchanged(UnitMap.of(net, []), lambda tensor: tensor, device=torch.device("cpu")):
+        change(net.table)
+    return net.table, memory
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.resize_(40).fill_(1),
+        lambda table: table.resize_(1),
+        lambda table: table.resize_(0),
+        lambda table: table.set_(torch.ones(5)),
+        lambda table: setattr(table, "data", torch.ones(2, dtype=torch.int64)),
+        lambda table: table.t_(),
+        lambda table: table.fill_(7),
+    ],
+)
+def test_a_trace_puts_back_what_it_resizes(change):
+    """A trace died of `resize_`: the content was copied back to what had another size."""
+    table, memory = changed_in_a_trace(change)
+    assert table.shape == (3, 2)
+    assert table.stride() == (1, 3)
+    assert table.dtype is torch.float32
+    torch.testing.assert_close(table, torch.arange(2.0, 8.0).view(2, 3).t())
+    assert memory.untyped_storage().nbytes() == 48
+    memory[2] = -1.0
+    assert table[0, 0] == -1.0
+
+
+class Root(nn.Module):
+    """The model's own forward gives its buffer a size: no module around it could be one unit."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("table", torch.empty(0, dtype=D))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        with torch.no_grad():
+            if self.way == "resized, free":
+                self.table.resize_(8).copy_(torch.arange(8.0, dtype=D))
+            elif self.way == "replaced, free":
+                self.table = torch.arange(8.0, dtype=D)
+            elif self.way == "resized":
+                self.table.resize_(8).copy_(x.detach().mean(0))
+            else:
+                self.table = x.detach().mean(0)
+        return x * (1 + self.table.abs())
+
+
+def of_root(way: str) -> Any:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Root(way).double()
+
+    return trained(build, {})
+
+
+@pytest.mark.parametrize("way", ["resized, free", "replaced, free"])
+def test_the_forward_of_the_model_itself(way):
+    check(run_ranks(of_root, 2, way))
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("resized", "resize_() changes the shape of a tensor in place from (0,) to (8,)"),
+        ("replaced", "in the place of the buffer table, which changes its shape from (0,) and torch.float64"),
+    ],
+)
+def test_what_the_forward_of_the_model_itself_cannot_do(way, expected):
+    """The trace died, or a stand-in was left in the buffer of the other rank."""
+    for outcome in run_ranks_outcomes(of_root, 2, way):
+        assert outcome.error_type in ("UsageError", "TraceError")
+        assert expected in outcome.error
