@@ -196,6 +196,8 @@ class _Plain:
         memory: bytes in use at these moments; empty where nobody asked.
     """
 
+    intercepts = False
+
     def __init__(
         self,
         scale: float,
