@@ -252,32 +252,23 @@ def test_an_attribute_of_the_module_inside():
     run_ranks(job, 1)
 
 
-def test_replicas_of_pytorch_and_compilers_around_and_inside_the_model():
-    """A replica failed in the first step for another reason, and a compiler ran for minutes."""
+def test_replicas_of_pytorch_around_the_model():
+    """A replica failed in the first step for another reason."""
 
     def job():
         import torch.distributed as dist
 
         script = Script(first_step=False)
         replica = nn.parallel.DistributedDataParallel(four_layers())
-        compiled = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
-        with pytest.warns(DeprecationWarning, match="jit.trace"):
-            traced = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
-        around = torch.compile(script.model, backend="eager")
         script.sw.shutdown()
         script.sw.init(QUIET)
-        for module, words in (
-            (replica, "it is a torch.nn.parallel.Distrib"),
-            (compiled, "its module 1 is comp"),
-            (traced, "its module 1 is compiled by torch.jit"),
-        ):
-            with pytest.raises(RuntimeError, match=f"the model cannot be pipelined: {words}"):
-                script.sw.DistributedModel(module)
+        words = "the model cannot be pipelined: it is a torch.nn.parallel.Distrib"
+        with pytest.raises(RuntimeError, match=words):
+            script.sw.DistributedModel(replica)
         script.sw.DistributedModel(four_layers())
         dist.barrier()
-        return around is not None
 
-    assert run_ranks(job, 2) == [True, True]
+    run_ranks(job, 2)
 
 
 def test_a_compiler_around_the_distributed_model():

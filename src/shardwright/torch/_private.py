@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,10 +34,13 @@ __all__ = [
     "BatchNormBase",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "TorchFunctionMode",
+    "UnsupportedOperatorException",
     "backward_in_progress",
     "behind_inner_backward",
     "call_after_backward",
+    "compiler_of",
     "disabled_torch_function",
     "dtensor_of",
     "fake_failures_unlogged",
@@ -57,6 +61,7 @@ __all__ = [
     "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
+    "put_compiler_stance",
     "put_in_place",
     "put_parametrization_cache",
     "put_saved_tensor_hooks",
@@ -135,7 +140,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, also for fake ones."""
     if tensor.layout is not torch.strided:
         return id(tensor)  # sparse tensors have no memory of their own to share
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return id(tensor)  # what `torch.func.vmap` hands to the function that it maps
 
 
 def put_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -344,3 +352,27 @@ def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """What a sparse tensor has where it has anything; `values()` wants entries to be added up before."""
     values: torch.Tensor = tensor._values()  # type: ignore[no-untyped-call]
     return values
+
+
+def put_compiler_stance(stance: Any) -> Any:
+    """Tells `torch.compile` what to do with compiled code; gives back what it did before.
+
+    `torch.compiler.set_stance` does the same by an object that is put back in the order of a stack only.
+
+    Args:
+        stance: an earlier one; None to run everything as it is written.
+    """
+    from torch._dynamo.eval_frame import DynamoStance, _set_stance
+
+    return _set_stance(DynamoStance("force_eager") if stance is None else stance)
+
+
+def compiler_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """What compiles other functions in the way in which this module or function was compiled; None if not.
+
+    It has the backend and the options that were given to `torch.compile`.
+    """
+    own = vars(compiled).get("dynamo_ctx")
+    if own is None and hasattr(compiled, "_torchdynamo_orig_callable"):
+        own = inspect.getclosurevars(compiled).nonlocals.get("self")
+    return own  # type: ignore[no-any-return]

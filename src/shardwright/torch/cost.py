@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch._private import FakeTensor, HigherOrderOperator, storage_key
 from shardwright.torch.deferred import spec_of
 from shardwright.torch.repeated_writes import RepeatedWrites
 from shardwright.torch.rng import Draw, describe_draw
@@ -76,6 +76,9 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         repeats: which of the memory that was written to ``torch.utils.checkpoint`` writes to again.
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
+
+    # Else PyTorch refuses operators that are given functions (flex attention) where a mode is active.
+    supports_higher_order_operators = True
 
     _so_far = Counts()
     _active: "list[CostCounter]" = []  # noqa: RUF012  (one stack for all counters)
@@ -151,6 +154,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
         if self._names:
             self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
             self._note_written(func, args, kwargs)
@@ -171,6 +176,18 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops += flops
         if flops or reads or draw is not None:
             CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
+        return result
+
+    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Counts an operator that is given functions by what it is given and gives."""
+        result = func(*args, **kwargs)
+        self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
+        if self._watch is not None:
+            self._watch.ran((*args, *kwargs.values()), result, draws=False)
+        if func.name() == "flex_attention":
+            flops = _attention_flops(*args, out_val=result)
+            self.flops += flops
+            CostCounter._so_far += Counts(flops)
         return result
 
     def _note_draw(self, draw: Draw, *, in_row: bool) -> None:
@@ -305,7 +322,8 @@ def class_key(module: nn.Module) -> str:
             (k, v) for k, v in vars(sub).items() if type(v) in (bool, int, float, str) and k not in _POSITION
         )
         kind: Any = type(sub)
-        rows.append((name, _code_of(kind), plain, own, buffers))
+        compiled = vars(sub).get("_compiled_call_impl") is not None
+        rows.append((name, _code_of(kind), plain, own, buffers, *(["compiled"] if compiled else [])))
     return hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
 
 

@@ -48,6 +48,7 @@ from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
+from shardwright.torch.scripted_code import scripted_functions_intercepted
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.unit_map import refuse_unknown_units
@@ -104,6 +105,7 @@ class PipelineEngine:
         with (
             inference_mode_as_no_grad(),
             custom_functions_intercepted(),
+            scripted_functions_intercepted(),
             backward_intercepted(),
             generators_saved_in_turn(),
             padded_encoders(),

@@ -1,4 +1,4 @@
-"""What PyTorch puts around a model: replicas of its own, compilers. They do not go with stages."""
+"""What PyTorch puts around a model: replicas of its own, and compilers around a `DistributedModel`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,17 +15,30 @@ _REPLICAS = (
     "Replicas are Shardwright's task here: pass the model as it is, and set data_parallel_degree "
     "(or start more ranks than pipeline_parallel_degree)."
 )
-_COMPILED = "This version runs models uncompiled: leave torch.compile out."
+_COMPILED = (
+    "Compile the model before it is wrapped, DistributedModel(torch.compile(model)), or by model.compile(): "
+    "each rank then compiles its units."
+)
+_SCRIPTED = (
+    "compiled as a whole by torch.jit.script or torch.jit.trace, so that it has no parts to be placed. Pass "
+    "the Python module that it was made of; modules inside it may be scripted."
+)
 
 
-def refuse_wrappers(module: nn.Module) -> None:
+def refuse_wrappers(module: nn.Module, *, alone: bool) -> None:
     """Refuses a model that is wrapped already, or has such a module inside.
+
+    Args:
+        module: the model.
+        alone: it is not to be spread over stages.
 
     Raises:
         UsageError: it is, or has.
     """
     for name, inner in module.named_modules():
-        problem = _problem(inner)
+        problem = _replicated(inner)
+        if inner is module and not alone and isinstance(module, torch.jit.ScriptModule):
+            problem = _SCRIPTED
         if problem is not None:
             where = f"its module {name}" if name else "it"
             raise UsageError(f"the model cannot be pipelined: {where} is {problem}")
@@ -45,12 +58,14 @@ def refuse_wrapped_model(arguments: Iterable[Any], model: nn.Module) -> None:
             raise UsageError(f"the step function gets a DistributedModel inside another wrapper: {problem}")
 
 
-def _problem(module: nn.Module) -> str | None:
+def _replicated(module: nn.Module) -> str | None:
     if isinstance(module, DataParallel | DistributedDataParallel):
         return f"a torch.nn.parallel.{type(module).__name__}. {_REPLICAS}"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "compiled by torch.jit.script or torch.jit.trace. Pass the Python module that it was made of."
+    return None
+
+
+def _problem(module: nn.Module) -> str | None:
     compiled = isinstance(vars(module).get("_modules", {}).get("_orig_mod"), nn.Module)
     if compiled or vars(module).get("_compiled_call_impl") is not None:
         return f"compiled by torch.compile. {_COMPILED}"
-    return None
+    return _replicated(module)

@@ -28,6 +28,7 @@ from shardwright.torch._private import (
     push_function_mode,
 )
 from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
+from shardwright.torch.compiled_code import run_as_written
 from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
 from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.source_line import called_from, user_line
@@ -54,7 +55,14 @@ __all__ = [
 
 
 class Handler(Protocol):
-    """What is done with operations and unit calls of a step function."""
+    """What is done with operations and unit calls of a step function.
+
+    Attributes:
+        intercepts: calls are intercepted; else the step function runs as it is.
+    """
+
+    @property
+    def intercepts(self) -> bool: ...
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -92,6 +100,7 @@ def active_handler() -> Handler | None:
 def set_active_handler(handler: Handler | None) -> Handler | None:
     """Installs a handler and returns the one before."""
     before, _Active.handler = _Active.handler, handler
+    run_as_written(handler is not None and handler.intercepts)
     return before
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
 from shardwright.torch.autocast import autocast_as
+from shardwright.torch.compiled_modules import compile_as
 from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.recording import Sample
 from shardwright.torch.samples import copy_of_module, random_like
@@ -112,6 +113,7 @@ def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores:
     func, can_be_split = sample.func, False
     if isinstance(func, nn.Module):
         func = copy_of_module(func, device)
+        compile_as(func, sample.func)
         unsplit(list(func.modules()))  # a run before this one may have split the module
         can_be_split = train and bool(split_modules(func))
     wholes: list[_Seconds] = []

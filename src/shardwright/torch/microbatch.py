@@ -61,6 +61,7 @@ class Microbatch:
         is_behind_end: the step function has left its program (only a `ReadingMicrobatch` does).
     """
 
+    intercepts = True
     is_behind_end = False
 
     def __init__(

@@ -16,6 +16,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
+from shardwright.torch.compiled_modules import without_compilers, without_prefixes
 from shardwright.torch.context import Context, context
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.delayed_initialization import refuse_half_built
@@ -38,6 +39,7 @@ from shardwright.torch.remade_buffers import first_kinds
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
 from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
+from shardwright.torch.scripted_code import without_scripted
 from shardwright.torch.sendable import refuse_unsendable
 from shardwright.torch.single_engine import SingleEngine
 from shardwright.torch.source_line import stacklevel_of_user, user_line
@@ -100,7 +102,8 @@ class DistributedModel(nn.Module):
             raise UsageError(
                 "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
             )
-        refuse_wrappers(module)
+        refuse_wrappers(module, alone=current.mesh.pipeline == 1)
+        module = without_scripted(without_compilers(module))
         _refuse_lazy(module)
         refuse_released(module)
         refuse_half_built(module)
@@ -397,6 +400,7 @@ class DistributedModel(nn.Module):
 
         Before the first step of a model on the meta device, it is kept until then.
         """
+        state_dict = without_prefixes(state_dict)
         if self.replicas.sharding is not None:
             meet("model.load_state_dict()", context().mesh.group("shard", context().rank))
         if self._residency is None:
@@ -424,6 +428,17 @@ class DistributedModel(nn.Module):
             name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
         }
         return self.get_module().load_state_dict(known, strict=strict)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Has the units of each rank compiled, to be called before the first step.
+
+        Args:
+            *args: as for `torch.compile`.
+            **kwargs: as for `torch.compile`.
+        """
+        if self.partitioned and not isinstance(self._engine, SingleEngine):
+            raise UsageError("the units run already. Call model.compile() before the first step.")
+        self.get_module().compile(*args, **kwargs)
 
     def register_post_partition_hook(self, hook: Callable[..., Any]) -> torch.utils.hooks.RemovableHandle:
         """Has ``hook(model, optimizer)`` called once every rank has its part."""

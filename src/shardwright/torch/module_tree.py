@@ -7,8 +7,8 @@ from torch import nn
 
 __all__ = ["OF_EVERY_MODULE", "all_modules"]
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes for parameters, buffers, modules and hooks, and `training`."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""Attributes for parameters, buffers, modules, hooks and compiled code, and `training`."""
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

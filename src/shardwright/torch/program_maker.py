@@ -7,6 +7,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.torch.agreement import Agreement
 from shardwright.torch.attribute_watch import AttributeWatch
 from shardwright.torch.batch import Arguments
+from shardwright.torch.compiled_modules import compile_units
 from shardwright.torch.context import Context
 from shardwright.torch.glue import intercept_calls
 from shardwright.torch.homes import home_stages
@@ -82,6 +83,7 @@ class ProgramMaker:
             names: of the units.
         """
         self._units = UnitMap.of(self._model.get_module(), names)
+        compile_units(self._model.get_module(), names)
         for unit in self._units.modules.values():
             intercept_calls(unit)
         return self._units

@@ -198,6 +198,8 @@ class _Plain:
         memory: bytes in use at these moments; empty where nobody asked.
     """
 
+    intercepts = False
+
     def __init__(
         self,
         scale: float,

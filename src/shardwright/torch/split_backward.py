@@ -270,7 +270,8 @@ class _SplitForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         # Code between units may call a module that is inside one: that is an operation like others.
-        if not _PutOff.allowed or active_handler() is not None:
+        # A compiled one has its whole backward in one piece.
+        if torch.compiler.is_dynamo_compiling() or not _PutOff.allowed or active_handler() is not None:
             return type(self._module).forward(self._module, x)  # type: ignore[no-any-return]
         weight, bias = self._module.weight, self._module.bias
         plain = type(x) in _PLAIN and x.dtype == weight.dtype and _is_plain(weight) and _is_plain(bias)

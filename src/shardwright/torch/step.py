@@ -8,6 +8,7 @@ from typing import Any, overload
 
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Splitter
+from shardwright.torch.compiled_code import uncompiled
 from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
@@ -98,6 +99,7 @@ def step_function(
 
     called = ReadingStep(function) if reads_values else function
 
+    @uncompiled
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         current = context()

@@ -19,6 +19,7 @@ from shardwright.torch._private import (
 from shardwright.torch.attribute_inputs import refuse_replaced
 from shardwright.torch.attribute_use import AttributeUses, Slot
 from shardwright.torch.batch import is_batch_tensor
+from shardwright.torch.compiled_code import nothing_compiled
 from shardwright.torch.glue import GlueMode, set_active_handler
 from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.held_content import HeldContent
@@ -81,10 +82,14 @@ def trace_step(
         numbers,
     )
     if not isinstance(function, ReadingStep):
-        with fake_failures_unlogged(), _unprinted() if numbers is not None else nullcontext():
+        with (
+            nothing_compiled(),
+            fake_failures_unlogged(),
+            _unprinted() if numbers is not None else nullcontext(),
+        ):
             return _traced(run)
     # print("loss", loss) has written the first word where the trace ends.
-    with fake_failures_unlogged(), _unprinted():
+    with nothing_compiled(), fake_failures_unlogged(), _unprinted():
         trace = _traced(run)
         end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
         if end == trace.end:

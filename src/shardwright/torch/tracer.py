@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
-from shardwright.torch._private import storage_key
+from shardwright.torch._private import HigherOrderOperator, storage_key
 from shardwright.torch.aliases import follow_changes
 from shardwright.torch.attribute_inputs import FOUND, found_in
 from shardwright.torch.attribute_use import AttributeUse, Slot
@@ -80,6 +80,7 @@ class Tracer:
         end: where a `ReadingStep` is left.
     """
 
+    intercepts = True
     before_step: Callable[[], None]
     after_unit: Callable[[], None]
 
@@ -176,6 +177,12 @@ class Tracer:
             raise self._unreadable(
                 f"{line}: {functions.reader_of(func)} reads the value of a tensor that only one rank has.",
                 reads,
+            )
+        if isinstance(func, HigherOrderOperator):
+            raise DeferredReadError(
+                f"{line}: {functions.name_of(func)}() is given functions, which may use tensors that nobody sees, and is "
+                "compiled: it cannot be called between units. Call it in the forward of a module inside the "
+                "model, which is then placed whole."
             )
         call = self._call(func, items, structure, reads, line)
         key = self.samples.cost_class(call, functions.name_of(func))

@@ -10,6 +10,7 @@ from torch import nn
 from shardwright.errors import DeferredReadError
 from shardwright.torch.activation_checkpointing import is_marked
 from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.compiled_modules import calls_compiled, compile_units
 from shardwright.torch.discover import discover
 from shardwright.torch.glue import intercept_calls, restore_calls
 from shardwright.torch.hook_effects import HookEffects
@@ -63,6 +64,7 @@ def trace_parts(
         or _recomputes_itself(module)
         or (name in costs and costs[name].recomputed)
         or has_backward_hooks(module)
+        or calls_compiled(module)
     )
     while True:
         names = choose_units(
@@ -71,6 +73,7 @@ def trace_parts(
         unit_map = UnitMap.of(model, names)
         if prepare is not None:
             prepare(unit_map)
+        compile_units(model, names)
         for module in unit_map.modules.values():
             intercept_calls(module)
         try:

@@ -107,7 +107,8 @@ def choose_units(
         num_stages: number of stages, which says how fine the pieces need to be.
         forced: ids of modules that must be kept whole: their inside cannot be traced.
         preferred: ids of modules that are kept whole unless they are more than a stage: their inside is
-            recomputed as a whole, or they have hooks for the gradients of all of it.
+            recomputed as a whole, they have hooks for the gradients of all of it, or their own code calls
+            compiled functions.
     """
     total = float(costs[""].flops) if "" in costs else 0.0
     called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)

@@ -1,0 +1,342 @@
+"""Functions and modules under `torch.compile` and TorchScript, over two stages."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import QUIET
+from torch import Tensor, nn
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+WIDTH, MICROBATCHES = 8, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.tanh(self.norm(self.first(x))))
+
+
+class Between(nn.Module):
+    """Calls a function between its layers, with a parameter that several stages use."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.function = (function,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.function[0](layer(x), self.scale)
+        return x
+
+
+class Fuses(nn.Module):
+    """Has its own forward, or what it calls there, compiled."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x), self.scale)
+
+
+def gelu(x: Tensor, scale: Tensor) -> Tensor:
+    return F.gelu(x * scale) + x
+
+
+class Compiler:
+    """A backend that counts what it is given."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.num_graphs += 1
+        return graph.forward
+
+
+def loss_of(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().double()
+
+
+def trained(
+    network: nn.Module,
+    plain: nn.Module,
+    *,
+    loss: Callable[..., Tensor] = loss_of,
+    steps: int = 2,
+    **config: Any,
+) -> dict[str, Tensor]:
+    """Trains a model and a plain one; asserts that they agree, and returns the state."""
+    import shardwright.torch as sw
+
+    # The compiler asks for it of what is no leaf, in a plain loop, too.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, **config})
+    try:
+        model = sw.DistributedModel(network)
+        optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            value = loss(model, x)
+            model.backward(value)
+            return value
+
+        for number in range(steps):
+            torch.manual_seed(number)
+            x = torch.randn(8, WIDTH, dtype=torch.float64)
+            expected = [loss(plain, part) for part in x.chunk(MICROBATCHES)]
+            optimizer.zero_grad()
+            plain_optimizer.zero_grad()
+            torch.stack(expected).mean().backward()
+            given = train(model, x)
+            torch.testing.assert_close(torch.stack(list(given)), torch.stack(expected).detach())
+            optimizer.step()
+            plain_optimizer.step()
+        state = model.state_dict()
+        torch.testing.assert_close(dict(state), dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
+        local, parameters = list(model.local_parameters()), list(model.parameters())
+        assert len(local) < len(parameters)  # it was really spread
+        return state
+    finally:
+        sw.shutdown()
+
+
+def test_scripted_code_between_units_and_as_units():
+    """A function ended in an error without words, because it ran on stand-ins; modules were refused."""
+
+    def job():
+        warnings.simplefilter(
+            "ignore"
+        )  # of TorchScript: it is deprecated, and traces what follows from shapes
+        sample = torch.ones(2, WIDTH, dtype=torch.float64)
+        for function in (torch.jit.script(gelu), torch.jit.trace(gelu, (sample, sample))):
+            trained(seeded(lambda function=function: Between(function)), seeded(lambda: Between(gelu)))
+
+        def blocks(scripted: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+            torch.manual_seed(0)
+            return nn.Sequential(*(scripted(Block().double()) for _ in range(4)))
+
+        def scripted_activations() -> nn.Module:
+            return nn.Sequential(
+                *(m for _ in range(4) for m in (nn.Linear(8, 8), torch.jit.script(nn.Tanh())))
+            )
+
+        trained(blocks(torch.jit.script), blocks(lambda m: m))
+        # Tracing calls the module, so that its running statistics move.
+        traced = blocks(lambda m: torch.jit.trace(m, sample, check_trace=False))
+        trained(traced, blocks(lambda m: (m(sample), m)[1]))
+        activations = (m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh()))
+        trained(seeded(scripted_activations), seeded(lambda: nn.Sequential(*activations)))
+
+    run_ranks(job, 2)
+
+
+def test_compiled_functions_between_units_run_as_they_are_written():
+    """It took half a minute for two layers: the compiler compiled our interception of every call."""
+
+    def job():
+        import torch._dynamo
+
+        compiler = Compiler()
+        function, loss = (torch.compile(f, backend=compiler) for f in (gelu, loss_of))
+        stance = torch._dynamo.eval_frame._stance
+        trained(seeded(lambda: Between(function)), seeded(lambda: Between(gelu)))
+        assert compiler.num_graphs == 0
+        trained(seeded(lambda: Between(gelu)), seeded(lambda: Between(gelu)), loss=loss)
+        assert torch._dynamo.eval_frame._stance == stance
+        return compiler.num_graphs  # of the plain loop
+
+    assert all(number > 0 for number in run_ranks(job, 2))
+
+
+def test_compiled_functions_inside_units_are_compiled_once():
+    """A module that calls one is a unit, so that it runs compiled, if it is not more than a stage."""
+
+    def job():
+        compiler = Compiler()
+        function = torch.compile(gelu, backend=compiler)
+
+        def fuses(called: Any) -> nn.Module:
+            return seeded(lambda: nn.Sequential(*(Fuses(called) for _ in range(4))))
+
+        trained(fuses(function), fuses(gelu))
+        return compiler.num_graphs
+
+    assert run_ranks(job, 2) == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["the model", "in place", "modules", "a decorated method"])
+def test_compiled_modules(how):
+    """They were refused. Units are compiled in the first step, under names without `_orig_mod`."""
+
+    def job():
+        compiler, seen = Compiler(), []
+
+        def loss(model: Any, x: Tensor) -> Tensor:
+            seen.append(compiler.num_graphs)
+            return loss_of(model, x)
+
+        plain = seeded(lambda: nn.Sequential(*(Block() for _ in range(4))))
+        network: Any = copy.deepcopy(plain)
+        if how == "the model":
+            network = torch.compile(network, backend=compiler, fullgraph=True)
+        elif how == "in place":
+            network.compile(backend=compiler)
+        elif how == "modules":
+            network = nn.Sequential(*(torch.compile(block, backend=compiler) for block in network))
+        else:
+
+            class Decorated(Block):
+                forward = torch.compile(Block.forward, backend=compiler)
+
+            network = seeded(lambda: nn.Sequential(*(Decorated() for _ in range(4))))
+        names = trained(network, plain, loss=loss).keys()
+        assert names == plain.state_dict().keys()
+        in_second_step = seen[-2 * MICROBATCHES :]
+        assert set(in_second_step) == {compiler.num_graphs}
+        return compiler.num_graphs
+
+    # Not one for each of eight layers: one for each kind, and one more where its input has no gradient.
+    assert all(0 < number <= 4 for number in run_ranks(job, 2))
+
+
+def test_a_compiled_backward_may_be_asked_for_its_inputs_first():
+    """Schedules that put weight gradients off find the backward of a compiled unit in one piece."""
+
+    def job():
+        plain = seeded(lambda: nn.Sequential(*(Block() for _ in range(4))))
+        network = nn.Sequential(*(torch.compile(b, backend="aot_eager") for b in copy.deepcopy(plain)))
+        trained(network, plain, pipeline="zb_h1")
+
+    run_ranks(job, 2, timeout_s=120)
+
+
+def test_states_of_compiled_models_can_be_loaded():
+    def job():
+        import shardwright.torch as sw
+
+        saved = torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+        sw.init({**QUIET})
+        model = sw.DistributedModel(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
+        model.load_state_dict(saved.state_dict())
+        assert model.state_dict().keys() == {"0.weight", "0.bias"}
+        assert torch.equal(model.state_dict()["0.weight"], saved.state_dict()["_orig_mod.0.weight"])
+
+    run_ranks(job, 1)
+
+
+def test_a_compiler_around_a_step_is_told_that_it_has_no_effect():
+    """It was compiling the library for minutes, and failed at a collective call."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+        plain = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
+        model = sw.DistributedModel(copy.deepcopy(plain))
+
+        @torch.compile(backend="eager")
+        @sw.step
+        def evaluate(model: Any, x: Tensor) -> Tensor:
+            return loss_of(model, x)
+
+        x = torch.ones(2, WIDTH, dtype=torch.float64)
+        with (
+            torch.no_grad(),
+            pytest.warns(UserWarning, match=r"no effect here: .*DistributedModel\(torch.comp"),
+        ):
+            loss = evaluate(model, x).reduce_mean()
+        assert loss.item() == loss_of(plain, x).item()
+
+    run_ranks(job, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        x_BHSD = self.project(x).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+        attend: Any = flex_attention
+        return attend(x_BHSD, x_BHSD, x_BHSD).transpose(1, 2).flatten(-2)
+
+
+def test_flex_attention_makes_its_module_a_unit():
+    """It compiles by itself, from functions that it is given. PyTorch has no backward of it for CPUs."""
+
+    def job():
+        import shardwright.torch as sw
+
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(Attention() for _ in range(2)))
+        model = sw.DistributedModel(copy.deepcopy(plain))
+
+        @sw.step
+        def evaluate(model: Any, x: Tensor) -> Tensor:
+            return model(x).square().mean()
+
+        x = torch.randn(2, 4, WIDTH)
+        with torch.no_grad():
+            loss = evaluate(model, x).reduce_mean()
+            torch.testing.assert_close(
+                loss, torch.stack([loss_of(plain, part) for part in x.chunk(2)]).mean()
+            )
+
+    run_ranks(job, 2, timeout_s=120)
+
+
+def refused(build: Callable[[], nn.Module]) -> str:
+    def job():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 2})
+        sw.DistributedModel(build())
+
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(job, 2)
+    return str(failed.value)
+
+
+def test_a_scripted_model_has_no_parts_to_be_placed():
+    text = refused(lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    assert "it is compiled as a whole by torch.jit.script" in text
+    assert "Pass the Python module that it was made of" in text
+
+
+def test_hooks_of_a_compilers_wrapper_would_be_lost():
+    def build() -> nn.Module:
+        inner = torch.compile(nn.Linear(2, 2), backend="eager")
+        inner.register_forward_hook(lambda module, args, result: None)
+        return nn.Sequential(inner, nn.Linear(2, 2))
+
+    assert "0 was given to torch.compile(module), and what that returned has hooks" in refused(build)
