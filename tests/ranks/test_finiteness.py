@@ -1,5 +1,7 @@
 """Losses and gradients that are infinite, or no numbers: training went on with them, and ended with 0."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from test_changes_between_steps import Stack, start
 from torch import Tensor, nn
 
+from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import NonFiniteError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
@@ -234,3 +237,33 @@ def test_a_loss_scale_that_falls_in_vain():
     """It halved for ever, and no update was made."""
     with pytest.raises(RanksFailedError, match=r"step 3: the loss is (inf|nan)"):
         run_ranks(scale_that_cannot_fall, 2)
+
+
+def save_after_bad_step(folder: str) -> list[str]:
+    sw, _, model = start(Stack, {"on_nonfinite": "ignore"})
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+    checkpoints = sw.Checkpoints(folder, every=1, keep=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = checkpoints.resume()
+    train = trainer(sw, "loss")
+    for number in range(step, 4 if step == 0 else 0):
+        optimizer.zero_grad()
+        train(model, *batch(number))
+        optimizer.step()
+        checkpoints.step_done(number + 1)
+    checkpoints.close()
+    return [str(each.message) for each in caught]
+
+
+def test_a_checkpoint_with_nan_takes_no_place_of_a_finite_one(tmp_path):
+    """Once more steps were saved than are kept, every good checkpoint had been deleted."""
+    folder = str(tmp_path / "checkpoints")
+    run_ranks(save_after_bad_step, 2, folder)
+    found = CheckpointFolder(Path(folder))
+    assert [commit.step for commit in found.commits()] == [BAD_STEP, 4]
+    assert len(found.open().not_finite) == 18
+    said, nothing = run_ranks(save_after_bad_step, 2, folder)
+    assert "has weights that are not finite (blocks.0.up.weight, " in said[0]
+    assert 'checkpoints.resume("step-00000002") goes on from the newest before' in said[0]
+    assert nothing == []

@@ -1,15 +1,17 @@
 """A checkpoint that is being written: invisible until it is committed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.float_types import not_finite
 from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.model_names import MODEL
 from shardwright.checkpoint.tensor_file import StoredTensor, file_content
 from shardwright.checkpoint.tensor_index import Piece, TensorEntry
 
-__all__ = ["TensorPart", "add_file", "add_tensors"]
+__all__ = ["TensorPart", "add_file", "add_tensors", "not_finite_in"]
 
 
 class TensorPart:
@@ -70,3 +72,21 @@ def add_tensors(
         piece = Piece(file=name, key=key, offset=part.box.offset, shape=part.box.shape)
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
     return add_file(folder, name, file_content(stored), disk=disk), entries
+
+
+def not_finite_in(parts: Iterable[TensorPart], *, parameters: Collection[str]) -> list[str]:
+    """Weights that have infinities or NaN, by their names in the model.
+
+    Buffers may be infinite, as masks for attention are, but no buffer is NaN on purpose.
+
+    Args:
+        parts: of the model, and of anything else.
+        parameters: full names of those that are trained.
+    """
+    found: dict[str, None] = {}
+    for part in parts:
+        if part.name.startswith(MODEL) and part.name not in found:
+            problem = not_finite(part.stored.data, part.stored.dtype)
+            if problem.nan or (problem.infinite and part.name in parameters):
+                found[part.name] = None
+    return [name.removeprefix(MODEL) for name in found]

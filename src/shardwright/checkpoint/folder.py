@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -129,18 +129,22 @@ class CheckpointFolder:
         numbers = [save_number(name) for name in names if name.partition(".")[0] == plain]
         return f"{plain}.{max(numbers) + 1}" if numbers else plain
 
-    def commit(self, draft: Path, *, step: int, files: Mapping[str, FileEntry]) -> Commit:
+    def commit(
+        self, draft: Path, *, step: int, files: Mapping[str, FileEntry], not_finite: Sequence[str] = ()
+    ) -> Commit:
         """Makes a draft a checkpoint.
 
         Args:
             draft: what `begin` has returned.
             step: how many steps were done.
             files: what was put there.
+            not_finite: weights that have infinities or NaN.
 
         Raises:
             OSError: the disk is full, or cannot be written; then it stays a draft.
         """
-        manifest = Manifest(step=step, files=dict(files)).to_bytes()
+        bad = tuple(not_finite) or None
+        manifest = Manifest(step=step, files=dict(files), not_finite=bad).to_bytes()
         self._disk.write(draft / MANIFEST, [manifest])
         self._disk.sync_folder(draft)
         name = draft.name.partition(".tmp-")[0]
@@ -160,7 +164,8 @@ class CheckpointFolder:
     def collect(self, *, keep: int | None) -> tuple[str, ...]:
         """Removes old checkpoints, and what crashes have left.
 
-        Old ones go only if the newest is verified, now. Nobody else may be saving meanwhile.
+        Old ones go only if the newest is verified, now; and one with finite weights always stays, the newest
+        that has them. Nobody else may be saving meanwhile.
 
         Args:
             keep: how many stay; None for all.
@@ -175,9 +180,11 @@ class CheckpointFolder:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}, and at least one checkpoint must stay.")
         commits = self.commits()
-        staying = commits if keep is None else commits[-keep:]
-        if staying != commits:
+        staying = commits
+        if keep is not None and len(commits) > keep:
             self.open(commits[-1].name).check()
+            staying = self._staying(commits, keep)
+        if staying != commits:
             write_commits(self.root, staying, disk=self._disk)
         names = {commit.name for commit in staying}
         unlisted = [path for path in self.step_folders() if path.name not in names]
@@ -187,6 +194,20 @@ class CheckpointFolder:
         for path in self.root.glob(f"{COMMITTED}.tmp-*") if self.root.is_dir() else ():
             path.unlink()
         return tuple(path.name for path in removed)
+
+    def _staying(self, commits: tuple[Commit, ...], keep: int) -> tuple[Commit, ...]:
+        """The newest, and the newest whose weights are finite."""
+        finite = next((commit for commit in reversed(commits) if self.has_finite_weights(commit)), None)
+        newest = commits[-keep:]
+        return newest if finite is None or finite in newest else (finite, *newest)
+
+    def has_finite_weights(self, commit: Commit) -> bool:
+        """Whether no weight is infinite or NaN, as far as the save has looked; no where it is damaged."""
+        try:
+            with reading(self.root / commit.name):
+                return self._open(commit, verify=False).has_finite_weights
+        except CorruptCheckpointError:
+            return False
 
     def step_folders(self) -> list[Path]:
         """Folders with names of checkpoints, listed or not, drafts too."""

@@ -91,6 +91,8 @@ class Manifest(Record):
         step: how many steps were done.
         saved_by: version of Shardwright.
         files: by name, every file but this one.
+        not_finite: weights that have infinities or NaN, by their names in the model, as far as the save has
+            looked; missing where there are none.
     """
 
     format: Literal["shardwright checkpoint"] = "shardwright checkpoint"
@@ -98,6 +100,7 @@ class Manifest(Record):
     step: NonNegativeInt
     saved_by: str = __version__
     files: dict[str, FileEntry]
+    not_finite: tuple[str, ...] | None = None
 
     @field_validator("files")
     @classmethod

@@ -15,7 +15,7 @@ from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = ["LARGEST_TEXT", "Overlap", "SavedCheckpoint"]
+__all__ = ["LARGEST_TEXT", "Overlap", "SavedCheckpoint", "shortened"]
 
 LARGEST_TEXT = 2**30
 """Most bytes of a file of JSON that are read: the index of about three million pieces."""
@@ -57,6 +57,16 @@ class SavedCheckpoint:
     def num_bytes(self) -> int:
         """Size of its files."""
         return sum(entry.size for entry in self.manifest.files.values())
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """Weights that have infinities or NaN, by their names in the model."""
+        return self.manifest.not_finite or ()
+
+    @property
+    def has_finite_weights(self) -> bool:
+        """Whether there are none, as far as the save has looked."""
+        return not self.not_finite
 
     @cached_property
     def index(self) -> TensorIndex:
@@ -131,3 +141,13 @@ class SavedCheckpoint:
         if name not in self.manifest.files:
             raise CorruptCheckpointError(f"{self.path} has no {name}.")
         return self.path / name
+
+
+def shortened(names: Sequence[str], *, most: int = 3) -> str:
+    """Some of many names.
+
+    >>> shortened(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -14,11 +14,12 @@ from shardwright.checkpoint import recovery
 from shardwright.checkpoint.commits import COMMITTED, Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order
+from shardwright.checkpoint.saved import shortened
 from shardwright.cli.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.ckpt_export import export
 from shardwright.cli.ckpt_folder import checkpoint_folder, named_checkpoint
 from shardwright.cli.ckpt_import import import_
-from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
+from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.folder_lock import held
 from shardwright.plan import align
 from shardwright.units import format_bytes
@@ -49,13 +50,15 @@ def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
     elif not rows:
         show_text(f"no checkpoints in {found.root}")
     else:
-        header = ["checkpoint", "step", "saved (UTC)", "size", "files"]
+        header = ["checkpoint", "step", "saved (UTC)", "size", "files", "weights"]
         show_text(align([header, *([str(value) for value in row.values()] for row in rows)]))
 
 
 @application.command("verify")
 def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
     """Read checkpoints whole and compare every checksum; exit code 8 where something is damaged.
+
+    Exit code 7 where all is whole, and weights of one were infinite or NaN when it was saved.
 
     For example: shardwright ckpt verify runs/NAME
     """
@@ -67,12 +70,26 @@ def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
     for gone in [each for each, problem in problems.items() if problem and not found.lists(each)]:
         say(f"{gone} was removed meanwhile, by the run that saves here")
         del problems[gone]
+    bad = {commit.name: _not_finite(found, commit) for commit in commits if problems.get(commit.name) is None}
     if as_json:
-        print_json([{"name": name, "problem": str(it) if it else None} for name, it in problems.items()])
+        print_json(
+            [
+                {"name": name, "problem": str(it) if it else None, "not_finite": list(bad.get(name, ()))}
+                for name, it in problems.items()
+            ]
+        )
     else:
         for each, problem in problems.items():
-            show_text(f"{each}  {problem or 'ok'}")
+            names = bad.get(each)
+            sound = f"whole, but its weights are not finite: {shortened(names)}" if names else "ok"
+            show_text(f"{each}  {problem or sound}")
     _refuse(found, problems)
+    spoilt = [name for name in problems if bad.get(name)]
+    if spoilt:
+        raise NonFiniteError(
+            f"{len(spoilt)} of {len(problems)} checkpoints in {found.root} have weights that are infinite or "
+            f"NaN: {shortened(spoilt)}. Resume from another one: checkpoints.resume(NAME)."
+        )
 
 
 application.command("export")(export)
@@ -158,7 +175,14 @@ def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:
     try:
         saved = folder.open(commit.name, verify=False)
     except CheckpointError as error:
-        return {"name": commit.name, "step": commit.step, "saved": "-", "size": "-", "files": str(error)}
+        return {
+            "name": commit.name,
+            "step": commit.step,
+            "saved": "-",
+            "size": "-",
+            "files": str(error),
+            "weights": "-",
+        }
     changed = datetime.fromtimestamp(saved.path.stat().st_mtime, UTC)
     return {
         "name": commit.name,
@@ -166,6 +190,7 @@ def _described(folder: CheckpointFolder, commit: Commit) -> dict[str, object]:
         "saved": f"{changed:%Y-%m-%d %H:%M:%S}",
         "size": format_bytes(saved.num_bytes),
         "files": len(saved.manifest.files),
+        "weights": "finite" if saved.has_finite_weights else f"not finite: {shortened(saved.not_finite)}",
     }
 
 
@@ -175,6 +200,13 @@ def _problem(folder: CheckpointFolder, commit: Commit) -> CheckpointError | None
     except CheckpointError as error:
         return error
     return None
+
+
+def _not_finite(folder: CheckpointFolder, commit: Commit) -> tuple[str, ...]:
+    try:
+        return folder.open(commit.name, verify=False).not_finite
+    except CheckpointError:  # the run that saves has removed it meanwhile
+        return ()
 
 
 def _refuse(folder: CheckpointFolder, problems: Mapping[str, CheckpointError | None]) -> None:

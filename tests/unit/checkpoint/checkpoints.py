@@ -1,6 +1,7 @@
 """Small checkpoints for tests."""
 
 import array
+from math import nan
 from pathlib import Path
 
 from shardwright.checkpoint.boxes import Box
@@ -42,6 +43,23 @@ def save(root: Path, step: int, *, keep: int | None = None, disk: Disk | None = 
         "state.json": add_file(draft, "state.json", [b'{"step": %d}' % step], disk=disk),
     }
     folder.commit(draft, step=step, files=files)
+    folder.collect(keep=keep)
+
+
+def pair(name: str, value: float) -> TensorPart:
+    """A tensor of 1 and a value."""
+    data = memoryview(array.array("d", [1.0, value])).cast("B")
+    return TensorPart(name, whole=(2,), box=Box((0,), (2,)), stored=StoredTensor("F64", (2,), data))
+
+
+def save_bad(root: Path, step: int, *, keep: int | None = None) -> None:
+    """Saves a weight that is NaN."""
+    folder, disk = CheckpointFolder(root), Disk()
+    draft = folder.begin(step)
+    entry, tensors = add_tensors(draft, "rank-00000.safetensors", [pair("model/w", nan)], disk=disk)
+    index = TensorIndex.joined([tensors]).to_bytes()
+    files = {"rank-00000.safetensors": entry, INDEX: add_file(draft, INDEX, [index], disk=disk)}
+    folder.commit(draft, step=step, files=files, not_finite=["w"])
     folder.collect(keep=keep)
 
 

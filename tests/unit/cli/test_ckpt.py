@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from checkpoint.checkpoints import save
+from checkpoint.checkpoints import save, save_bad
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
@@ -48,6 +48,22 @@ def test_verifies(run, capsys):
     code, _, err = call(capsys, "ckpt", "verify", run, "step-7")
     assert code == 2
     assert "It has step-00000010, step-00000020" in err
+
+
+def test_weights_that_are_not_finite(run, capsys):
+    """Bug: NaN was called ok."""
+    save_bad(run / "checkpoints", 30)
+    code, out, err = call(capsys, "ckpt", "verify", run)
+    assert code == 7
+    assert out.splitlines()[1:] == [
+        "step-00000020  ok",
+        "step-00000030  whole, but its weights are not finite: w",
+    ]
+    assert "1 of 3 checkpoints" in err
+    found = json.loads(call(capsys, "ckpt", "verify", run, "step-00000030", "--json")[1])
+    assert found == [{"name": "step-00000030", "problem": None, "not_finite": ["w"]}]
+    rows = json.loads(call(capsys, "ckpt", "ls", run, "--json")[1])
+    assert [row["weights"] for row in rows] == ["finite", "finite", "not finite: w"]
 
 
 def test_what_this_process_cannot_read_is_not_called_damaged(run, capsys, unreadable):

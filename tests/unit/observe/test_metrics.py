@@ -23,6 +23,7 @@ FULL = StepRecord(
     memory_limit_bytes=24 * 2**30,
     learning_rate=1e-3,
     update_s=0.02,
+    skipped_updates=2,
     gradient_error=0.004,
     parameter_error=0.005,
 )
@@ -43,6 +44,7 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "time/step(s)": 0.5,
         "time/step_predicted(s)": 0.45,
         "time/update(s)": 0.02,
+        "train/skipped(updates)": 2,
         "time/prediction_error(share)": pytest.approx(-0.1),
         "throughput/samples(1/s)": 32.0,
         "throughput/tokens(1/s)": 8192.0,

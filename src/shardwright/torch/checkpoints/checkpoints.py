@@ -19,6 +19,7 @@ import torch
 from shardwright.checkpoint.commits import COMMITTED
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.saved import SavedCheckpoint, shortened
 from shardwright.comm.process_group import default_store, tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import CheckpointError, UsageError
@@ -56,7 +57,8 @@ class Checkpoints:
         state: what else belongs to the run, by name: anything with ``state_dict()`` and
             ``load_state_dict()``, such as a scheduler, a `GradScaler` of PyTorch or `data_loader`.
         every: `step_done` saves after each multiple of so many steps; None: only when asked.
-        keep: how many checkpoints stay; None for all. Old ones go when the newest is verified.
+        keep: how many checkpoints stay; None for all. Old ones go when the newest is verified; the
+            newest with finite weights stays in any case.
         asynchronous: a save takes copies in memory, and writes them while training goes on.
         signals: those that save and end the run; none with ``()``.
         on_failed_save: what happens where one fails in the background: raise an error at the next step, or
@@ -151,6 +153,8 @@ class Checkpoints:
         assert current.reporter is not None
         current.reporter.num_steps = resumed.step
         self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
+        if not saved.has_finite_weights and current.rank == 0:
+            self._point_out_weights(saved)
         return resumed.step
 
     # ---- saving ----
@@ -411,6 +415,17 @@ class Checkpoints:
         if first is not None:
             raise CheckpointError(first)
         return made[0]
+
+    def _point_out_weights(self, saved: SavedCheckpoint) -> None:
+        """Warns of a run that goes on with infinities or NaN."""
+        before = [each for each in self._store.commits() if each.step < saved.step]
+        sound = next((each for each in reversed(before) if self._store.has_finite_weights(each)), None)
+        remedy = f' checkpoints.resume("{sound.name}") goes on from the newest before.' if sound else ""
+        warnings.warn(
+            f"{show_path(saved.path)} has weights that are not finite ({shortened(saved.not_finite)}), and "
+            f"the run goes on with them.{remedy}",
+            stacklevel=4,
+        )
 
     def _note(self, kind: str, **fields: Any) -> None:
         assert self._context.reporter is not None

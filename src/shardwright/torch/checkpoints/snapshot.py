@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.draft import TensorPart
+from shardwright.checkpoint.model_names import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.extra_states import own_extra_states
@@ -59,10 +60,12 @@ class Snapshot:
     Attributes:
         parts: of tensors.
         document: the rest.
+        parameters: full names of the tensors that are parameters of the model.
     """
 
     parts: list[TensorPart]
     document: RankDocument
+    parameters: frozenset[str]
 
 
 def optimizer_prefix(number: int) -> str:
@@ -115,7 +118,8 @@ def take_snapshot(
         box = Box.whole(tensor.shape)
         content = stored(_copy(tensor) if copies else tensor)
         parts.append(TensorPart(name, whole=tuple(tensor.shape), box=box, stored=content))
-    return Snapshot(parts, document)
+    parameters = frozenset(f"{MODEL}{name}" for name, _ in model.local_named_parameters())
+    return Snapshot(parts, document, parameters)
 
 
 def _parts_of(own: OwnPart, *, copies: bool) -> list[TensorPart]:

@@ -15,7 +15,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.draft import add_file, add_tensors
+from shardwright.checkpoint.draft import add_file, add_tensors, not_finite_in
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
 from shardwright.checkpoint.safe_json import parse
@@ -47,6 +47,23 @@ _BEAT_S = 1.0
 _LOOK_S = 0.02
 _LATEST_PAUSE_S = 0.25
 _AT_EXIT_S = 10.0  # when the script has ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank has written.
+
+    Attributes:
+        file: its file of tensors.
+        tensors: what is in it.
+        document: what it saves beside.
+        not_finite: weights in it that have infinities or NaN.
+    """
+
+    file: FileEntry
+    tensors: Mapping[str, TensorEntry]
+    document: RankDocument
+    not_finite: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,30 +172,36 @@ class SaveUnderWay:
         assert snapshot is not None
         name = f"rank-{self._rank:05}.safetensors"
         if self._store is None:
-            own = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
-            self._commit({0: (*own, snapshot.document)})
+            self._commit({0: self._written(name, snapshot)})
             return
         try:
             with _Beating(self._beat):
-                entry, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+                own = self._written(name, snapshot)
                 if self._rank:
-                    self._report(entry, tensors, snapshot.document)
+                    self._report(own)
         except Exception as error:
             self._tell({"problem": f"rank {self._rank}: {_told(error)}"})
             raise
         if self._rank == 0:
-            document, self._snapshot = snapshot.document, None  # frees the copies
+            self._snapshot = None  # frees the copies
             del snapshot
-            self._commit({0: (entry, tensors, document), **self._others()})
+            self._commit({0: own, **self._others()})
+
+    def _written(self, name: str, snapshot: Snapshot) -> _Said:
+        """Writes the file of this rank, and looks whether its weights are finite."""
+        file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
+        bad = not_finite_in(snapshot.parts, parameters=snapshot.parameters)
+        return _Said(file, tensors, snapshot.document, bad)
 
     # ---- between ranks ----
 
-    def _report(self, entry: FileEntry, tensors: Mapping[str, TensorEntry], document: RankDocument) -> None:
+    def _report(self, own: _Said) -> None:
         """Says what this rank has written: in a file, as a store takes no large values."""
         said = {
-            "file": entry.model_dump(),
-            "tensors": {key: value.model_dump() for key, value in tensors.items()},
-            "document": asdict(document),
+            "file": own.file.model_dump(),
+            "tensors": {key: value.model_dump() for key, value in own.tensors.items()},
+            "document": asdict(own.document),
+            "not_finite": own.not_finite,
         }
         content = json.dumps(said).encode()
         written = add_file(self._draft.path, _report_of(self._rank), [content], disk=self._disk)
@@ -196,7 +219,7 @@ class SaveUnderWay:
     def _key(self, rank: int, what: str) -> str:
         return f"{self._draft.key}/{rank}/{what}"
 
-    def _others(self) -> dict[int, tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]]:
+    def _others(self) -> dict[int, _Said]:
         """What the other ranks have written, once all have."""
         assert self._store is not None
         found = {}
@@ -230,9 +253,7 @@ class SaveUnderWay:
             )
         return beat, since_s
 
-    def _heard(
-        self, rank: int, said: Mapping[str, Any]
-    ) -> tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]:
+    def _heard(self, rank: int, said: Mapping[str, Any]) -> _Said:
         if "problem" in said:
             raise CheckpointError(said["problem"])
         path = self._draft.path / _report_of(rank)
@@ -248,7 +269,8 @@ class SaveUnderWay:
             name: TensorEntry.model_validate_json(json.dumps(entry))
             for name, entry in report["tensors"].items()
         }
-        return FileEntry(**report["file"]), tensors, RankDocument(**report["document"])
+        document = RankDocument(**report["document"])
+        return _Said(FileEntry(**report["file"]), tensors, document, report["not_finite"])
 
     def _take(self, key: str) -> str:
         assert self._store is not None
@@ -258,12 +280,12 @@ class SaveUnderWay:
 
     # ---- on the first rank ----
 
-    def _commit(self, ranks: Mapping[int, tuple[FileEntry, Mapping[str, TensorEntry], RankDocument]]) -> None:
+    def _commit(self, ranks: Mapping[int, _Said]) -> None:
         draft, disk = self._draft, self._disk
-        files = {f"rank-{rank:05}.safetensors": entry for rank, (entry, _, _) in ranks.items()}
+        files = {f"rank-{rank:05}.safetensors": said.file for rank, said in ranks.items()}
         self._refuse_folders_apart(files)
-        index = TensorIndex.joined(tensors for _, tensors, _ in ranks.values())
-        documents = [document for _, (_, _, document) in sorted(ranks.items(), key=lambda item: item[0])]
+        index = TensorIndex.joined(said.tensors for said in ranks.values())
+        documents = [ranks[rank].document for rank in sorted(ranks)]
         state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike)
         content = json.dumps(state.model_dump(mode="json"), allow_nan=False).encode()
         parse(content, name=STATE)  # what cannot be read again is not committed
@@ -274,7 +296,8 @@ class SaveUnderWay:
                     "large states in tensors."
                 )
             files[name] = add_file(draft.path, name, [text], disk=disk)
-        self._folder.commit(draft.path, step=draft.step, files=files)
+        bad = dict.fromkeys(name for rank in sorted(ranks) for name in ranks[rank].not_finite)
+        self._folder.commit(draft.path, step=draft.step, files=files, not_finite=tuple(bad))
         if draft.keep is not None:
             try:
                 self._folder.collect(keep=draft.keep)
