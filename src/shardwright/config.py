@@ -171,6 +171,10 @@ class Config(BaseModel):
     microbatches: Microbatches | None = Field(
         None, description="Parts into which each batch is split; unset: the planner chooses."
     )
+    batch_statistics: Literal["microbatch", "batch"] = Field(
+        "microbatch",
+        description="What batch norms are trained over; batch: all of it, which takes one microbatch.",
+    )
     pipeline: PipelineKind = Field("auto", description="Schedule family; auto: the planner chooses.")
     virtual_stages: Stages | None = Field(
         None, description="Stages on each pipeline rank; unset: the planner chooses."

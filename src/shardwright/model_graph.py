@@ -194,6 +194,7 @@ class ModelGraph:
         batch_size: samples in the microbatch (size of axis 0 of the first split tensor).
         batch_bytes: bytes of the tensors of the microbatch.
         together: nodes that one stage must compute.
+        batch_statistics: names of the layers that compute statistics over the samples of the microbatch.
     """
 
     nodes: tuple[Node, ...]
@@ -205,6 +206,7 @@ class ModelGraph:
     batch_size: int = 1
     batch_bytes: int = 0
     together: tuple[Together, ...] = ()
+    batch_statistics: tuple[str, ...] = ()
     _fingerprint: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -293,6 +295,7 @@ class ModelGraph:
             together=tuple(
                 Together(**{**group, "nodes": tuple(group["nodes"])}) for group in document["together"]
             ),
+            batch_statistics=tuple(document.get("batch_statistics", ())),
         )
 
 

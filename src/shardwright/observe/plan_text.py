@@ -30,8 +30,8 @@ def format_plan_in_full(plan: Plan) -> str:
 def _title(plan: Plan) -> str:
     mesh, schedule = plan.mesh, plan.schedule
     title = (
-        f"plan: {schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages on "
-        f"{mesh.pipeline} ranks"
+        f"plan: {schedule.kind}, {_counted(schedule.microbatches, 'microbatch', 'es')}, "
+        f"{_counted(len(plan.stages), 'stage')} on {_counted(mesh.pipeline, 'rank')}"
     )
     if mesh.data > 1:
         title += f", {mesh.data} replicas"
@@ -40,6 +40,10 @@ def _title(plan: Plan) -> str:
         error = f" +- {predicted.error:.0%}" if predicted.error else ""
         title += f"; predicted step {format_seconds(predicted.step_s)}{error}, bubble {predicted.bubble:.0%}"
     return title
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _model(plan: Plan) -> str:

@@ -4,6 +4,11 @@ No framework is imported here: a model of any size is planned on a laptop.
 """
 
 from shardwright.planner.adopt import overruled_settings, schedule_of, stage_costs_of
+from shardwright.planner.batch_statistics import (
+    count_groups,
+    statistics_are_split,
+    statistics_of_whole_batch,
+)
 from shardwright.planner.chain import Chain
 from shardwright.planner.estimate import estimate_profile
 from shardwright.planner.fabric import ACTION_OVERHEAD_S
@@ -24,6 +29,7 @@ __all__ = [
     "best_plans",
     "build_chain",
     "correction_of",
+    "count_groups",
     "estimate_profile",
     "make_plan",
     "meshes",
@@ -31,4 +37,6 @@ __all__ = [
     "overruled_settings",
     "schedule_of",
     "stage_costs_of",
+    "statistics_are_split",
+    "statistics_of_whole_batch",
 ]

@@ -22,6 +22,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
+from shardwright.planner.batch_statistics import count_groups, statistics_reasons
 from shardwright.planner.bonds import Bond
 from shardwright.planner.chain import Chain
 from shardwright.planner.explain import alternatives, predict, reasons
@@ -67,13 +68,15 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
 
     >>> microbatch_counts(32, config=Config(), pipeline=4)
     (4, 8, 16, 32)
+    >>> microbatch_counts(32, config=Config(batch_statistics="batch"), pipeline=4)
+    (1, 4, 8, 16, 32)
     """
     if config.microbatches is not None:
         if config.microbatches > batch_size:
             raise PlanError(too_few_samples("a batch of a replica", batch_size, config.microbatches))
         return (config.microbatches,)
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
-    found = set()
+    found = {1} if config.batch_statistics == "batch" else set()
     for wanted in (pipeline, 2 * pipeline, 4 * pipeline, 8 * pipeline):
         # Equal microbatches waste nothing: take the nearest divisor, unless none is near.
         nearest = min(divisors, key=lambda d: (max(d / wanted, wanted / d), d))
@@ -131,18 +134,25 @@ def make_plan(
         active_microbatches=config.active_microbatches,
         optimizer_factor=optimizer_factor,
     )
-    drafts: list[Draft] = []
-    for m in chosen:
-        chain = build_chain(*candidates[m])
-        drafts += _drafts(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
-    options = [draft.work_out() for draft in _promising(drafts)]
-    if not any(option.fits for option in options):
+    options: list[Option] = []
+    groups = count_groups(candidates, chosen, config=config)
+    for counts in groups:
+        drafts: list[Draft] = []
+        for m in counts:
+            chain = build_chain(*candidates[m])
+            drafts += _drafts(chain, m, placement or {}, config=config, fabric=fabric, demands=demands)
+        options += [draft.work_out() for draft in _promising(drafts)]
+        if any(option.fits for option in options):
+            break
+    else:
         raise infeasible(options, config=config)
     if config.auto_partition and demands.memory_weight == 0:
         options = _refined(options)
     best, *_ = rank([option for option in options if option.fits], memory_weight=demands.memory_weight)
     graph, _ = candidates[best.num_microbatches]
-    return _plan(best, graph=graph, config=config, mesh=mesh, options=options)
+    plan = _plan(best, graph=graph, config=config, mesh=mesh, options=options)
+    notes = statistics_reasons(candidates, best.num_microbatches, config=config, group=groups.index(counts))
+    return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
 
 
 def rank(options: Sequence[Option], *, memory_weight: float) -> list[Option]:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, storage_key
 from shardwright.torch.deferred import spec_of
+from shardwright.torch.reductions import is_batch_norm_in_training, reduced_elements
 from shardwright.torch.repeated_writes import RepeatedWrites
 from shardwright.torch.rng import Draw, describe_draw
 from shardwright.torch.traced_draws import TracedDraws
@@ -74,6 +75,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
         views: memory of a fake tensor -> that of the real tensor of which it is a view.
         repeats: which of the memory that was written to ``torch.utils.checkpoint`` writes to again.
+        reduced: of how many elements operations have made one number.
+        normalises: a batch norm has computed statistics.
         reads_data: an operation looked at values, or took the shape of its result from them.
     """
 
@@ -108,6 +111,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.views: dict[int, int] = {}
         self.repeats = RepeatedWrites()
         self.reads_data = False
+        self.reduced: set[int] = set()
+        self.normalises = False
         self._names = names or {}
         self._watch = watch
         self._row = row
@@ -167,6 +172,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_stand_in(args, result)
         reads = _reads_data(func, args)
         self.reads_data = self.reads_data or reads
+        self.reduced.add(reduced_elements(func, args))
+        self.normalises = self.normalises or is_batch_norm_in_training(func, args)
         if self._watch is not None:
             self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:

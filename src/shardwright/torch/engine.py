@@ -19,6 +19,7 @@ from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter, copy_back, copy_of
 from shardwright.torch.batch_gradients import BatchGradients
 from shardwright.torch.batch_programs import check_one_order, homes_of_buffers
+from shardwright.torch.batch_statistics import BatchStatistics
 from shardwright.torch.checkpoint_generators import generators_saved_in_turn
 from shardwright.torch.context import Context
 from shardwright.torch.custom_functions import custom_functions_intercepted
@@ -96,6 +97,7 @@ class PipelineEngine:
         self._failure = ""
         self._board: ValueBoard | None = None
         self._number = next(_ENGINES)
+        self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
@@ -118,14 +120,14 @@ class PipelineEngine:
                 self._attributes.step_ends()
 
     def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
-        context = self._context
+        context, module = self._context, self._model.get_module()
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
         if context.mesh.data > 1:
-            refuse_accumulation_hooks(self._model.get_module())
+            refuse_accumulation_hooks(module)
         self._refuse_other_parameters()
-        hooks = hooks_between_steps(self._model.get_module())
-        settings = path_settings(self._model.get_module(), hooks)
+        hooks = hooks_between_steps(module)
+        settings = path_settings(module, hooks)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
         agreed = self._agreement.on_batch(arguments, compared, function=function)
@@ -142,6 +144,8 @@ class PipelineEngine:
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
+        if _trains(programs):
+            self._statistics.training_begins(module, splitter, arguments, microbatches=len(parts))
         schedule = self._schedule(programs, train=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers(generators_of(programs))
@@ -150,7 +154,7 @@ class PipelineEngine:
         changes_batch = any(program.changes_batch for program in programs)
         own = [copy_of(part) for part in parts] if changes_batch else parts
         state = homes_of_buffers(programs)
-        buffers = GlueBuffers(self._model.get_module(), state) if state else None
+        buffers = GlueBuffers(module, state) if state else None
         try:
             returned, train = self._execute(schedule, programs, function, own, gradients, buffers)
         except BaseException as error:
@@ -287,6 +291,7 @@ class PipelineEngine:
         if trace is None or marked or set(trace.unit_names) != set(names):
             trace = self._programs.trace(function, part)
         self._agreement.on_trace(trace)
+        self._statistics.note(trace.graph.batch_statistics)
         plan.check(trace.graph, world_size=context.mesh.world_size)
         placed = call_placement(trace.graph, plan, None)
         homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)

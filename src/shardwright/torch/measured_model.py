@@ -7,7 +7,7 @@
                                         candidates for the planner ◄── costs ◄── all units, timed together
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardwright.planner import (
     PastRun,
     RunKind,
     correction_of,
+    count_groups,
     estimate_profile,
     make_plan,
     microbatch_counts,
@@ -66,23 +67,28 @@ class MeasuredModel:
         Raises:
             PlanError: there is none; the message is that of the last.
         """
-        kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
-        found: list[Plan] = []
+        candidates = self.candidates[mesh.pipeline]
         failures: list[PlanError] = []
-        for number, candidate in self.candidates[mesh.pipeline].items():
-            one, (graph, _) = {number: candidate}, candidate
+        for counts in count_groups(candidates, sorted(candidates), config=config):
+            found = list(self._plans(mesh, config, counts, failures))
+            if found:
+                return found
+        raise failures[-1]
+
+    def _plans(
+        self, mesh: Mesh, config: Config, counts: Sequence[int], failures: list[PlanError]
+    ) -> Iterator[Plan]:
+        """The best plan for each of these numbers of microbatches that has one."""
+        kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
+        for number in counts:
+            one = {number: self.candidates[mesh.pipeline][number]}
             correction = correction_of(
-                self.past_runs, kind, model=graph.model_fingerprint, samples=self.samples
+                self.past_runs, kind, model=one[number][0].model_fingerprint, samples=self.samples
             )
             try:
-                found.append(
-                    make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)
-                )
+                yield make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)
             except PlanError as error:
                 failures.append(error)
-        if not found:
-            raise failures[-1]
-        return found
 
 
 def measure_model(

@@ -73,15 +73,15 @@ class Planner:
         counts = self._counts(arguments, splitter)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            trace = partial(self._trace, function, arguments, splitter, counts)
-            traces = self._as_in_training(trace)
+            trace_all = partial(self._trace, function, arguments, splitter, counts)
+            traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
-                traces = trace()
+                traces = trace_all()
         context.cluster = cluster = present_cluster(context)
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
-        candidates = {m: (traces[m].graph, profiles[m]) for m in counts}
+        candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         with context.reporter.phase("planning"), _said_of_early_ends(traces[counts[0]]):
             plan = context.from_first_rank(
                 lambda: make_plan(

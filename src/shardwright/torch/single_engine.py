@@ -14,6 +14,7 @@ from shardwright.config import Config
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward_calls import backward_intercepted
 from shardwright.torch.batch import Arguments, Splitter
+from shardwright.torch.batch_statistics import BatchStatistics
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
@@ -52,6 +53,7 @@ class SingleEngine:
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         if planner is None:
             _point_out_unused_limit(context)
         if context.data_group is not None:
@@ -66,6 +68,10 @@ class SingleEngine:
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         scale *= self._model.loss_scale
         parts = splitter.split(arguments, num_microbatches)
+        if torch.is_grad_enabled():
+            self._statistics.training_begins(
+                self._model.get_module(), splitter, arguments, microbatches=num_microbatches
+            )
         if not self._prepared and torch.is_grad_enabled():
             recompute_as_wished(self._context, self._model.get_module(), function, parts[0], splitter)
             self._prepared = True

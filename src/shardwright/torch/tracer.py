@@ -21,6 +21,7 @@ from shardwright.torch._private import HigherOrderOperator, storage_key
 from shardwright.torch.aliases import follow_changes
 from shardwright.torch.attribute_inputs import FOUND, found_in
 from shardwright.torch.attribute_use import AttributeUse, Slot
+from shardwright.torch.batch_statistics import TracedStatistics
 from shardwright.torch.call_samples import CallSamples
 from shardwright.torch.cost import CostCounter, class_key
 from shardwright.torch.deferred import REMEDY, REMEDY_IN_HOOK, DeferredTensor
@@ -121,6 +122,7 @@ class Tracer:
         self._calls: dict[str, int] = {}
         self._mutates: set[str] = set()
         self._repeated_buffers = RepeatedBuffers()
+        self._statistics = TracedStatistics()
         self._held = {name: self._values.names_in(module) for name, module in unit_map.modules.items()}
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
@@ -197,6 +199,7 @@ class Tracer:
                 reads,
             )
         self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
+        self._statistics.note_operation(outcome, line=line)
         node = Node(
             kind="op",
             name=functions.name_of(func),
@@ -273,6 +276,7 @@ class Tracer:
         fills = self._hidden.containers.note(self._recorder.num_nodes, before)
         if outcome.written_names:
             self._mutates.add(name)
+        self._statistics.note_unit(name, outcome)
         self._repeated_buffers.note(
             self._recorder.num_nodes,
             again=self._values.names_of(outcome.written_again),
@@ -452,6 +456,9 @@ class Tracer:
             batch_size=batch_size,
             batch_bytes=self._batch_bytes,
             together=together,
+            batch_statistics=self._statistics.layers(
+                self._unit_map, self._buffers.initial.values(), samples=batch_size
+            ),
         )
         return Trace(
             graph=graph,

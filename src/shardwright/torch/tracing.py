@@ -1,7 +1,9 @@
 """Chooses the units of a model and traces it, once for each microbatch size."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +44,8 @@ def trace_parts(
     Args:
         model: the whole model.
         function: the step function.
-        parts: for each number of microbatches, (args, kwargs) of one microbatch.
+        parts: for each number of microbatches, (args, kwargs) of one microbatch. The first must be traced;
+            others with which the model cannot be called are left out.
         device: where the model computes.
         num_stages: how many stages are thought of, which says how fine the units need to be.
         splitter: knows how many samples are in a part.
@@ -77,8 +80,10 @@ def trace_parts(
         for module in unit_map.modules.values():
             intercept_calls(module)
         try:
-            return {
-                m: trace_step(
+            traces: dict[int, Trace] = {}
+            for m, part in parts.items():
+                trace = partial(
+                    trace_step,
                     unit_map,
                     function,
                     part,
@@ -88,8 +93,9 @@ def trace_parts(
                     agree_on_end=agree_on_end,
                     hooks=hooks,
                 )
-                for m, part in parts.items()
-            }
+                with _left_out(m, part, splitter) if traces else nullcontext():
+                    traces[m] = trace()
+            return traces
         except DeferredReadError as error:
             whole = _smallest_around(error, model, forced)
             if whole is None:
@@ -99,6 +105,21 @@ def trace_parts(
         finally:
             for module in unit_map.modules.values():
                 restore_calls(module)
+
+
+@contextmanager
+def _left_out(m: int, part: Arguments, splitter: Splitter) -> Iterator[None]:
+    """Does without a number of microbatches that the model cannot be called with, as others will do.
+
+    A batch norm over channels, for example, refuses a single sample.
+    """
+    try:
+        yield
+    except DeferredReadError:
+        raise
+    except Exception as error:
+        samples = splitter.batch_size(part)
+        log.info("%d microbatches of %s samples are not considered: %s", m, samples, error)
 
 
 def _recomputes_itself(module: nn.Module) -> bool:

@@ -1,0 +1,114 @@
+"""Batch norms: how many samples a microbatch has that the planner chooses."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from graphs import chain_graph, profile_of
+
+from planner.machines import machines
+from shardwright.config import Config
+from shardwright.errors import InfeasiblePlanError, PlanError
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan
+from shardwright.planner import make_plan, microbatch_counts
+from shardwright.profile import Profile
+
+LAYERS = ("bn1", "bn2", "bn3", "bn4")
+
+
+def candidates(
+    batch: int, *, layers: tuple[str, ...] = LAYERS, **config: Any
+) -> Mapping[int, tuple[ModelGraph, Profile]]:
+    """Of a batch of so many samples on two ranks; microbatches cost by their samples."""
+    counts = microbatch_counts(batch, config=Config(**config), pipeline=2)
+    graph = replace(chain_graph(6), batch_statistics=layers)
+    costs = {"embed": (0.4, 0.8), "block": (0.8, 1.6), "head": (0.8, 1.6)}
+    return {
+        m: (
+            replace(graph, batch_size=batch // m),
+            profile_of(
+                {name: (forward / m, backward / m) for name, (forward, backward) in costs.items()},
+                saved_bytes=48_000 / m,
+            ),
+        )
+        for m in counts
+    }
+
+
+def plan(batch: int, layers: tuple[str, ...] = LAYERS, **config: Any) -> Plan:
+    return make_plan(
+        candidates(batch, layers=layers, **config),
+        cluster=machines(),
+        config=Config(**config),
+        mesh=Mesh(world_size=2, pipeline=2),
+    )
+
+
+def said(found: Plan) -> str:
+    return next((reason for reason in found.why if "Statistics over the batch" in reason), "")
+
+
+def test_other_models_are_cut_as_before():
+    found = plan(32, layers=())
+    assert found.schedule.microbatches > 2
+    assert not said(found)
+
+
+def test_a_microbatch_has_enough_samples():
+    """The planner chose 8 microbatches of 4 samples for a batch of 32, and nobody was told."""
+    found = plan(32)
+    assert found.schedule.microbatches == 2
+    assert said(found) == (
+        "Statistics over the batch (bn1, bn2, bn3 and 1 more) are those of a microbatch, 16 samples: for 16 "
+        "or more in each, the batch is not cut further."
+    )
+    assert plan(128).schedule.microbatches == 8
+
+
+def test_a_small_batch_is_cut_as_little_as_it_can_be():
+    found = plan(8)
+    assert found.schedule.microbatches == 2
+    assert "a microbatch, 4 samples: to come close to 16 or more" in said(found)
+
+
+def test_a_number_that_is_set_is_kept():
+    found = plan(32, microbatches=8)
+    assert found.schedule.microbatches == 8
+    assert said(found).endswith("are those of a microbatch, 4 samples.")
+
+
+def test_where_more_samples_do_not_fit_the_plan_says_so():
+    found = plan(32, memory_limit=60_000, activation_checkpointing="none")
+    assert found.schedule.microbatches > 2
+    assert said(found).endswith("more in each would not fit in memory.")
+
+
+def test_statistics_of_the_batch_take_one_microbatch():
+    found = plan(32, batch_statistics="batch")
+    assert (found.schedule.microbatches, len({stage.rank for stage in found.stages})) == (1, 2)
+    assert said(found).endswith("are those of all of it, one microbatch.")
+    assert found.pins["batch_statistics"] == "batch"
+    assert plan(32, layers=(), batch_statistics="batch").schedule.microbatches > 2
+
+
+def test_statistics_of_the_batch_that_is_to_be_cut():
+    with pytest.raises(PlanError, match=r"is cut into 4 microbatches, .* bn1, bn2, bn3 and 1 more"):
+        plan(32, batch_statistics="batch", microbatches=4)
+
+
+def test_statistics_of_the_batch_that_do_not_fit():
+    """More microbatches are no remedy."""
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(32, batch_statistics="batch", memory_limit=20_000, activation_checkpointing="none")
+    assert "Smaller microbatches" not in str(caught.value)
+
+
+def test_a_graph_keeps_the_layers_in_its_file():
+    graph = replace(chain_graph(2), batch_statistics=LAYERS)
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+    document = graph.to_dict()
+    del document["batch_statistics"]  # of a version that did not have them
+    assert ModelGraph.from_dict(document).batch_statistics == ()
