@@ -26,7 +26,13 @@ from shardwright.torch.tree import LEAF, Structure
 __all__ = ["Leaf", "Outline", "outline", "read_header", "written_header"]
 
 _PLACE = "the batch"
-_PLAIN_KINDS = {tuple: "tuple", list: "list", set: "set", frozenset: "frozenset", dict: "dict"}
+_PLAIN_KINDS: dict[type, str] = {
+    tuple: "tuple",
+    list: "list",
+    set: "set",
+    frozenset: "frozenset",
+    dict: "dict",
+}
 _PLAIN_NAMES = {name: kind for kind, name in _PLAIN_KINDS.items()}
 _KINDS = {"tuple": "sequence", "list": "sequence", "set": "set", "frozenset": "set", "dict": "dict"}
 _OWN = "own"
