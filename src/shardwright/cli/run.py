@@ -14,6 +14,7 @@ import typer
 
 from shardwright.cli.application import say, show_text
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.comm.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.launch.request import LaunchRequest
@@ -211,10 +212,16 @@ def _check_settings(request: LaunchRequest) -> None:
         Plan.read(request.plan)
 
 
+def _said_of_secret(request: LaunchRequest) -> dict[str, str]:
+    if has_secret(os.environ):
+        return {}  # ranks find it there, and it is not for the console
+    return {SECRET: "(made at the start)"} if request.num_nodes == 1 else {}
+
+
 def _as_json(request: LaunchRequest) -> str:
     content = {
         "command": torchrun_command(request),
-        "environment": request.worker_environ(os.environ),
+        "environment": request.worker_environ(os.environ) | _said_of_secret(request),
         "run_folder": str(request.run_folder),
     }
     return json.dumps(content, indent=2)

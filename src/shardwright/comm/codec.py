@@ -75,13 +75,17 @@ def declare(*classes: type) -> None:
             register(kind, name, lambda value: value.name, _members_of(kind))
             continue
         names = [field.name for field in dataclasses.fields(model) if field.init]
-        register(kind, name, _fields_of(names), lambda plain, kind=kind: kind(**plain))
+        register(kind, name, _fields_of(names), _maker_of(model))
         for hint in get_type_hints(kind).values():
             declare(*(each for each in _classes_in(hint) if _is_declared_too(each)))
 
 
 def _fields_of(names: list[str]) -> Callable[[Any], Any]:
     return lambda value: {name: getattr(value, name) for name in names}
+
+
+def _maker_of(kind: Any) -> Callable[[Any], Any]:
+    return lambda plain: kind(**plain)
 
 
 def _members_of(kind: type[Enum]) -> Callable[[Any], Enum]:

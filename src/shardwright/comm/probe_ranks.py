@@ -23,7 +23,7 @@ from shardwright.comm.device_collectives import DeviceCollectives
 from shardwright.comm.device_probe import measure_device_prices
 from shardwright.comm.environment import detect
 from shardwright.comm.probe import measure_prices
-from shardwright.comm.process_group import default_store, tell_all
+from shardwright.comm.process_group import default_store, destroy_process_group, init_process_group, tell_all
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _TIMEOUT_S = 120.0
 
 def main() -> None:
     """Measures prices; rank 0 writes them to the file that the first argument names."""
-    dist.init_process_group("gloo")
+    init_process_group(detect(os.environ), backend="gloo", timeout_s=_TIMEOUT_S)
     group = connect(
         PrefixStore("probe", default_store()),
         rank=dist.get_rank(),
@@ -46,7 +46,7 @@ def main() -> None:
         write_prices(sys.argv[1], prices, group.topology)
     dist.barrier()
     group.close()
-    dist.destroy_process_group()
+    destroy_process_group()
 
 
 def device_prices(group: Communicator) -> DevicePrices | None:

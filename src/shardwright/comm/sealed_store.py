@@ -20,7 +20,7 @@ from shardwright.errors import LaunchError
 __all__ = ["SealedStore"]
 
 
-class SealedStore(Store):  # type: ignore[misc]
+class SealedStore(Store):
     """Seals what is set, and opens what is got.
 
     C++ calls these methods as well, and holds on to the part of the object that is its own alone: somebody

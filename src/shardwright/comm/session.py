@@ -19,6 +19,7 @@ whoever reaches the store is believed.
 import contextlib
 import os
 import secrets
+import select
 import socket
 import sys
 import threading
@@ -37,7 +38,6 @@ __all__ = ["Session", "begin_session"]
 
 _NUMBER_BYTES = 16
 _SECRET_BYTES = 64
-_POLL_S = 0.2
 _WELCOME, _REFUSED = b"welcome\n", b"refused\n"
 _BY_SECRET, _BY_NOTHING, _BY_SOCKET = b"secret", b"none", b"socket "
 
@@ -139,27 +139,24 @@ def _has_sockets() -> bool:
 def _handing_out(secret: str) -> Iterator[str]:
     """Gives the secret to every process of this user that asks, for a while; tells where."""
     listener = PrivateListener(socket.SOCK_STREAM)
-    listener.socket.settimeout(_POLL_S)
-    done = threading.Event()
+    done, end = socket.socketpair()
 
     def serve() -> None:
-        while not done.is_set():
-            try:
+        while done not in select.select([listener.socket, done], [], [])[0]:
+            with contextlib.suppress(OSError):  # it has left again
                 caller = listener.accept()
                 if caller is not None:
                     with caller:
                         caller.sendall(secret.encode())  # fits its buffer: nobody can make this wait
-            except OSError:  # nobody came, or has left again
-                continue
 
     thread = threading.Thread(target=serve, name="shardwright-secret", daemon=True)
     thread.start()
     try:
         yield listener.path
     finally:
-        done.set()
-        listener.socket.shutdown(socket.SHUT_RDWR)  # wakes it up
+        end.close()  # `done` can be read, then
         thread.join()
+        done.close()
         listener.close()
 
 

@@ -104,13 +104,14 @@ class _Sealed(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         found = self._inner.next_rendezvous()
-        return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, found.bootstrap_store_info)
+        meeting: Any = found.bootstrap_store_info
+        return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, meeting)
 
     def is_closed(self) -> bool:
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        self._inner.set_closed()
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
         return self._inner.num_nodes_waiting()
@@ -125,7 +126,7 @@ class _Sealed(RendezvousHandler):
 def _numbering_itself(parameters: RendezvousParameters) -> RendezvousHandler:
     """Hosts that get their numbers in the order in which they come."""
     # Its only use of pickle is for its state. Tried on torch 2.13.
-    dynamic_rendezvous.pickle = _StatesAsJson()  # type: ignore[attr-defined]
+    dynamic_rendezvous.pickle = _StatesAsJson()  # type: ignore[assignment, attr-defined]
     backend, store = create_backend(parameters)
     sealed = _sealed(store)
     if sealed is not store:  # under another key: that one has a value without a code already

@@ -13,7 +13,7 @@ import torch
 from shardwright.comm.seal import ForgedError, Seal
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.batch import _describe
-from shardwright.torch.batch_header import read_header, written_header
+from shardwright.torch.batch_header import outline, read_header, written_header
 from shardwright.torch.tree import flatten
 
 SEAL = Seal(b"key")
@@ -111,3 +111,28 @@ def test_a_header_of_strangers_is_not_run(tmp_path):
         with pytest.raises((LaunchError, UsageError)):
             read_header(forged, own, None)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ([torch.ones(2), 3], [torch.zeros(2), 3], True),
+        ({"a": "x", "b": None}, {"a": "x", "b": None}, True),
+        ([1], [True], False),
+        ({1: 2}, {True: 2}, False),
+        ([torch.ones(2)], (torch.ones(2),), False),
+        ([torch.ones(2)], [torch.ones(2, requires_grad=True)], False),
+        ([torch.ones(2)], [torch.ones(2, dtype=torch.float64)], False),
+        ([0.0], [0.0], None),
+        ([np.arange(2)], [np.arange(2)], None),
+        ([OrderedDict(a=1)], [OrderedDict(a=1)], None),
+    ],
+)
+def test_outlines_are_equal_where_headers_are(one, other, alike):
+    described = [([_describe(item) for item in flatten(each)[0]], flatten(each)[1]) for each in (one, other)]
+    first, second = (outline(*each) for each in described)
+    if alike is None:
+        assert first is None
+        return
+    assert (first == second) is alike
+    assert (written_header(*described[0], None) == written_header(*described[1], None)) is alike

@@ -10,22 +10,26 @@ on CUDA devices and on the CPU.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwright.comm.environment import detect
+from shardwright.comm.environment import LaunchEnvironment, detect
 from shardwright.comm.process_group import end_with_process
 from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+from shardwright.comm.tcp_store import joined_tcp_store
 from smdistributed.dataparallel.torch.rendezvous import tell_torch
 
 __all__ = ["BACKEND"]
 
 BACKEND = "smddp"
+_TIMEOUT_S = 300.0  # as PyTorch waits for its own store
+_NUMBER_OF_GROUP = itertools.count()
 
 
 class _SmddpProcessGroup(ShardwrightProcessGroup):
@@ -42,13 +46,24 @@ def _make(store: Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.P
     return group
 
 
+def _store_of_one_host(environment: LaunchEnvironment) -> Store:
+    """PyTorch's own would listen on all interfaces."""
+    if environment.world_size == 1:
+        return HashStore()
+    return PrefixStore(f"smddp/{next(_NUMBER_OF_GROUP)}", joined_tcp_store(environment, timeout_s=_TIMEOUT_S))
+
+
 def _told_where_ranks_meet(init: Callable[..., None]) -> Callable[..., None]:
     """`torch.distributed.init_process_group`, which for this backend goes without a launcher, too."""
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(backend, str) and BACKEND in backend.lower():
-            tell_torch()
+            environment = tell_torch()
+            is_asked_for = args or kwargs.keys() & {"init_method", "store", "rank", "world_size"}
+            if not is_asked_for and environment.num_nodes == 1 and not environment.launcher_serves_store:
+                kwargs |= {"rank": environment.rank, "world_size": environment.world_size}
+                kwargs["store"] = _store_of_one_host(environment)
         init(backend, *args, **kwargs)
 
     return init_process_group
