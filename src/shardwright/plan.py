@@ -326,7 +326,8 @@ class Plan(Record):
         try:
             document = parse_json(text)
         except DocumentError as error:
-            raise PlanError(f"{source} {error.predicate}. It may be cut off: make it anew.") from None
+            advice = " It may be cut off: make it anew." if error.is_other_text else ""
+            raise PlanError(f"{source} {error.predicate}.{advice}") from None
         if not isinstance(document, dict):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         version = document.get("plan_version")

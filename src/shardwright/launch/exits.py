@@ -77,7 +77,7 @@ class ExitLog:
             text = self._path.read_text()
         except FileNotFoundError:
             return []
-        return [WorkerExit(**json.loads(line)) for line in text.splitlines()]
+        return [found for line in text.splitlines() if (found := _read(line)) is not None]
 
     def of_life(self, life: int) -> list[WorkerExit]:
         """Those of one life."""
@@ -90,3 +90,11 @@ class ExitLog:
     def of_last_life(self) -> list[WorkerExit]:
         """Those of the last life of which anything is known."""
         return self.of_life(max((worker_exit.life for worker_exit in self.read()), default=0))
+
+
+def _read(line: str) -> WorkerExit | None:
+    """What a line says; None where it is torn, which a node does that loses power, or somebody else's."""
+    try:
+        return WorkerExit(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None

@@ -9,6 +9,7 @@ from shardwright.comm.environment import detect
 from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
+from shardwright.launch.exits import ExitLog, WorkerExit
 from shardwright.torch.context import settings_from
 
 BIG, DEEP = 10**5000, "[" * 100_000
@@ -130,6 +131,15 @@ def test_settings_of_the_launcher(variable, text, message, tmp_path, monkeypatch
     with pytest.raises(ConfigError) as refused:
         settings_from({variable: text})
     assert message in str(refused.value)
+
+
+def test_torn_lines_of_an_exit_log_are_left_out(tmp_path):
+    """A node that lost power left half a line, and the launcher ended in a traceback."""
+    file = tmp_path / "exits.jsonl"
+    good = WorkerExit(rank=1, local_rank=1, life=0, exit_code=3, at_s=1.0, seconds=2.0, log="x")
+    ExitLog(file).append(good)
+    file.write_text(f'{{"rank": 1, "lo\n[]\n{DEEP}\n{{"x": 1}}\n{file.read_text()}')
+    assert ExitLog(file).read() == [good]
 
 
 def smp(**parameters):

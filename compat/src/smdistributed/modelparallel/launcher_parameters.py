@@ -52,7 +52,7 @@ def contradictions(environ: Mapping[str, str], *, local_size: int) -> list[str]:
     text = environ.get(FRAMEWORK_VARIABLE, "").strip()
     try:
         said = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
         raise ConfigError(
