@@ -5,6 +5,7 @@ filled; a checkpoint was saved that could not be resumed; a trace of `resize_` d
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,7 @@ def _train(model: Any, x: Tensor) -> Tensor:
 
 
 def trained(
-    build: Callable[[], nn.Module], settings: dict[str, Any]
+    build: Callable[[], nn.Module], settings: dict[str, Any], *, dtype: torch.dtype = D
 ) -> tuple[list[float], dict[str, Tensor], list[float], dict[str, Tensor]]:
     """Losses and state of two steps on ranks, and of a plain loop, whose buffers see the first replica."""
     net = build()
@@ -109,14 +110,14 @@ def trained(
     losses, plain_losses = [], []
     for _ in range(2):
         optimizer.zero_grad()
-        losses.append(float(train(model, batch_of(sw.dp_rank())).reduce_mean()))
+        losses.append(float(train(model, batch_of(sw.dp_rank()).to(dtype)).reduce_mean()))
         optimizer.step()
         plain_optimizer.zero_grad()
         others = [copy.deepcopy(plain) for _ in range(1, sw.dp_size())]
         total = []
         for replica, each in enumerate([plain, *others]):
             total.append(0.0)
-            for part in batch_of(replica).chunk(4):
+            for part in batch_of(replica).to(dtype).chunk(4):
                 loss = each(part).square().mean() / 4
                 loss.backward()
                 total[-1] += loss.item()
@@ -366,3 +367,54 @@ def test_what_the_forward_of_the_model_itself_cannot_do(way, expected):
     for outcome in run_ranks_outcomes(of_root, 2, way):
         assert outcome.error_type in ("UsageError", "TraceError")
         assert expected in outcome.error
+
+
+class Quantised(nn.Module):
+    """An observer behind a unit: its kernels write to buffers without counting versions."""
+
+    def __init__(self, observer: Callable[[], nn.Module]):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.observer = observer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.observer(self.inner(x))
+
+
+def of_quantisation(kind: str, settings: dict[str, Any]) -> Any:
+    from torch.ao import quantization
+
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        if kind == "prepare_qat":
+            layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
+            net = nn.Sequential(quantization.QuantStub(), *layers, quantization.DeQuantStub())
+            net.qconfig = quantization.get_default_qat_qconfig("x86")
+            return quantization.prepare_qat(net.train())
+        return nn.Sequential(*(Quantised(getattr(quantization, kind)) for _ in range(4)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return trained(build, settings, dtype=torch.float32)
+
+
+KINDS = "MinMaxObserver PerChannelMinMaxObserver HistogramObserver FakeQuantize".split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("prepare_qat", {}),
+        ("PerChannelMinMaxObserver", {}),
+        ("FusedMovingAvgObsFakeQuantize", {}),
+        ("prepare_qat", DATA),
+        *(in_sweep(kind, {}) for kind in (*KINDS, "MovingAveragePerChannelMinMaxObserver")),
+        *(in_sweep(kind, DATA) for kind in KINDS),
+    ],
+)
+def test_observers_of_quantisation_aware_training(kind, settings):
+    for losses, state, plain_losses, plain_state in run_ranks(of_quantisation, 2, kind, settings):
+        assert losses == pytest.approx(plain_losses, rel=1e-5)
+        assert list(state) == list(plain_state)
+        for name, value in plain_state.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, equal_nan=True)

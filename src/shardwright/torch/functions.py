@@ -113,6 +113,19 @@ SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _CHANGES_HISTORY: frozenset[Any] = frozenset(_existing(Tensor, ["detach_", "requires_grad_"]))
 
 
+_STATISTICS = ("running_mean", "running_var", "running_min", "running_max", "scale", "zero_point")
+_OF_STATISTICS: Mapping[Any, tuple[str, ...]] = {
+    torch.nn.functional.batch_norm: (
+        *("input", "running_mean", "running_var", "weight", "bias"),
+        *("training", "momentum", "eps"),
+    ),
+    torch.fused_moving_avg_obs_fake_quant: (
+        *("self", "observer_on", "fake_quant_on", "running_min", "running_max", "scale", "zero_point"),
+    ),
+}
+"""Names of the arguments of functions that write to statistics among them."""
+
+
 def unnoticed_changes(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
@@ -122,10 +135,11 @@ def unnoticed_changes(
     name = name_of(func)
     if name.endswith("_") and name.startswith(_MANY):
         return tuple(leaves(args[0] if name.startswith("_foreach_") else (args, kwargs)))
-    if func is torch.nn.functional.batch_norm and kwargs.get("training", len(args) > 5 and args[5]):
-        given = dict(zip(("input", "running_mean", "running_var"), args, strict=False))
-        given.update(kwargs)
-        return (given["running_mean"], given["running_var"])
+    names = _OF_STATISTICS.get(func)
+    if names is not None:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if given.get("training", "training" not in names):
+            return tuple(given.get(name) for name in _STATISTICS)
     return ()
 
 
