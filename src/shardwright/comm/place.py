@@ -52,6 +52,7 @@ class Note:
         joint: the function of `torch.distributed` that it waits in.
         counts_hold: whether all calls that it has counted ended well. One that failed may have failed on this
             rank alone, before others came: then the counts differ for good.
+        steps: training steps that it has made.
     """
 
     place: Place | None = None
@@ -62,6 +63,7 @@ class Note:
     failed: bool = False
     joint: JointCall | None = None
     counts_hold: bool = True
+    steps: int = 0
 
     def common_calls(self, rank: int) -> int:
         """How many calls it has made together with another rank."""
@@ -74,7 +76,7 @@ class Note:
             "counts": {spans(ranks): count for ranks, count in self.counts},
             "joint": _written(self.joint),
         }
-        names = ("seconds", "line", "ended", "failed", "counts_hold")
+        names = ("seconds", "line", "ended", "failed", "counts_hold", "steps")
         plain = {name: getattr(self, name) for name in names}
         return json.dumps(parts | plain)
 

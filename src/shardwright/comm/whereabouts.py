@@ -57,6 +57,9 @@ class Whereabouts:
         rank: this one.
         run: how many runs this process has begun before: all ranks begin them together.
         confess: called with the error with which the script ends.
+
+    Attributes:
+        steps: training steps that this rank has made.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Whereabouts:
         self._place: Place | None = None
         self._moves = 0
         self._moved_s = time.monotonic()
+        self.steps = 0
         self._thread_id = threading.get_ident()
         self._process_id = os.getpid()
         self._confess = confess
@@ -145,6 +149,7 @@ class Whereabouts:
             ended=self._ended,
             failed=self._failed,
             counts_hold=self._counts_hold,
+            steps=self.steps,
         )
 
     def publish(self) -> None:

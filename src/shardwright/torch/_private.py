@@ -350,7 +350,7 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
     """What a sparse tensor has where it has anything; `values()` wants entries to be added up before."""
-    values: torch.Tensor = tensor._values()  # type: ignore[no-untyped-call]
+    values: torch.Tensor = tensor._values()
     return values
 
 

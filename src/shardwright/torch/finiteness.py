@@ -135,7 +135,7 @@ class Finiteness:
             parts = _share(parts, self._context.data_rank, self._context.mesh.data)
         for part in parts:
             kinds.setdefault((part.dtype, part.device), []).append(part)
-        norms = [torch.stack(norms_of(parts)).sum().double() for parts in kinds.values()]
+        norms = [torch.stack(list(norms_of(parts))).sum().double() for parts in kinds.values()]
         return sum(norms[1:], start=norms[0]) if norms else torch.zeros(())
 
     # ---- where something is not finite ----

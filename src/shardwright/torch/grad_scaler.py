@@ -75,7 +75,7 @@ def scaling_noted() -> Iterator[None]:
         _Scaling.used |= self.is_enabled()
         return original(self, outputs)
 
-    torch.amp.GradScaler.scale = scale  # type: ignore[assignment,method-assign]
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -1,10 +1,11 @@
 """The model as the script sees it."""
 
+import logging
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.comm.process_group import groups_in_doubt
-from shardwright.errors import UsageError
+from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.batch import Arguments, Splitter
 from shardwright.torch.clipping import norm_over_stages
@@ -46,8 +47,11 @@ from shardwright.torch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.state_gathering import gather_state, rank_that_runs
 from shardwright.torch.step_end import StepEnd
 from shardwright.torch.tracer import Tracer
+from shardwright.torch.uneven_data import STEP, TogetherUntil, out_of_data
 
 __all__ = ["DistributedModel"]
+
+log = logging.getLogger(__name__)
 
 
 class DistributedModel(nn.Module):
@@ -122,7 +126,7 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
-        self._called_to_train = self._pointed_out = False
+        self._called_to_train = self._pointed_out = self._has_told_no_sync = False
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._state_to_load: Mapping[str, Any] | None = None
         self._when_settled: list[Callable[[], None]] = []
@@ -151,6 +155,7 @@ class DistributedModel(nn.Module):
                 move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
         self._engine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
+        self._together = TogetherUntil(current)
         current.model = self
         for optimizer in current.optimizers:
             optimizer.match_names()
@@ -227,8 +232,17 @@ class DistributedModel(nn.Module):
 
     def run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
         """Runs a step function on a batch; `sw.step` calls it."""
+        self._together.begin_step()
+        try:
+            return self._run_step(function, arguments, splitter)
+        except PeerLostError as error:
+            told = out_of_data(context(), error) if torch.is_grad_enabled() else error
+            if told is error:
+                raise
+            raise told from error
+
+    def _run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
         current = context()
-        assert current.reporter is not None
         start = time.perf_counter()
         self._called_to_train = False
         scaling_begins()
@@ -294,6 +308,41 @@ class DistributedModel(nn.Module):
             "call model.eval() before, or run the step under torch.no_grad().",
             stacklevel=stacklevel_of_user(),
         )
+
+    # ---- what scripts for DistributedDataParallel call ----
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Changes nothing: gradients of several steps add up, each as the mean over the replicas.
+
+        That is what `no_sync` and a last step outside of it give with `DistributedDataParallel`. What
+        it saves there, messages, more microbatches in one step save here.
+        """
+        if not self._has_told_no_sync and context().rank == 0:
+            self._has_told_no_sync = True
+            log.warning(
+                "model.no_sync() changes nothing: gradients of several steps add up as they should. One step "
+                "with more microbatches sends fewer messages."
+            )
+        return nullcontext()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Around a training loop: where the data of one rank ends, the loop ends on all ranks.
+
+        So all make as many steps, and batches that other ranks have left are not used. (With
+        `DistributedDataParallel` those go on alone.) Each step asks the others first, which takes a small
+        message.
+
+        Args:
+            divide_by_initial_world_size: no difference here, where no rank goes on alone.
+            enable: false: change nothing.
+            throw_on_early_termination: end with an error instead, on all ranks.
+        """
+        return self._together.joined(throws=throw_on_early_termination) if enable else nullcontext()
 
     # ---- what lives here ----
 
@@ -563,7 +612,7 @@ def _refuse_lazy(module: nn.Module) -> None:
 
 
 def _called(function: Callable[..., Any]) -> str:
-    return f"the step function {getattr(function, '__qualname__', type(function).__qualname__)}"
+    return f"{STEP} {getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def _ranks_of_a_step(current: Context) -> Sequence[int]:

@@ -11,9 +11,10 @@ from shardwright.comm.peer_loss import names_a_lost_peer
 from shardwright.comm.process_group import default_store, groups_in_doubt
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Whereabouts
-from shardwright.errors import PeerLostError
+from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.failure import first_cause_named
+from shardwright.torch.uneven_data import out_of_data
 
 __all__ = ["call_together", "meet", "meet_each", "prepare", "ranks_with_the_model", "script_ended"]
 
@@ -87,6 +88,9 @@ def meet_each(calls: Sequence[Call]) -> None:
     with first_cause_named(current):
         try:
             current.roll_call.meet_each(calls)
+        except UsageError as error:
+            groups_in_doubt()
+            raise out_of_data(current, error) from error
         except BaseException:
             groups_in_doubt()
             raise

@@ -101,6 +101,8 @@ class StepEnd:
             memory=[int(num_bytes) for num_bytes in memory.tolist()],
             skipped=self.finiteness.num_skipped,
         )
+        if self._context.whereabouts is not None:
+            self._context.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
 

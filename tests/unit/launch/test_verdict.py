@@ -45,6 +45,11 @@ def test_a_hang_has_a_code_of_its_own():
     assert exit_code([*exits, ended(2, 1, 10.2, error=BOOM)]) == 5
 
 
+def test_nan_has_one_too():
+    words = "Traceback (most recent call last):\n  File 'train.py', line 9\nshardwright.errors.NonFiniteError: step 3"
+    assert exit_code([ended(0, 1, 10.0, error=words), ended(1, 1, 10.1, error=words)]) == 7
+
+
 def test_a_rank_that_was_told_to_stop_comes_last():
     exits = [ended(0, -15, 9.0, signal_number=15), ended(1, 1, 9.5, error=PEER), ended(2, -9, 9.9)]
     assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [2, 1, 0]
