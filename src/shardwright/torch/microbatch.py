@@ -19,7 +19,7 @@ from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.exchange import Returned
 from shardwright.torch.filled_containers import FilledLists, given_the_same
-from shardwright.torch.functions import gradient_of_backward
+from shardwright.torch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.glue import (
     GlueMode,
     Realised,
@@ -239,7 +239,8 @@ class Microbatch:
             return _stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
-        result = func(*args, **kwargs)
+        with plain_torch() if func in CALLS_UNITS else nullcontext():
+            result = func(*args, **kwargs)
         self.generators.after_step(instruction)
         self._cursor.note_made(result, given, instruction.values)
         self._note_seen(result)
