@@ -70,6 +70,7 @@ __all__ = [
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
+    "transforms_beside_hooks",
     "values_of_sparse",
     "without_subclass_functions",
 ]
@@ -294,6 +295,30 @@ def put_saved_tensor_hooks(hooks: Sequence[Any]) -> None:
     """Installs what `take_saved_tensor_hooks` removed."""
     for pack, unpack in hooks:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def transforms_beside_hooks() -> Iterator[None]:
+    """Inside, `torch.func` (grad, vjp, jacrev) puts hooks for saved tensors aside; PyTorch refuses them.
+
+    What is counted with such hooks is not seen there, but the code runs.
+    """
+    refuse = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def put_aside(error_message: str) -> Iterator[None]:
+        taken = take_saved_tensor_hooks()
+        try:
+            with refuse(error_message):
+                yield
+        finally:
+            put_saved_tensor_hooks(taken)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = put_aside
+    try:
+        yield
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = refuse
 
 
 def without_subclass_functions() -> Any:

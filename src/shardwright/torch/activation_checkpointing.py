@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import UsageError
+from shardwright.torch._private import transforms_beside_hooks
 from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.python_random import PythonState, get_python_state, set_python_state
@@ -146,8 +147,17 @@ def call_recomputed(
         before = _Before(module, draws=preserve_rng_state)
         return before, _AsBefore(module, before)
 
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with transforms_beside_hooks():  # what they save is kept
+            return call(*args, **kwargs)
+
     return checkpoint(
-        call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, context_fn=contexts, **kwargs
+        called,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=contexts,
+        **kwargs,
     )
 
 

@@ -14,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.tree import leaves
 
 __all__ = [
+    "CALLS_UNITS",
     "NEED_HISTORY",
     "OF_GRADIENT",
     "READS_DATA",
@@ -83,6 +84,9 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions that need the autograd history of a tensor, of which behind a read only one rank has it.
 NEED_HISTORY: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.retain_grad})
+
+# Functions that may run the forward of units again, where it is recomputed: as if inside of a unit.
+CALLS_UNITS: frozenset[Any] = frozenset({torch.autograd.grad})
 
 # ``p.grad``: read, set and deleted.
 OF_GRADIENT: frozenset[Any] = frozenset(

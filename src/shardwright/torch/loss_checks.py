@@ -1,13 +1,40 @@
 """Whether a loss can be trained by; the same words in a trace, behind its end, and on a single rank."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shardwright.errors import TraceError, UsageError
+from shardwright.torch.functions import OF_GRADIENT
 from shardwright.torch.source_line import user_line
 
-__all__ = ["refuse_no_tensor", "refuse_second_backward", "refuse_several_numbers", "refuse_untrained"]
+__all__ = [
+    "refuse_gradient_of",
+    "refuse_no_tensor",
+    "refuse_second_backward",
+    "refuse_several_numbers",
+    "refuse_untrained",
+]
+
+
+def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Refuses to look behind a backward at the gradient that it gave to a tensor that is no parameter.
+
+    Args:
+        func: a torch function.
+        args: its arguments.
+
+    Raises:
+        UsageError: it does.
+    """
+    if func in OF_GRADIENT and isinstance(args[0], Tensor) and args[0].requires_grad:
+        raise UsageError(
+            f"{user_line()}: the gradient of a tensor is used behind backward(), in a step function or "
+            "in the forward of a module. A backward runs stage by stage, when everything has been "
+            "computed, so it is not there yet. torch.autograd.grad(y.sum(), x, create_graph=True) gives it at "
+            "once."
+        )
 
 
 def refuse_no_tensor(loss: Any) -> None:

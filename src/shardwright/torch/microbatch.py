@@ -19,7 +19,7 @@ from shardwright.torch.crossings import Crossing
 from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.exchange import Returned
 from shardwright.torch.filled_containers import FilledLists, given_the_same
-from shardwright.torch.functions import gradient_of_backward
+from shardwright.torch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.glue import (
     GlueMode,
     Realised,
@@ -241,7 +241,8 @@ class Microbatch:
             return stand_in(instruction, args, kwargs)
         given = self._given_back(instruction, args, kwargs)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
-        result = func(*args, **kwargs)
+        with plain_torch() if func in CALLS_UNITS else nullcontext():
+            result = func(*args, **kwargs)
         self.generators.after_step(instruction)
         self.tensors.keep(instruction, result, args, kwargs, copied)
         result = with_stand_ins(result, given)

@@ -15,7 +15,12 @@ from shardwright.torch.functions import NEED_HISTORY, OF_GRADIENT, name_of_call
 from shardwright.torch.glue import refuse_gradient_inside_step
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.known_values import KnownValues
-from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
+from shardwright.torch.loss_checks import (
+    refuse_gradient_of,
+    refuse_second_backward,
+    refuse_several_numbers,
+    refuse_untrained,
+)
 from shardwright.torch.microbatch import Microbatch
 from shardwright.torch.python_random import get_python_mark
 from shardwright.torch.source_line import user_line
@@ -256,6 +261,8 @@ class ReadingMicrobatch(Microbatch):
             self._known.refuse_history(name_of_call(func), (args, kwargs))
         if func in OF_GRADIENT and not self._cursor.is_free(args[0]):
             refuse_gradient_inside_step()
+        if self.reached_backward:
+            refuse_gradient_of(func, args)
         args, kwargs = map_tree(self._known.here, (args, kwargs))
         generators = [item for item in flatten((args, kwargs))[0] if isinstance(item, torch.Generator)]
         with self._known.refusing_changes():

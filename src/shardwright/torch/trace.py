@@ -15,6 +15,7 @@ from shardwright.torch._private import (
     fake_failures_unlogged,
     num_hooks_registered,
     put_parametrization_cache,
+    transforms_beside_hooks,
 )
 from shardwright.torch.attribute_inputs import refuse_replaced
 from shardwright.torch.attribute_use import AttributeUses, Slot
@@ -187,7 +188,15 @@ class _Run:
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         try:
             glue = GlueMode(tracer, tracer.shape_asked)
-            with python_random_kept(), nor_by_hooks, nothing_left, unchanged, open_modules, glue:
+            with (
+                transforms_beside_hooks(),
+                python_random_kept(),
+                nor_by_hooks,
+                nothing_left,
+                unchanged,
+                open_modules,
+                glue,
+            ):
                 tracer.draws.follow([*nothing_left.generators, *items])
                 hooks_before = num_hooks_registered()
                 with use.watching(), tracer.watching():

@@ -5,7 +5,8 @@ changed in place. Units compute with its *fake*: shape and memory, no data. Para
 fakes, too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from shardwright.model_graph import TensorSpec
 from shardwright.torch._private import FakeTensor, new_fake_mode, storage_key
 from shardwright.torch.deferred import DeferredTensor, spec_of
+from shardwright.torch.tree import Structure, leaves
 
 __all__ = ["TracedValue", "TracedValues", "with_history"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -136,6 +140,39 @@ class TracedValues:
             self._fakes[id(tensor)] = self._new_fake(tensor)
             self._keep_alive.append(tensor)
         return self._fakes[id(tensor)]
+
+    def follow(
+        self, func: Callable[..., Any], items: Sequence[Any], structure: Structure, result: Any
+    ) -> None:
+        """Has the fakes of free tensors the history of these: a gradient by one of them may be asked for.
+
+        ``x = pos * 2; torch.autograd.grad(energy(x).sum(), pos)`` finds its way back through the fakes.
+
+        Args:
+            func: a torch function that has run on free tensors.
+            items: leaves of its arguments.
+            structure: their structure.
+            result: what it gave.
+        """
+        if not any(
+            isinstance(item, Tensor) and self._has_history(item) for item in (*items, *leaves(result))
+        ):
+            return
+        try:
+            with self.fake_mode:
+                args, kwargs = structure.rebuild([self.fake(item) for item in items])
+                fakes = leaves(func(*args, **kwargs))
+        except Exception as error:
+            log.debug("%s() has no history on fake tensors: %s", func, error)
+            return
+        for item, fake in zip(leaves(result), fakes, strict=False):
+            if isinstance(item, Tensor) and isinstance(fake, FakeTensor):
+                self._fakes[id(item)] = fake
+                self._keep_alive.append(item)
+
+    def _has_history(self, tensor: Tensor) -> bool:
+        fake = self._fakes.get(id(tensor))
+        return tensor.requires_grad or (fake is not None and fake.requires_grad)
 
     def _new_fake(self, tensor: Tensor) -> Tensor:
         if tensor.is_leaf:

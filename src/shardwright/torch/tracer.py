@@ -7,7 +7,7 @@ unit returns is a `DeferredTensor`.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,12 @@ from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.layout import order_of
-from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
+from shardwright.torch.loss_checks import (
+    refuse_gradient_of,
+    refuse_second_backward,
+    refuse_several_numbers,
+    refuse_untrained,
+)
 from shardwright.torch.module_hooks import forward_hook_is_running
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.python_random import DrawsOfPython
@@ -168,6 +173,8 @@ class Tracer:
         self._hidden.read_between(items)
         point_out_foreign(items, self._values.names, self._was_there)
         if not reads and not parameters:
+            if self._backward_at is not None:
+                refuse_gradient_of(func, args)
             if writes_text(func):
                 return func(*args, **kwargs)
             return self._free_operation(func, args, kwargs, items, structure)
@@ -190,7 +197,8 @@ class Tracer:
         key = self.samples.cost_class(call, functions.name_of(func))
         memory = self.samples.working_memory(key, call)
         self.draws.before_step(self._recorder.num_nodes)
-        outcome = self._execution.operation(call)
+        with plain_torch() if func in functions.CALLS_UNITS else nullcontext():
+            outcome = self._execution.operation(call)
         if outcome is None:
             self.end.come_by(reads=True)
             raise self._unreadable(
@@ -375,6 +383,8 @@ class Tracer:
             self.end.must_be_traced()
         step.draws = tuple(cost.draws)
         reads = cost.reads_data or func in functions.READS_DATA
+        if not reads:
+            self._values.follow(func, items, structure, result)
         self._path.note(func, items, structure, result, versions, draws=cost.random, reads=reads)
         return result
 

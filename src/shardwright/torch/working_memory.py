@@ -15,6 +15,7 @@ What the kernel of an operation takes and gives back inside one call is not seen
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardwright.torch.hook_effects import HookEffects
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.trace_guard import Attributes
+from shardwright.torch.traced_values import with_history
 from shardwright.torch.tree import Structure, leaves
 
 __all__ = ["WorkingMemory", "working_memory"]
@@ -117,7 +119,7 @@ def _count(
     """Largest number of bytes above what is kept, and bytes that are left after the backward."""
     with _LiveBytes(watch) as live:
         args, kwargs = structure.rebuild(
-            [fake if own else _fresh(fake) for fake, own in zip(fakes, given, strict=True)]
+            [_given(fake) if own else _fresh(fake) for fake, own in zip(fakes, given, strict=True)]
         )
         output = func(*args, **kwargs)
         del args, kwargs
@@ -142,6 +144,13 @@ def _count(
 
 def _backward(edges: list[Any], gradients: list[Tensor]) -> None:
     torch.autograd.backward(edges, gradients)
+
+
+def _given(item: Any) -> Any:
+    """The same memory without its history, of which the backward would free what the trace still needs."""
+    if not isinstance(item, Tensor) or item.grad_fn is None:
+        return item
+    return with_history(item.data, nullcontext())  # `detach()` would share how often it has changed
 
 
 def _fresh(item: Any) -> Any:
