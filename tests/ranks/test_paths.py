@@ -112,21 +112,21 @@ def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list
 
     traced: list[object] = []
     asked: list[object] = []
-    plain_trace, plain_find = program_maker.trace_step, program_maker.ProgramCache.find
+    plain_trace, plain_of_batch = program_maker.trace_step, program_maker.ProgramMaker.of_batch
 
     def trace_step(*args, **kwargs):
         traced.append(args)
         return plain_trace(*args, **kwargs)
 
-    def find(self, signature, part):
-        asked.append(part)
-        return plain_find(self, signature, part)
+    def of_batch(self, function, parts, *circumstances):
+        asked.extend(parts)
+        return plain_of_batch(self, function, parts, *circumstances)
 
-    program_maker.trace_step, program_maker.ProgramCache.find = trace_step, find
+    program_maker.trace_step, program_maker.ProgramMaker.of_batch = trace_step, of_batch
     try:
         found = differences(recipe, case)
     finally:
-        program_maker.trace_step, program_maker.ProgramCache.find = plain_trace, plain_find
+        program_maker.trace_step, program_maker.ProgramMaker.of_batch = plain_trace, plain_of_batch
     return len(traced), len(asked), found
 
 

@@ -55,14 +55,13 @@ def outcome(
         settings: of the library.
     """
     import shardwright.torch as sw
-    from shardwright.torch.step import step_function
 
     calls[0] = 0
     sw.init({**QUIET, "microbatches": MICROBATCHES, **settings})
     torch.manual_seed(0)
     wrapped = sw.DistributedModel(model().double()).train(trains)
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01))
-    step = step_function(function, reads_values=True)
+    step = sw.step(function)
     results = []
     for x, y in batches(steps):
         x, y = (part.repeat(batches_of, 1).chunk(sw.dp_size())[sw.dp_rank()] for part in (x, y))
@@ -820,12 +819,11 @@ def test_ranks_trace_together_or_not_at_all() -> None:
     def run() -> tuple[int, list[float]]:
         import shardwright.torch as sw
         from shardwright.torch import program_maker
-        from shardwright.torch.step import step_function
 
         sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
         torch.manual_seed(0)
         model = sw.DistributedModel(Tagged().double())
-        step = step_function(reads_values_behind_backward, reads_values=True)
+        step = sw.step(reads_values_behind_backward)
         plain_trace, traced = program_maker.trace_step, []
 
         def trace_step(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = ["ValueBoard"]
 
 _LARGEST = 4 * 2**20  # bytes in one message; the store takes no more than 8 MiB
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 2e-3
+_DONE = "done"
 _PATIENCE_S = 0.25  # from one look at whether the other rank goes on to the next
 
 
@@ -47,6 +48,7 @@ class ValueBoard:
 
     Attributes:
         waited_s: for values, since it was set to zero.
+        waited_in_batch_s: for values, since the batch began.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class ValueBoard:
         self._rank = rank
         self._has_ended = has_ended
         self._timeout_s = timeout_s
-        self.waited_s = 0.0
+        self.waited_s = self.waited_in_batch_s = 0.0
         self._batch = -1
         self._mine: list[str] = []
 
     def begin(self) -> None:
         """A batch begins; all ranks say so."""
         self._batch += 1
+        self.waited_in_batch_s = 0.0
 
     def put(self, key: str, value: bytes) -> None:
         """Puts up a value, under a name of its own in this batch."""
@@ -79,16 +82,27 @@ class ValueBoard:
         # The first one is there when all are.
         self._set(key, b"%d\n" % (len(parts) - 1) + (parts[0] if parts else b""))
 
+    def mark(self, key: str) -> None:
+        """Says that this rank has come by somewhere in this batch; what that costs is the message alone."""
+        self._store.set(f"{key}/{self._rank}", b"%d" % self._batch)
+
     def get(
-        self, keys: Sequence[str], source: int, absent: Exception, *, is_late: bool = False
+        self,
+        keys: Sequence[str],
+        source: int,
+        absent: Exception,
+        *,
+        is_late: bool = False,
+        mark: str = "",
     ) -> tuple[str, bytes]:
         """Waits for one of several values.
 
         Args:
             keys: their names.
             source: the rank that puts one of them up.
-            absent: the error if that rank is through with the batch and has not.
+            absent: the error if that rank is through with the batch, and has not put it up.
             is_late: what is not there now will not come.
+            mark: nor will it when the rank has put up this one.
 
         Returns:
             Its name, and the value.
@@ -97,8 +111,10 @@ class ValueBoard:
             PeerLostError: the rank has ended, or does not answer.
         """
         begin_s = time.monotonic()
-        key = self._first_of(keys, source, absent, is_through=is_late)
-        self.waited_s += time.monotonic() - begin_s
+        key = self._first_of(keys, source, absent, is_through=is_late, mark=mark)
+        waited_s = time.monotonic() - begin_s
+        self.waited_s += waited_s
+        self.waited_in_batch_s += waited_s
         num_further, _, first = self._store.get(self._name(key)).partition(b"\n")
         with not_from_a_stranger("a value of a step"):
             number_of_parts = int(num_further)
@@ -107,7 +123,7 @@ class ValueBoard:
 
     def done(self) -> None:
         """This rank puts up nothing more in this batch."""
-        self._set(_done(self._rank), b"")
+        self.mark(_DONE)
 
     def clear(self) -> None:
         """Takes down what this rank has put up: all ranks are through with the batch."""
@@ -115,7 +131,9 @@ class ValueBoard:
             self._store.delete_key(name)
         self._mine.clear()
 
-    def _first_of(self, keys: Sequence[str], source: int, absent: Exception, *, is_through: bool) -> str:
+    def _first_of(
+        self, keys: Sequence[str], source: int, absent: Exception, *, is_through: bool, mark: str
+    ) -> str:
         pause_s, begin_s, next_look_s, ended = _SHORTEST_PAUSE_S, time.monotonic(), _PATIENCE_S, False
         rank = self._ranks[source]
         while True:
@@ -134,10 +152,14 @@ class ValueBoard:
                 )
             if waited_s > next_look_s:
                 next_look_s += _PATIENCE_S
-                is_through = self._store.check([self._name(_done(source))])
+                is_through = self._has_marked(source, _DONE) or self._has_marked(source, mark)
                 ended = self._has_ended(rank)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _has_marked(self, source: int, key: str) -> bool:
+        name = f"{key}/{source}"
+        return bool(key) and self._store.check([name]) and int(self._store.get(name)) >= self._batch
 
     def _set(self, key: str, value: bytes) -> None:
         name = self._name(key)
@@ -146,7 +168,3 @@ class ValueBoard:
 
     def _name(self, key: str) -> str:
         return f"{self._batch}/{key}"
-
-
-def _done(rank: int) -> str:
-    return f"done/{rank}"

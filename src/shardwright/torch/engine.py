@@ -44,6 +44,7 @@ from shardwright.torch.placement import (
 from shardwright.torch.program import Program, generators_of, merged_edges
 from shardwright.torch.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.python_random import python_random_kept
+from shardwright.torch.read_costs import ReadCosts
 from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_board import replica_board
@@ -51,7 +52,6 @@ from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.scripted_code import scripted_functions_intercepted
 from shardwright.torch.split_backward import split_modules
-from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.unit_map import refuse_unknown_units
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class PipelineEngine:
         self._parameters: frozenset[int] | None = None
         self._failure = ""
         self._board: ValueBoard | None = None
+        self._reads = ReadCosts(context)
         self._number = next(_ENGINES)
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         self.reducer: GradientReducer | None = None
@@ -103,7 +104,6 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
-        module = self._model.get_module()
         with (
             inference_mode_as_no_grad(),
             custom_functions_intercepted(),
@@ -112,7 +112,6 @@ class PipelineEngine:
             generators_saved_in_turn(),
             padded_encoders(),
             distributions_unchecked(),
-            model_calls_marked(module) if isinstance(function, ReadingStep) else nullcontext(),
         ):
             try:
                 return self._run(function, arguments, splitter)
@@ -164,8 +163,9 @@ class PipelineEngine:
             for part, changed in zip(parts, own, strict=True):
                 copy_back(part, changed)
         results, losses = exchange_outputs(context, returned, programs)
-        if self._board is not None:
-            self._board.clear()
+        assert self._board is not None
+        self._reads.tell(function, programs, self._board)
+        self._board.clear()
         assert self.executor is not None
         return EngineRun(
             results=results,
@@ -200,7 +200,10 @@ class PipelineEngine:
         reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
-        with batch_running(), self._model.replicas.saving():
+        # Where nothing was read in the traces, no module is watched for it.
+        ends = any(program.ends for program in programs)
+        marked = model_calls_marked(self._model.get_module()) if ends else nullcontext()
+        with batch_running(), self._model.replicas.saving(), marked:
             returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,
@@ -212,7 +215,7 @@ class PipelineEngine:
                 model=self._model.get_module(),
                 buffers=buffers,
                 watch_memory=context.reporter is not None and context.reporter.draws_next_step,
-                board=self._board_for(function),
+                board=self._board_of_batch(),
             )
         refuse_other_paths(context, returned, programs)
         train = any(each.trains for each in returned)
@@ -228,10 +231,8 @@ class PipelineEngine:
             self._replica_buffers.agree()
         return returned, train
 
-    def _board_for(self, function: Callable[..., Any]) -> ValueBoard | None:
-        """Where the ranks of the replica put up what a step function reads; None if it may read nothing."""
-        if not isinstance(function, ReadingStep):
-            return None
+    def _board_of_batch(self) -> ValueBoard:
+        """Where the ranks of the replica put up what the step function reads."""
         if self._board is None:
             self._board = replica_board(self._context, self._number)
         self._board.begin()
@@ -288,7 +289,9 @@ class PipelineEngine:
         # Before the trace, in which a module around several units must not recompute itself.
         marked = marked_inside(module, set(units.units))
         part = splitter.split(arguments, plan.schedule.microbatches)[0]
-        if trace is None or marked or set(trace.unit_names) != set(names):
+        # All ranks or none: they agree on where it ends. (Another model has other units than the plan.)
+        again = trace is None or bool(marked) or set(trace.unit_names) != set(names)
+        if self._agreement.on_any(again) or trace is None:
             trace = self._programs.trace(function, part)
         self._agreement.on_trace(trace)
         self._statistics.note(trace.graph.batch_statistics)

@@ -76,6 +76,8 @@ class Program:
         fingerprint: of the traced graph; the same on all ranks.
         repeated_buffers: name of a buffer that ``torch.utils.checkpoint`` changes a second time -> whether
             it is changed just so, once in the forward.
+        read_at: the line that reads a value there.
+        reads_nothing: no rank reads values in such a microbatch, as far as traces tell.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
         rank: the pipeline rank of this program.
         ends: the step function goes on behind the last instruction; every rank runs that (see `step_code`).
@@ -114,6 +116,8 @@ class Program:
     displaced: frozenset[int | None]
     in_shared_memory: frozenset[int | None]
     repeated_buffers: Mapping[str, bool] = field(default_factory=dict)
+    read_at: str = ""
+    reads_nothing: bool = False
     as_planned: bool = True
 
     @property
@@ -216,6 +220,7 @@ def build_program(
         fingerprint=graph.fingerprint,
         rank=rank,
         ends=trace.ends,
+        read_at=trace.read_at,
         displaced=frozenset(trace.stand_ins[value] for value in dataflow.displaced),
         in_shared_memory=_in_shared_memory(trace),
         repeated_buffers=trace.repeated_buffers,

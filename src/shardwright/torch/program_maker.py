@@ -1,5 +1,6 @@
 """Finds the program of each microbatch, or traces it."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
 from shardwright.torch.recording import Trace
 from shardwright.torch.residency import Residency
 from shardwright.torch.source_line import line_of
-from shardwright.torch.step_code import ReadingStep, asks_for_types
+from shardwright.torch.step_code import asks_for_types
 from shardwright.torch.trace import trace_step
 from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
@@ -64,6 +65,8 @@ class ProgramMaker:
         self._agreement = agreement
         self._attributes = attributes
         self._cache = ProgramCache(warns=context.rank == 0)
+        # What all ranks have traced together, and no rank reads anything in.
+        self._read_nothing: set[Hashable] = set()
         self._units: UnitMap | None = None
         self._residency: Residency | None = None
         self._recompute: frozenset[str] = frozenset()
@@ -106,7 +109,7 @@ class ProgramMaker:
         agree_on_end: Callable[[float], float] | None = None,
         numbers: NumberReads | None = None,
     ) -> Trace:
-        """Traces a microbatch; see `trace_step`."""
+        """Traces a microbatch, on all ranks unless they agree on its end otherwise; see `trace_step`."""
         return trace_step(
             self.units,
             function,
@@ -126,7 +129,11 @@ class ProgramMaker:
         attributes: Hashable,
         known: KnownTrace | None,
     ) -> list[Program]:
-        """The program of each microbatch; traces where there is none. Collective for a `ReadingStep`.
+        """The program of each microbatch; traces where there is none.
+
+        Ranks agree on where a trace ends, so that all of them make it, or none: they ask each other whether
+        one has to. But not in every step, where there was nothing to agree on the first time: then each rank
+        traces what it has to (an attribute that was set on it alone), and asks where it finds an end now.
 
         Args:
             function: the step function.
@@ -135,13 +142,22 @@ class ProgramMaker:
             attributes: and which attributes of modules.
             known: the trace by which the units were placed, in the first step.
         """
-        if not isinstance(function, ReadingStep):
-            return [self._program(function, part, path, attributes, known) for part in parts]
-        # Ranks agree on where the trace of a `ReadingStep` ends, so that all of them make it, or none.
         found = [self._cache.find(part, (path, attributes)) for part in parts]
-        if not self._agreement.on_any(None in found):
-            return [program for program in found if program is not None]
-        return [self._program(function, part, path, attributes, known, together=True) for part in parts]
+        programs = [program for program in found if program is not None]
+        if len(programs) == len(parts) and all(program.reads_nothing for program in programs):
+            return programs
+        keys = {(path, signature_of(part, but_numbers=True)) for part in parts}
+        together = not keys <= self._read_nothing
+        if together and not self._agreement.on_any(None in found):
+            return programs
+        programs = [
+            self._program(function, part, path, attributes, known, together=together) for part in parts
+        ]
+        if not any(program.ends for program in programs):
+            self._read_nothing |= keys
+            for program in programs:
+                program.reads_nothing = True
+        return programs
 
     def _program(
         self,
@@ -174,7 +190,7 @@ class ProgramMaker:
             elif watched := self._on_all(self._watches_numbers(function, part, circumstances), together):
                 trace, numbers = self._trace_watching_numbers(function, part, together=together)
             else:
-                trace = self.trace(function, part)
+                trace = self.trace(function, part, agree_on_end=None if together else self._on_end_alone)
         program = self._built(trace)
         self._cache.keep(
             part, circumstances, trace, program, watched=watched, numbers=numbers, where=line_of(function)
@@ -182,6 +198,10 @@ class ProgramMaker:
         warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
         self._attributes.traced((path, signature_of(part)), trace.digest)
         return program
+
+    def _on_end_alone(self, end: float) -> float:
+        """Where a trace ends that other ranks may not make: they do if the batch is why it has an end."""
+        return self._agreement.on_end(end) if math.isfinite(end) else end
 
     def _on_any(self, found: bool, together: bool) -> bool:
         return self._agreement.on_any(found) if together else found
@@ -211,7 +231,7 @@ class ProgramMaker:
             asked = True
             if together and self._agreement.on_any(reads.matter):
                 raise NumberMatters  # here, or to another rank
-            return self._agreement.on_end(end)
+            return self._agreement.on_end(end) if together else self._on_end_alone(end)
 
         general: Trace | None = None
         try:
@@ -225,7 +245,7 @@ class ProgramMaker:
             if together:
                 self._agreement.on_any(True)
         numbers = reads.path()
-        trace = self.trace(function, part)
+        trace = self.trace(function, part, agree_on_end=None if together else self._on_end_alone)
         # Some code asks for the type of a number: it must not have made a difference.
         same = general is not None and not reads.matter and general.digest == trace.digest
         return trace, numbers if self._on_all(same, together) else None

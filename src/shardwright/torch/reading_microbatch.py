@@ -158,7 +158,8 @@ class ReadingMicrobatch(Microbatch):
             self._wait_for_others()
 
     def _note_seen(self, result: Any) -> None:
-        if in_step_code():
+        # Where nothing was read in the trace, what is read nevertheless is put up then.
+        if self.program.ends and in_step_code():
             self._known.note(result)
 
     def _take_loss(self, loss: Tensor, gradient: Tensor | None) -> Tensor | None:

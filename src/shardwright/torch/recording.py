@@ -211,6 +211,7 @@ class Trace:
             (see `step_code`); infinite where all that it does is traced.
         end_line: the line that reads a value there, or soon behind that; empty where the step function has
             come to its own end.
+        read_at: the line that reads a value there, on this rank; empty where none does.
         wanted_end: the place where it would have to end, for what this rank reads, changes and leaves in
             variables.
     """
@@ -241,6 +242,7 @@ class Trace:
     replaced_buffers: Mapping[str, str] = field(default_factory=dict)
     end: float = math.inf
     end_line: str = ""
+    read_at: str = ""
     wanted_end: float = math.inf
 
     @property

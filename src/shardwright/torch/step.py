@@ -40,8 +40,9 @@ def step(
     """Makes a function run once for each microbatch, pipelined over the stages.
 
     The function is ordinary Python: it calls the model, computes a loss, calls ``model.backward(loss)``.
-    Without ``backward`` it evaluates. What it returns comes back as `StepOutput`, one tensor a microbatch,
-    on every rank.
+    Without ``backward`` it evaluates. Behind its last call of the model it may read values of tensors
+    (``loss.item()``), on every rank. What it returns comes back as `StepOutput`, one tensor a microbatch, on
+    every rank.
 
     Args:
         function: the step function.
@@ -68,16 +69,8 @@ def step_function(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
-    reads_values: bool = False,
 ) -> Callable[..., Any]:
-    """What `step` does, with its options, and one more.
-
-    Args:
-        function: the step function.
-        non_split_inputs: see `step`.
-        input_split_axes: see `step`.
-        reads_values: its own code may read values of tensors that are on another rank, see `step_code`.
-    """
+    """What `step` does, with its options."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
@@ -97,7 +90,7 @@ def step_function(
         axes=dict(input_split_axes or {}),
     )
 
-    called = ReadingStep(function) if reads_values else function
+    called = ReadingStep(function)
 
     @uncompiled
     @functools.wraps(function)

@@ -2,12 +2,10 @@
 
 Code of the model runs where its tensors are: a module that looks at values is placed whole. A step function
 runs on every rank of a replica, and so what it reads must be known on all of them. That takes messages in the
-middle of a microbatch, and a trace cannot know what will be read. So there are two kinds of step functions:
-
-- others read nothing: what they return is known when the step is over;
-- a `ReadingStep` reads where it likes (``loss.item()``, ``if torch.isnan(loss)``), and goes on by what it
-  has read. Its trace ends at the first read, of whatever rank (`TraceEnds`). What follows is no part of the
-  program: every rank runs it as it is, with the tensors that it needs (`known_values`).
+middle of a microbatch, and a trace cannot know what will be read. So the trace of a step function ends at
+its first read (``loss.item()``, ``if torch.isnan(loss)``), of whatever rank (`TraceEnds`). What follows is no
+part of the program: every rank runs it as it is, with the tensors that it needs (`known_values`). One that
+reads nothing is traced to its end, and what it returns is known when the step is over.
 """
 
 import dis
@@ -41,9 +39,12 @@ _in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)
 _WRITES_TEXT = frozenset({Tensor.__repr__, Tensor.__format__})
 # What a function calls, by name, that reads tensors. (Conditions are seen in the trace. Texts are not looked
 # for: most f-strings are those of error messages, about shapes.)
-_NAMES_OF_READERS = frozenset(
-    "item tolist numpy float int bool print format isnan isfinite isinf allclose equal nonzero".split()
+_READING_METHODS = frozenset(
+    "item tolist numpy format isnan isfinite isinf allclose equal nonzero print".split()
 )
+# `loss.float()` is another matter than `float(loss)`.
+_READING_BUILTINS = frozenset("float int bool print format isnan isfinite isinf allclose equal".split())
+_LOADS_OF_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _DEPTH = 3
 
 
@@ -113,7 +114,17 @@ def asks_for_types(function: Any) -> bool:
 
 def _mentions_readers(function: Any) -> bool:
     """Whether a function calls what reads tensors, or a function of its own file does that it calls."""
-    return _is_found(lambda code: not _NAMES_OF_READERS.isdisjoint(code.co_names), function)
+    return _is_found(_loads_reader, function)
+
+
+def _loads_reader(code: CodeType) -> bool:
+    if (_READING_METHODS | _READING_BUILTINS).isdisjoint(code.co_names):
+        return False
+    return any(
+        each.argval in (_READING_METHODS if each.opname in _LOADS_OF_ATTRIBUTES else _READING_BUILTINS)
+        for each in dis.get_instructions(code)
+        if each.opname in _LOADS_OF_ATTRIBUTES or each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
 
 
 def _loads_type(code: CodeType) -> bool:

@@ -29,9 +29,9 @@ def with_stand_ins(result: Any, given: Mapping[int, Any]) -> Any:
     What came in for them is a leaf of this stage: a later stage of the rank has one of its own, and a step of
     another rank must find what the trace has::
 
-        rank 0   x, bias = block0(x)                 x, bias = block2(x, bias)     expects what block0 has made
-        rank 1                x, bias = block1(x, bias)
-                                         └── as its caller gave it: the stand-in
+        rank 0   x, bias = block0(x)             x, bias = block2(x, bias)     expects what block0 made
+        rank 1              x, bias = block1(x, bias)
+                                       └── as its caller gave it: the stand-in
 
     (`test_plans_at_random`.)
     """

@@ -26,6 +26,7 @@ from shardwright.torch.glue_buffers import BufferWatch
 from shardwright.torch.held_content import HeldContent
 from shardwright.torch.hook_effects import HookEffects, hooks_of
 from shardwright.torch.left_behind import NothingLeftBehind
+from shardwright.torch.model_calls import model_calls_marked
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
@@ -90,14 +91,19 @@ def trace_step(
         ):
             return _traced(run)
     # print("loss", loss) has written the first word where the trace ends.
-    with nothing_compiled(), fake_failures_unlogged(), _unprinted():
+    with (
+        nothing_compiled(),
+        fake_failures_unlogged(),
+        _unprinted(),
+        model_calls_marked(unit_map.model),
+    ):
         trace = _traced(run)
         end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
         if end == trace.end:
             return trace
         earlier = _traced(replace(run, ends_at=end))
         # It may end at a change in place before the read.
-        return replace(earlier, end_line=trace.end_line or earlier.end_line)
+        return replace(earlier, end_line=trace.end_line or earlier.end_line, read_at=trace.read_at)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class TraceEnd:
     Attributes:
         at: the place at which it was left, or is to be; infinite where it is not.
         line: where that is in the script; empty where it is nowhere.
+        read_at: the line that reads a value there; empty where none does.
         changed_at: the first place from which it changes tensors, and does nothing that only a trace can
             cover; infinite where there is none.
         seen: values that its code got to see.
@@ -44,7 +45,7 @@ class TraceEnd:
 
     def __init__(self, values: TracedValues, recorder: TraceRecorder, *, at: float, may_read: bool):
         self.at = at
-        self.line = ""
+        self.line = self.read_at = ""
         self.changed_at = math.inf
         self.seen: list[Tensor] = []
         self._values = values
@@ -78,6 +79,7 @@ class TraceEnd:
             self.at = min(self.at, self._place)
         if self._place >= self.at:
             self.line = user_line()
+            self.read_at = self.line if reads else ""
             raise TraceEnds
 
     def pass_backward(self) -> None:

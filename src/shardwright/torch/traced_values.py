@@ -43,6 +43,11 @@ class TracedValue:
     had_gradient: bool
 
     @property
+    def has_history(self) -> bool:
+        """Whether a gradient goes on from it: not where it is a view that was made under no_grad."""
+        return self.had_gradient and not (self.fake._is_view() and self.fake.grad_fn is None)
+
+    @property
     def spec(self) -> TensorSpec:
         """Shape and type."""
         # A change in place may have given it a history, or taken it.

@@ -354,10 +354,10 @@ class Tracer:
         if self._backward_at is not None or not torch.is_grad_enabled():
             return
         values, nodes = self._values, self._recorder.nodes()
-        trained = (node for node in nodes if any(values[v].had_gradient for v in node.outputs))
+        trained = (node for node in nodes if any(values[v].has_history for v in node.outputs))
         read = {value for node in trained for value in node.inputs}
         seen = dict.fromkeys(values.find(item) for item in self.end.seen)
-        last = [v for v in seen if v is not None and values[v].had_gradient and v not in read]
+        last = [v for v in seen if v is not None and values[v].has_history and v not in read]
         if last:
             loss = self.operation(assumed_loss, tuple(values[v].holder for v in last), {})
             self._loss = self._values.find(loss)
@@ -493,6 +493,7 @@ class Tracer:
             stand_ins=values.stand_ins(),
             end=self.end.at,
             end_line=self.end.line,
+            read_at=self.end.read_at,
             wanted_end=self.end.wanted(left),
             generators_set_at=self.draws.set_at,
             repeated_buffers=self._repeated_buffers.names(graph.contributing()),

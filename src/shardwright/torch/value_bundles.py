@@ -68,8 +68,6 @@ class OwnValues:
     def note(self, value: int, tensor: Tensor) -> None:
         """Code of the step function gets to see a tensor."""
         self._has_any = True
-        if not self._program.ends:
-            return  # what is read nevertheless is put up then
         if self._program.specs[value].num_bytes <= _SMALL_BYTES:
             self._waiting[value] = tensor
             self._small[value] = weakref.ref(tensor)
@@ -119,7 +117,9 @@ class OwnValues:
         """Puts up what is small, before the backward, or where there is none: nobody waits for more."""
         if not self.is_behind_backward:
             self.is_behind_backward = True
-            if self._has_any:
+            if not self._program.ends:
+                self._board.mark(_passed(self._index))
+            elif self._has_any:
                 self._put_bundle(is_last=True)
 
     def _put_up_large(self, value: int, tensor: Tensor) -> None:
@@ -195,8 +195,9 @@ class TakenValues:
             # What is put up before the backward is there by now, if the other rank has come to that.
             late = any(bundle.is_last for bundle in bundles) and not is_behind_backward
             names = [by_itself, _name_of_bundle(self._index, source, len(bundles))][: 1 if late else 2]
-            absent = _not_put_up(source, is_late=late)
-            found, packed = self._board.get(names, source, absent, is_late=late)
+            absent = _not_put_up(source)
+            mark = "" if is_behind_backward else _passed(self._index)
+            found, packed = self._board.get(names, source, absent, is_late=late, mark=mark)
             if found == by_itself:
                 self._turns[name] += 1
                 return packed
@@ -238,17 +239,20 @@ def _name_of_bundle(index: int, rank: int, number: int) -> str:
     return f"{index} of {rank}, {number}"
 
 
+def _passed(index: int) -> str:
+    return f"passed {index}"
+
+
 def _name_of_value(index: int, name: _Name, turn: int) -> str:
     value, changes = name
     return f"{index}/{value}.{changes}/{turn}"
 
 
-def _not_put_up(source: int, *, is_late: bool) -> TraceMismatchError:
-    came = "has passed its backward, or ended, without using it" if is_late else "has ended without coming by"
+def _not_put_up(source: int) -> TraceMismatchError:
     return TraceMismatchError(
         f"{user_line()}: this rank uses a tensor here that pipeline rank {source} has, whose step function "
-        f"{came}. Use large tensors on all ranks, or on none; one rank alone may read "
-        "small ones, in steps that say so: loss.item()."
+        "has passed its backward, or ended, without using it. Use large tensors on all ranks, or on none; "
+        "one rank alone may read small ones where the step function says so: loss.item()."
     )
 
 

@@ -50,6 +50,19 @@ def test_what_will_not_come_is_not_waited_for() -> None:
         other.get(["a"], 0, ABSENT)
 
 
+def test_nor_is_it_behind_a_mark_of_this_batch() -> None:
+    _, one, other = boards()
+    one.mark("passed 0")
+    with pytest.raises(UsageError, match="not put up"):
+        other.get(["a"], 0, ABSENT, mark="passed 0")
+    for board in (one, other):
+        board.begin()
+    thread = threading.Thread(target=lambda: (time.sleep(0.6), one.put("a", b"x")))
+    thread.start()
+    assert other.get(["a"], 0, ABSENT, mark="passed 0") == ("a", b"x")
+    thread.join()
+
+
 def test_ranks_that_have_ended_are_not_waited_for() -> None:
     _, _, other = boards(has_ended=lambda rank: rank == 4)
     with pytest.raises(PeerLostError, match="a value of rank 4 failed: it has ended") as caught:
@@ -64,14 +77,17 @@ def test_no_rank_is_waited_for_too_long() -> None:
 
 
 def test_a_batch_leaves_nothing() -> None:
+    """But for marks, which the next batch overwrites."""
     store, one, other = boards()
-    before = store.num_keys()
-    one.put("a", b"x" * (9 * 2**20))
-    one.done()
-    other.done()
-    for board in (one, other):
-        board.clear()
-        board.begin()
-    assert store.num_keys() == before
+    sizes = []
+    for _ in range(2):
+        one.put("a", b"x" * (9 * 2**20))
+        for board in (one, other):
+            board.mark("passed 0")
+            board.done()
+            board.clear()
+            board.begin()
+        sizes.append(store.num_keys())
+    assert sizes == [4, 4]
     with pytest.raises(UsageError):
         other.get(["a"], 0, ABSENT, is_late=True)

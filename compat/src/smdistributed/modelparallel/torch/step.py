@@ -49,7 +49,6 @@ def step(
         function,
         non_split_inputs=tuple(non_split_inputs or ()),
         input_split_axes=input_split_axes,
-        reads_values=True,
     )
 
     @functools.wraps(function)
