@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from shardwright.cpu_mode.after_import import after_import
+from shardwright.after_import import after_import
 
 
 @pytest.fixture

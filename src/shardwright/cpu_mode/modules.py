@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.after_import import after_import
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.after_import import after_import
 from shardwright.cpu_mode.devices import on_cpu
 from shardwright.cpu_mode.replacement import put
 from shardwright.cpu_mode.tensors import sent_to_cpu

@@ -1,5 +1,6 @@
 """What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -11,7 +12,7 @@ from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.autocast import autocast_state
-from shardwright.torch.batch import Arguments, BatchBroadcast
+from shardwright.torch.batch import Arguments, BatchBroadcast, loaded_another
 from shardwright.torch.context import Context
 from shardwright.torch.module_tree import all_modules
 from shardwright.torch.python_random import state_as_tensor, state_from_tensor
@@ -20,6 +21,8 @@ from shardwright.torch.rng import get_state, set_state
 
 __all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]
 
+
+log = logging.getLogger(__name__)
 
 Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
 
@@ -72,12 +75,18 @@ def early_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# Loaders that shuffle apart show it in any batch, so that not each has to be looked at.
+_FIRST_COMPARED, _COMPARED_EVERY = 3, 16
+
+
 class Agreement:
     """Agrees with the other ranks of the replica; every method is collective over them."""
 
     def __init__(self, context: Context):
         assert context.replica is not None
         self._context = context
+        self._batches = 0
+        self._looks_at_batches = context.pipeline_rank == 1 and context.data_rank == 0
         self._broadcast = BatchBroadcast(
             context.replica, source=context.pipeline_ranks[0], device=context.device
         )
@@ -111,7 +120,28 @@ class Agreement:
                 f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
             )
         agreed: Arguments = first
+        self._point_out_other_batches(arguments, agreed)
         return agreed
+
+    def _point_out_other_batches(self, own: Arguments, agreed: Arguments) -> None:
+        """Says once that another rank loads batches of its own, to which no output belongs."""
+        context = self._context
+        if not self._looks_at_batches:
+            return
+        self._batches += 1
+        looks = self._batches <= _FIRST_COMPARED or self._batches % _COMPARED_EVERY == 0
+        if looks and loaded_another(own, agreed):
+            self._looks_at_batches = False
+            first = context.pipeline_ranks[0]
+            log.warning(
+                "rank %d loads other batches than rank %d, on whose batches all ranks of the pipeline work: "
+                "what a step returns belongs to those, and metrics that rank %d computes with targets of its "
+                "own are wrong. Load the same on all ranks of a pipeline: sw.distributed_sampler(dataset) or "
+                "sw.data_loader, or the same seed (sw.seed_everything).",
+                context.rank,
+                first,
+                context.rank,
+            )
 
     def on_trace(self, trace: Trace) -> None:
         """Refuses a model that the ranks of a replica trace differently.

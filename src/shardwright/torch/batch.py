@@ -18,7 +18,7 @@ from shardwright.torch.batch_header import Leaf, Outline, outline, read_header, 
 from shardwright.torch.layout import from_memory_order, in_memory_order, order_of
 from shardwright.torch.tree import LEAF, Structure, flatten
 
-__all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor"]
+__all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor", "loaded_another"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -144,6 +144,22 @@ def _describe(item: Any) -> Leaf:
 def is_batch_tensor(item: Any) -> bool:
     """Whether a leaf of the arguments is data: a tensor, and not a parameter."""
     return isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+
+
+def loaded_another(own: Arguments, agreed: Arguments) -> bool:
+    """Whether a batch of the same form has another first or last sample; zeros just fill a place."""
+    mine, theirs = flatten(own)[0], flatten(agreed)[0]
+    if len(mine) != len(theirs):
+        return False
+    for item, other in zip(mine, theirs, strict=True):
+        if not is_batch_tensor(item) or not is_batch_tensor(other):
+            continue
+        if item is other or not item.dim() or item.shape != other.shape or item.dtype != other.dtype:
+            return False
+        with torch.no_grad():
+            ends, others = item[[0, -1]], other[[0, -1]].to(item.device)
+            return bool(ends.any()) and not torch.equal(ends, others)
+    return False
 
 
 def copy_of(arguments: Arguments) -> Arguments:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -108,6 +109,7 @@ class Context:
     model: "DistributedModel | None" = None
     optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)
+    _alone: dist.ProcessGroup | None = None
 
     @property
     def pipeline_rank(self) -> int:
@@ -124,6 +126,17 @@ class Context:
         """World ranks of this replica, by pipeline rank."""
         data = self.data_rank
         return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
+
+    def group_of_replicas(self) -> dist.ProcessGroup | None:
+        """One rank of each replica, this one of its own; None for a single rank."""
+        if self.mesh.world_size == 1:
+            return None
+        if self.mesh.data > 1:
+            return self.data_group
+        if self._alone is None:
+            timeout = timedelta(seconds=self.config.timeout_s)
+            self._alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
+        return self._alone
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.

@@ -1,5 +1,7 @@
 """Which rank this is, in each group."""
 
+import torch.distributed as dist
+
 from shardwright.torch.context import context
 from shardwright.torch.roll_call import meet
 
@@ -8,6 +10,7 @@ __all__ = [
     "dp_rank",
     "dp_size",
     "get_dp_group",
+    "get_dp_process_group",
     "get_mp_group",
     "local_rank",
     "local_size",
@@ -102,6 +105,15 @@ def get_mp_group() -> tuple[int, ...]:
 def get_dp_group() -> tuple[int, ...]:
     """World ranks of this pipeline stage, one a replica."""
     return context().mesh.group("dp", context().rank)
+
+
+def get_dp_process_group() -> dist.ProcessGroup | None:
+    """The process group of this pipeline stage, one rank a replica; None without `torch.distributed`.
+
+    What a step returns is on every rank of a replica. Sums over this group count each replica once: give it
+    to ``dist.all_reduce(correct, group=...)``, or to metrics as their ``process_group``.
+    """
+    return context().group_of_replicas()
 
 
 def barrier() -> None:

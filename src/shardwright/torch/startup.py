@@ -15,6 +15,7 @@ from shardwright.torch.grad_scaler import scalers_agree, scaling_noted
 from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 from shardwright.torch.roll_call import prepare
+from shardwright.torch.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 
 __all__ = ["begin", "init", "shutdown"]
 
@@ -64,6 +65,8 @@ def begin(settings: Config, plan: Plan | None) -> None:
     made.cleanup.enter_context(scaling_noted())
     if made.mesh.pipeline > 1:
         made.cleanup.enter_context(samplers_checked())
+        made.cleanup.enter_context(sums_pointed_out(made))
+        metrics_over_replicas()
     if made.mesh.pipeline > 1 or made.mesh.shard > 1:
         made.cleanup.enter_context(scalers_agree())
     set_context(made)
