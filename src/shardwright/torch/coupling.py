@@ -29,6 +29,7 @@ from shardwright.torch.glue import plain_torch
 __all__ = ["Trial", "refuse_coupling", "trial"]
 
 _STEPS = 10
+_LEAST_RATE = 1.0
 _OTHERS = 2  # parameters in each group beside its first
 _MOST_PER_DIM = 4
 
@@ -88,27 +89,33 @@ def trial(optimizer: Optimizer, method: str = "step") -> Trial:
     >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
     Trial(couples=False, numbers=())
     """
-    try:
+    for dtype in (torch.float64, torch.float32):  # a small learning rate shows in the first
         with plain_torch(), warnings.catch_warnings(), torch.random.fork_rng(devices=_devices(optimizer)):
             warnings.simplefilter("ignore")
-            first, numbers = _steps_of_copy(optimizer, method, others=1.0)
-            again, other_numbers = _steps_of_copy(optimizer, method, others=-0.2)
-    except Exception:  # whatever somebody's optimizer raises on parameters that it was not made for
-        return Trial()
-    differing = (name for name, value in numbers.items() if str(value) != str(other_numbers.get(name)))
-    return Trial(not torch.equal(first, again), tuple(differing))
+            try:
+                first, numbers = _steps_of_copy(optimizer, method, dtype, others=1.0)
+                again, other_numbers = _steps_of_copy(optimizer, method, dtype, others=-0.2)
+            except Exception:  # whatever somebody's optimizer raises on parameters that it was not made for
+                continue
+        differing = (name for name, value in numbers.items() if str(value) != str(other_numbers.get(name)))
+        alike = torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True)
+        return Trial(not alike, tuple(differing))
+    return Trial()
 
 
-def _steps_of_copy(optimizer: Optimizer, method: str, *, others: float) -> tuple[Tensor, dict[str, Any]]:
+def _steps_of_copy(
+    optimizer: Optimizer, method: str, dtype: torch.dtype, *, others: float
+) -> tuple[Tensor, dict[str, Any]]:
     """What becomes of the first parameter, and of the numbers of the groups.
 
     Args:
         optimizer: of which a copy is made.
         method: called in each step.
+        dtype: of the parameters.
         others: how far the gradients of the other parameters keep to a direction, in every step.
     """
     torch.manual_seed(0)
-    groups = [_small_group(group) for group in optimizer.param_groups]
+    groups = [_small_group(group, dtype) for group in optimizer.param_groups]
     made = _small_copy(optimizer, groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     directions = [torch.randn_like(parameter) for parameter in parameters]
@@ -126,15 +133,15 @@ def _steps_of_copy(optimizer: Optimizer, method: str, *, others: float) -> tuple
     return parameters[0].detach(), numbers
 
 
-def _small_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A group of the same options, with small parameters of the same kind."""
+def _small_group(group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A group of the same options, with small parameters of the same shapes."""
     like = next(iter(group["params"]), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM))
     shape = [min(size, _MOST_PER_DIM) for size in like.shape]
     device = "cpu" if like.is_meta else like.device
-    small = [nn.Parameter(torch.randn(shape, dtype=like.dtype, device=device)) for _ in range(1 + _OTHERS)]
+    small = [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for _ in range(1 + _OTHERS)]
     options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    if options.get("lr") == 0:  # a schedule that begins with it would hide everything
-        options["lr"] = 1e-3
+    if isinstance(options.get("lr"), int | float):  # a schedule that begins with next to nothing hides much
+        options["lr"] = max(float(options["lr"]), _LEAST_RATE)
     return {**options, "params": small}
 
 

@@ -46,7 +46,8 @@ def test_a_hang_has_a_code_of_its_own():
 
 
 def test_nan_has_one_too():
-    words = "Traceback (most recent call last):\n  File 'train.py', line 9\nshardwright.errors.NonFiniteError: step 3"
+    where = "Traceback (most recent call last):\n  File 'train.py', line 9\n"
+    words = f"{where}shardwright.errors.NonFiniteError: step 3: the loss is nan"
     assert exit_code([ended(0, 1, 10.0, error=words), ended(1, 1, 10.1, error=words)]) == 7
 
 
