@@ -14,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.tree import leaves
 
 __all__ = [
+    "KEEP_SHAPE",
     "NEED_HISTORY",
     "OF_GRADIENT",
     "READS_DATA",
@@ -83,6 +84,9 @@ READS_DATA: frozenset[Any] = frozenset(
 
 # Functions that need the autograd history of a tensor, of which behind a read only one rank has it.
 NEED_HISTORY: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.retain_grad})
+
+# Functions without a fake kernel whose results have a shape that no values of their arguments change.
+KEEP_SHAPE: frozenset[Any] = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 
 # ``p.grad``: read, set and deleted.
 OF_GRADIENT: frozenset[Any] = frozenset(
