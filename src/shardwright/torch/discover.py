@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,18 +49,21 @@ def discover(
     watch = _Watch()
     handles = []
     hooks = HookEffects() if hooks is None else hooks
-    intercept_calls(model)
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
         for name, module in model.named_modules():
+            if _calls_by_itself(module):
+                handles.append(_Counted.calls_of(module, name, watch))
+                continue
             handles.append(module.register_forward_pre_hook(partial(watch.enter, name)))
             handles.append(module.register_forward_hook(partial(watch.leave, name)))
+        intercept_calls(model)
         with watch.entanglement.watching(), hooks.watching(model):
             trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
     finally:
+        restore_calls(model)
         for handle in handles:
             handle.remove()
-        restore_calls(model)
     costs = watch.costs
     if "" in watch.entanglement.hard:
         raise TraceError(
@@ -68,6 +72,13 @@ def discover(
             "which is then one unit."
         )
     _keep_whole(model, costs, watch.remade.writers)
+    if costs.keys() == {""} and _calls_by_itself(model):
+        raise TraceError(
+            f"{type(model).__name__} ({type(model).__module__}) calls layers that it has not registered as "
+            "modules of PyTorch, so that they cannot be placed on stages. Register them in an nn.Module, "
+            "self.layers = nn.ModuleList(model.layers), that calls one after the other; or start one rank "
+            "for each replica: pipeline_parallel_degree 1."
+        )
     for name in watch.entanglement.whole:
         while name and name not in costs:  # a container is not called
             name = name.rpartition(".")[0]
@@ -92,6 +103,51 @@ def _keep_whole(model: nn.Module, costs: dict[str, ModuleCost], writers: Iterabl
         if name and not costs[name].whole:
             costs[name].whole = True
             log.info("%s is not split: %s gives a buffer another shape or type", name, writer)
+
+
+def _calls_by_itself(module: nn.Module) -> bool:
+    """Whether its class has another way of being called than `torch.nn.Module`, which may know no hooks."""
+    kind: Any = type(module)
+    own = next(base for base in kind.__mro__ if "__call__" in vars(base))
+    return own is not nn.Module and own.__module__.partition(".")[0] not in ("torch", "shardwright")
+
+
+class _Counted:
+    """Mixed into the class of a module that is called in another way (a layer of Keras)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, watch = vars(self)[_COUNTED]
+        watch.enter(name, self, args)
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        watch.leave(name, self, args, result)
+        return result
+
+    @classmethod
+    def calls_of(cls, module: nn.Module, name: str, watch: "_Watch") -> "_Plain":
+        """Shows the calls of a module to a watch, until the result is asked to `remove` that."""
+        kind: Any = type(module)
+        vars(module)[_COUNTED] = name, watch
+        # Such a class may have its own way of setting attributes, too.
+        object.__setattr__(
+            module, "__class__", type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
+        )
+        return _Plain(module, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """What a module was before it was counted."""
+
+    module: nn.Module
+    kind: type
+
+    def remove(self) -> None:
+        """Makes it so again."""
+        object.__setattr__(self.module, "__class__", self.kind)
+        del vars(self.module)[_COUNTED]
+
+
+_COUNTED = "_shardwright_counted"
 
 
 class _Watch:

@@ -15,6 +15,7 @@ from shardwright.torch.tree import leaves
 
 __all__ = [
     "CALLS_UNITS",
+    "KEEP_SHAPE",
     "NEED_HISTORY",
     "OF_GRADIENT",
     "READS_DATA",
@@ -87,6 +88,9 @@ NEED_HISTORY: frozenset[Any] = frozenset({torch.autograd.grad, Tensor.retain_gra
 
 # Functions that may run the forward of units again, where it is recomputed: as if inside of a unit.
 CALLS_UNITS: frozenset[Any] = frozenset({torch.autograd.grad})
+
+# Functions without a fake kernel whose results have a shape that no values of their arguments change.
+KEEP_SHAPE: frozenset[Any] = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 
 # ``p.grad``: read, set and deleted.
 OF_GRADIENT: frozenset[Any] = frozenset(

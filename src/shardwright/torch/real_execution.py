@@ -115,13 +115,14 @@ class RealExecution:
         """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.
 
         None if the shape of its result follows from the values of deferred tensors: it must be the same for
-        both, and whole numbers, which mostly are sizes and indices, are not tried at all. It may follow from
-        free tensors: then it is noted as a read of these.
+        both, and whole numbers, which mostly are sizes and indices, are not tried at all, but for operations
+        of which it is known. It may follow from free tensors: then it is noted as a read of these.
         """
         is_free = self._values.is_free
         pairs = list(zip(call.items, call.fakes, strict=True))
         deferred = [isinstance(fake, Tensor) and not is_free(item) for item, fake in pairs]
-        if any(d and not fake.is_floating_point() for d, fake in zip(deferred, call.fakes, strict=True)):
+        whole = (d and not _has_fractions(fake) for d, fake in zip(deferred, call.fakes, strict=True))
+        if call.func not in functions.KEEP_SHAPE and any(whole):
             return None
         slices = [item for item in call.items if isinstance(item, slice)]
         ends = [end for item in slices for end in (item.start, item.stop, item.step)]
@@ -214,3 +215,7 @@ class RealExecution:
         wanted = item.requires_grad if requires_grad is None else requires_grad
         can = fake.is_floating_point() or fake.is_complex()
         return with_history(fake, self._values.fake_mode) if wanted and can else fake
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

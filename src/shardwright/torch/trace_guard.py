@@ -143,6 +143,7 @@ class Unchanged:
         self._make = lend
         self._attributes: Attributes | None = None
         self._lent: dict[int, Tensor] = {}
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
         self._buffers: list[_Kept] = []
         self.left_hooks = False
         self.changed: list[tuple[nn.Module, str]] = []
@@ -151,6 +152,7 @@ class Unchanged:
 
     def __enter__(self) -> None:
         self._attributes = Attributes(self._unit_map.model)
+        self._gradients = [(p, p.grad) for p in self._unit_map.model.parameters() if p.is_leaf]
         for module in self._unit_map.model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -173,6 +175,11 @@ class Unchanged:
         self.changed = self._attributes.changed
         self.left_in_units = [(m, key) for m, key in self.changed if id(m) in self._in_units]
         self._attributes.restore()
+        for parameter, gradient in self._gradients:
+            if (
+                parameter.grad is not gradient
+            ):  # of a module that holds its parameters elsewhere, as Keras does
+                parameter.grad = gradient
 
     def _lend(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._lent:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError
+from shardwright.errors import DeferredReadError, TraceError
 from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
 from shardwright.torch._private import HigherOrderOperator, storage_key
@@ -189,9 +189,9 @@ class Tracer:
             )
         if isinstance(func, HigherOrderOperator):
             raise DeferredReadError(
-                f"{line}: {functions.name_of(func)}() is given functions, which may use tensors that nobody sees, and is "
-                "compiled: it cannot be called between units. Call it in the forward of a module inside the "
-                "model, which is then placed whole."
+                f"{line}: {functions.name_of(func)}() is given functions, which may use tensors that nobody "
+                "sees, and is compiled: it cannot be called between units. Call it in the forward of a "
+                "module inside the model, which is then placed whole."
             )
         call = self._call(func, items, structure, reads, line)
         key = self.samples.cost_class(call, functions.name_of(func))
@@ -253,6 +253,7 @@ class Tracer:
 
     def _unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._unit_map.units[id(module)]
+        self._refuse_other_weights(module, name)
         recomputed = called_from("torch.utils.checkpoint")
         self._recomputes = self._recomputes or recomputed
         found = found_in(module, self.is_value)
@@ -327,6 +328,19 @@ class Tracer:
         }
         reads = [(position, value) for position, value in call.reads if position not in unused]
         return replace(call, reads=reads), found if len(unused) < len(found) else {}
+
+    def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
+        """Refuses a unit whose parameters have been replaced for this call."""
+        lent = self._values.lent_for
+        other = next((key for key, p in module.named_parameters() if id(p) not in lent), None)
+        if other is not None:
+            raise TraceError(
+                f"{user_line()}: {f'unit {name}' if name else 'the model'} is called with another {other} "
+                "than its own (torch.func.functional_call). Weights that are computed have no place on a "
+                "stage. Put the code that computes them and calls the module with them into the forward of a "
+                "module inside the model, which is then placed whole; or have one stage: "
+                "pipeline_parallel_degree 1."
+            )
 
     def model_begins(self) -> None:
         """Ends the trace, if it is to end before the model is called again."""
