@@ -207,7 +207,7 @@ def test_a_partition_file_that_contradicts_the_settings(tmp_path: Path) -> None:
     text = begin({**QUIET, **TWO_STAGES, "load_partition": True})
     assert "load_partition is True, but partition_file is not set" in text
     file.write_text(file.read_text()[:100])
-    assert "is not valid JSON" in begin({**given, **TWO_STAGES})
+    assert "is no JSON" in begin({**given, **TWO_STAGES})
 
 
 def test_a_partition_file_of_another_model(tmp_path: Path) -> None:

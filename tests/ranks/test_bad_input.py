@@ -293,7 +293,7 @@ def test_a_plan_file_reproduces_the_run_and_a_stale_one_is_refused(tmp_path):
 
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
-    with pytest.raises(PlanError, match="not valid JSON"):
+    with pytest.raises(PlanError, match="is no JSON"):
         follow(path)
 
     path.write_text(json.dumps({**json.loads(whole), "plan_version": 99}))

@@ -323,9 +323,9 @@ def test_settings_that_are_no_settings():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("SHARDWRIGHT_SET", "microbatches=4", "the settings of SHARDWRIGHT_SET are 'microbatches=4'"),
+        ("SHARDWRIGHT_SET", "microbatches=4", "SHARDWRIGHT_SET is 'microbatches=4', but it must be"),
         ("SHARDWRIGHT_SET", "[4]", "must be an object such as"),
-        ("SHARDWRIGHT_CONFIG", "nowhere.yaml", "SHARDWRIGHT_CONFIG names nowhere.yaml, which cannot be read"),
+        ("SHARDWRIGHT_CONFIG", "nowhere.yaml", "SHARDWRIGHT_CONFIG nowhere.yaml cannot be read"),
     ],
 )
 def test_variables_of_a_launcher_that_cannot_be_read(monkeypatch, name, value, words):
