@@ -318,3 +318,112 @@ def averages_of_each_rank() -> list[str]:
 
 def test_each_rank_averages_what_it_holds():
     assert run_ranks(averages_of_each_rank, 2) == [[], []]
+
+
+class Byol(nn.Module):
+    """A student and a teacher that follows it; each has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.predictor = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x.flip(0))
+        return (self.predictor(self.student(x)) - target).square().mean()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for student, teacher in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            teacher.mul_(0.9).add_(student, alpha=0.1)
+
+
+@torch.no_grad()
+def follows_pair_by_pair(model: Any) -> None:
+    net = model.module
+    for student, teacher in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
+        with model.gathered(student, teacher):
+            teacher.lerp_(student, 0.1)
+
+
+def follows_as_a_whole(model: Any) -> None:
+    with model.gathered(model.module.student, model.module.teacher):
+        model.module.follow()
+
+
+def follows_all(model: Any) -> None:
+    with model.gathered():
+        assert not any(tensor.is_meta for tensor in model.module.state_dict(keep_vars=True).values())
+        model.module.follow()
+
+
+def differences_of_a_teacher(follow: Any, settings: dict[str, Any]) -> tuple[float, str, int]:
+    import shardwright.torch as sw
+
+    torch.manual_seed(0)
+    plain = Byol().double()
+    module = copy.deepcopy(plain)
+    sw.init({"microbatches": 2, "profile": "estimated", "run_dir": "off", **settings})
+    model = sw.DistributedModel(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    optimizers[0] = sw.DistributedOptimizer(optimizers[0])
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    refused = ""
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        train(model, x)
+        for part in x.tensor_split(2):
+            (plain(part) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.follow()
+        follow(model)
+    state = model.state_dict()
+    worst = max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
+    try:
+        module.follow()
+    except UsageError as error:
+        refused = str(error)
+    return worst, refused, len(remote(model))
+
+
+def test_a_teacher_follows_wherever_its_layers_are() -> None:
+    """There was no way, where a rank held the teacher's layer and another one the student's."""
+
+    def run() -> list[Any]:
+        import shardwright.torch as sw
+
+        found = []
+        for follow in (follows_pair_by_pair, follows_as_a_whole, follows_all):
+            for settings in ({"pipeline": "1f1b"}, {"pipeline": "interleaved_1f1b"}):
+                found.append(differences_of_a_teacher(follow, settings))
+                sw.shutdown()
+        return found
+
+    for of_ranks in zip(*run_ranks(run, 2), strict=True):
+        assert all(worst < 1e-12 and num_remote > 0 for worst, _, num_remote in of_ranks)
+        # On the rank that has the teacher and not the student.
+        assert any("with model.gathered(student, teacher):" in refused for _, refused, _ in of_ranks)
+
+
+def test_what_is_not_of_the_model_cannot_be_gathered() -> None:
+    def run() -> str:
+        _, model, _ = trained(lambda module: None)
+        try:
+            with model.gathered(torch.zeros(3)):
+                return ""
+        except UsageError as error:
+            return str(error)
+
+    assert all("a tensor of shape (3,) that is no parameter" in text for text in run_ranks(run, 2))

@@ -26,6 +26,7 @@ from shardwright.torch.engine_run import Engine, EngineRun
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.first_values import Initialise
 from shardwright.torch.foreign_wrappers import refuse_wrappers
+from shardwright.torch.gathered_values import gathered_values
 from shardwright.torch.glue import active_handler, plain_torch
 from shardwright.torch.grad_scaler import scaling_begins
 from shardwright.torch.gradient_scaling import GradientScaling
@@ -370,6 +371,38 @@ class DistributedModel(nn.Module):
     def local_parameter_ids(self) -> set[int]:
         """Identities of the parameters that this rank holds."""
         return {id(parameter) for parameter in self.local_parameters()}
+
+    def gathered(self, *parts: nn.Module | Tensor) -> AbstractContextManager[None]:
+        """Gives every rank the values of parameters and buffers, for a computation between steps.
+
+        Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
+        that holds a parameter keeps what it is changed to. Parts take memory on every rank meanwhile: pass
+        few of them at a time.
+
+        Args:
+            parts: modules, parameters or buffers of the model; all of it if there are none.
+
+        Raises:
+            UsageError: replicas share the parameters, or a part is not of the model.
+
+        Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
+
+            pairs = zip(net.student.parameters(), net.teacher.parameters(), strict=True)
+            with torch.no_grad():
+                for student, teacher in pairs:
+                    with model.gathered(student, teacher):
+                        teacher.lerp_(student, 0.01)
+        """
+        if self.replicas.sharding is not None:
+            raise UsageError(
+                "model.gathered() cannot be used where replicas share the parameters: each rank has some "
+                "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
+            )
+        current = context()
+        if self._residency is None or current.pipeline_group is None:
+            return nullcontext()
+        meet("model.gathered()", ranks_with_the_model())
+        return gathered_values(self.get_module(), self._residency, current, parts)
 
     def counted_elsewhere(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank that another rank of the replica counts: several hold them."""

@@ -82,7 +82,9 @@ class RemoteTensor(torch.Tensor):
             f"{user_line()}: this needs the values of {self.first_name}, which are on rank {holders} and not "
             "here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
             "statistic or a copy take model.local_named_parameters(), what this rank holds, on each rank, or "
-            "model.state_dict(), called on all ranks, which has the values of all."
+            "model.state_dict(), called on all ranks, which has the values of all. Where one part of the "
+            "model follows another (a teacher), write `with model.gathered(student, teacher):` around it, on "
+            "all ranks, with modules or parameters: inside, each rank has the values of both."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteTensor":
