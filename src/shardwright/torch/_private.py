@@ -3,6 +3,7 @@
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -387,9 +388,15 @@ def put_compiler_stance(stance: Any) -> Any:
     Args:
         stance: an earlier one; None to run everything as it is written.
     """
-    from torch._dynamo.eval_frame import DynamoStance, _set_stance
+    put, as_written = _stances()
+    return put(as_written if stance is None else stance)
 
-    return _set_stance(DynamoStance("force_eager") if stance is None else stance)
+
+@functools.cache
+def _stances() -> tuple[Callable[[Any], Any], Any]:
+    from torch._dynamo.eval_frame import DynamoStance, _set_stance  # takes long to import
+
+    return _set_stance, DynamoStance("force_eager")
 
 
 def compiler_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
