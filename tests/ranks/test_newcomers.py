@@ -293,7 +293,8 @@ def test_shapes_that_do_not_fit_are_told_once_and_without_pytorchs_log():
         script.train(script.model, script.x)
 
     text = fails(job)
-    assert "the model (Sequential) cannot be traced" in text
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+    assert "in 4 (Linear)" in text
     assert "failed while attempting to run meta" not in text
 
 

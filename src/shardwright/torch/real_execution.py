@@ -14,6 +14,7 @@ from shardwright.errors import TraceError
 from shardwright.torch import functions
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.hidden_inputs import HiddenInputs
+from shardwright.torch.own_errors import is_own, point_out
 from shardwright.torch.path import PathRecorder
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.samples import copy_of_module, copy_of_object, random_like
@@ -69,7 +70,8 @@ class RealExecution:
             error: what the attempt raised.
 
         Raises:
-            TraceError: it cannot run on random data, either.
+            TraceError: it cannot run on random data, either, for another reason.
+            Exception: it raises this by itself, whatever its data.
         """
         module = call.func
         assert isinstance(module, nn.Module)
@@ -91,6 +93,9 @@ class RealExecution:
             with cost:
                 output = twin(*args, **kwargs)
         except Exception as second:
+            if is_own(error, second):
+                point_out(second, twin, name)
+                raise second from None
             what = f"unit {name}" if name else "the model"
             raise TraceError(
                 f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "

@@ -12,6 +12,7 @@ __all__ = [
     "custom_function_call",
     "frames_up_to",
     "is_running",
+    "is_the_users",
     "line_of",
     "outermost_checkpoint",
     "stacklevel_of_user",
@@ -32,7 +33,7 @@ def user_line(inside: FrameType | None = None) -> str:
     fallback = ""
     while frame is not None:
         fallback = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if _is_the_users(frame):
+        if is_the_users(frame):
             return fallback
         frame = frame.f_back  # type: ignore[assignment]
     return fallback
@@ -48,12 +49,13 @@ def stacklevel_of_user() -> int:
     """The ``stacklevel`` with which a warning of the caller names the line of `user_line`."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and not _is_the_users(frame):
+    while frame is not None and not is_the_users(frame):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_the_users(frame: FrameType) -> bool:
+def is_the_users(frame: FrameType) -> bool:
+    """Whether a frame is neither torch's nor ours."""
     module = frame.f_globals.get("__name__", "")
     return not module.startswith(_NOT_THE_USERS) and module != "torch"
 

@@ -27,6 +27,7 @@ from shardwright.torch.held_content import HeldContent
 from shardwright.torch.hook_effects import HookEffects, hooks_of
 from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.model_calls import model_calls_marked
+from shardwright.torch.own_errors import point_out
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
 from shardwright.torch.rng import get_state, set_state
@@ -237,6 +238,9 @@ class _Run:
             return trace, changed, list(touched.values())
         except DeferredReadError as error:
             error.inside = open_modules.at_failure
+            raise
+        except Exception as error:
+            point_out(error, self.unit_map.model)
             raise
         finally:
             # A circle of references would keep the copies of the batch.
