@@ -33,6 +33,7 @@ __all__ = [
     "BatchNormBase",
     "FakeTensor",
     "FakeTensorMode",
+    "PlainBatchNorm",
     "TorchFunctionMode",
     "backward_in_progress",
     "behind_inner_backward",
@@ -70,6 +71,9 @@ FAKE_FAILURES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 # What batch and instance norms have in common: running statistics, and their momentum.
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
+
+# What a synchronised batch norm is for a single replica.
+PlainBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl

@@ -50,6 +50,7 @@ from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.step_code import ReadingStep
+from shardwright.torch.synchronised_norms import SynchronisedNorms
 from shardwright.torch.unit_map import refuse_unknown_units
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class PipelineEngine:
         self._failure = ""
         self._board: ValueBoard | None = None
         self._number = next(_ENGINES)
+        self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
@@ -103,6 +105,7 @@ class PipelineEngine:
         """Runs one batch; collective over all ranks."""
         module = self._model.get_module()
         with (
+            self._norms.in_force(),
             inference_mode_as_no_grad(),
             custom_functions_intercepted(),
             backward_intercepted(),
@@ -197,7 +200,7 @@ class PipelineEngine:
         reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
-        with batch_running(), self._model.replicas.saving():
+        with batch_running(), self._norms.synchronised(), self._model.replicas.saving():
             returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,
