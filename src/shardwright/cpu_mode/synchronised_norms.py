@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.comm.batch_norm import normalised_over_ranks
 from shardwright.cpu_mode import _private
 
 __all__ = ["put_in_force"]
@@ -28,66 +28,6 @@ def _on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         if not self.training or group is None or dist.get_world_size(group) == 1:
             return _private.PlainBatchNorm.forward(self, input)  # type: ignore[no-any-return]
-        return _normalised(self, input, group)
+        return normalised_over_ranks(self, input, group)
 
     return on_cpu
-
-
-def _normalised(norm: Any, x: Tensor, group: Any) -> Tensor:
-    """Normalises by the mean and variance over the samples of all ranks, and follows them.
-
-    Args:
-        norm: a `SyncBatchNorm` that is trained.
-        x: [samples, channels, ...].
-        group: whose ranks each have some samples.
-    """
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    counted = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.size(1))])
-    summed = _summed(counted, group)
-    count = summed[-1:]
-    if count.item() < 2:
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {x.shape} and "
-            f"{count.item():.0f} on all ranks"
-        )
-    mean = summed[:-1] / count
-    centred = wide - mean.view(shape)
-    variance = _summed(centred.square().sum(dims), group) / count
-    result = centred * torch.rsqrt(variance + norm.eps).view(shape)
-    if norm.weight is not None:
-        result = result * norm.weight.view(shape)
-    if norm.bias is not None:
-        result = result + norm.bias.view(shape)
-    if norm.track_running_stats:
-        with torch.no_grad():
-            norm.num_batches_tracked.add_(1)
-            share = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked.item()
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-            unbiased = variance * count / (count - 1)
-            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
-    normalised: Tensor = result.to(x.dtype)
-    return normalised
-
-
-def _summed(x: Tensor, group: Any) -> Tensor:
-    total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group, and in the backward that of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = x.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -36,6 +36,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "PlainBatchNorm",
     "TorchFunctionMode",
     "UnsupportedOperatorException",
     "backward_in_progress",
@@ -81,6 +82,9 @@ FAKE_FAILURES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 # What batch and instance norms have in common: running statistics, and their momentum.
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
+
+# What a synchronised batch norm is for a single replica.
+PlainBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl

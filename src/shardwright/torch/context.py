@@ -138,6 +138,10 @@ class Context:
             self._alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return self._alone
 
+    def further_group(self, kind: GroupKind, *, use: str) -> dist.ProcessGroup:
+        """A group of its own for a use; collective over all ranks."""
+        return _own_group(self.mesh, self.rank, kind, use=use, timeout_s=self.config.timeout_s)
+
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.
 

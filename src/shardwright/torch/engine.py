@@ -52,6 +52,7 @@ from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.scripted_code import scripted_functions_intercepted
 from shardwright.torch.split_backward import split_modules
+from shardwright.torch.synchronised_norms import SynchronisedNorms
 from shardwright.torch.unit_map import refuse_unknown_units
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class PipelineEngine:
         self._board: ValueBoard | None = None
         self._reads = ReadCosts(context)
         self._number = next(_ENGINES)
+        self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
@@ -105,6 +107,7 @@ class PipelineEngine:
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs one batch; collective over all ranks."""
         with (
+            self._norms.in_force(),
             inference_mode_as_no_grad(),
             custom_functions_intercepted(),
             scripted_functions_intercepted(),
@@ -203,7 +206,7 @@ class PipelineEngine:
         # Where nothing was read in the traces, no module is watched for it.
         ends = any(program.ends for program in programs)
         marked = model_calls_marked(self._model.get_module()) if ends else nullcontext()
-        with batch_running(), self._model.replicas.saving(), marked:
+        with batch_running(), self._norms.synchronised(), self._model.replicas.saving(), marked:
             returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,

@@ -25,6 +25,7 @@ from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_buffers import ReplicaBuffers
+from shardwright.torch.synchronised_norms import SynchronisedNorms
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class SingleEngine:
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         if planner is None:
             _point_out_unused_limit(context)
@@ -61,6 +63,10 @@ class SingleEngine:
 
     def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         """Runs the microbatches one after the other."""
+        with self._norms.in_force():
+            return self._run(function, arguments, splitter)
+
+    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> EngineRun:
         arguments = to_device(arguments, self._context.device)
         if self._planner is not None and self._context.plan is None and torch.is_grad_enabled():
             self._plan(self._planner, function, arguments, splitter)
@@ -99,7 +105,13 @@ class SingleEngine:
             before = set_active_handler(handler)
             try:
                 saving = self._model.replicas.saving()
-                with batch_running(), saving, _tensor_backward(handler), backward_intercepted():
+                with (
+                    batch_running(),
+                    self._norms.synchronised(),
+                    saving,
+                    _tensor_backward(handler),
+                    backward_intercepted(),
+                ):
                     results.append(function(*args, **kwargs))
             except BaseException:
                 if self._reducer is not None:
