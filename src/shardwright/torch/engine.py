@@ -46,6 +46,7 @@ from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks, refuse_gradient_hooks
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.step_code import ReadingStep
@@ -193,7 +194,7 @@ class PipelineEngine:
         reduces = train or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and self.reducer is not None:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
-        with batch_running(), self._model.replicas.saving():
+        with batch_running(), over_replicas(sends=True), self._model.replicas.saving():
             returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,
