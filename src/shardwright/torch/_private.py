@@ -43,6 +43,7 @@ __all__ = [
     "behind_inner_backward",
     "call_after_backward",
     "compiler_of",
+    "default_group",
     "disabled_torch_function",
     "dtensor_of",
     "fake_failures_unlogged",
@@ -106,6 +107,36 @@ def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple
     before = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = state or (before[0], {})
     return before
+
+
+@contextmanager
+def default_group(group: Any, *, on_other: Callable[[Any], None] | None = None) -> Iterator[None]:
+    """Has another process group be the default one.
+
+    Args:
+        group: the default group inside.
+        on_other: called with another group that is given to a function of torch.distributed.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    before, is_none_of = c10d._world.default_pg, c10d._rank_not_in_group
+    added = group not in c10d._world.pg_map
+
+    def look(asked: Any) -> bool:
+        if asked is not None and asked is not group and on_other is not None:
+            on_other(asked)
+        return bool(is_none_of(asked))
+
+    c10d._world.default_pg = group
+    if added:
+        c10d._world.pg_map[group] = c10d._world.pg_map[before]  # the backend, and the store
+    if on_other is not None:
+        c10d._rank_not_in_group = look
+    try:
+        yield
+    finally:
+        c10d._world.default_pg, c10d._rank_not_in_group = before, is_none_of
+        if added:
+            del c10d._world.pg_map[group]
 
 
 @contextmanager

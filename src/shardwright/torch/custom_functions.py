@@ -20,6 +20,10 @@ from shardwright.torch.source_line import user_line
 __all__ = ["custom_functions_intercepted"]
 
 
+# Their backward calls collectives, too.
+_WITH_MESSAGES = ("torch.distributed.nn.functional", "torch.nn.modules._functions")
+
+
 @contextmanager
 def custom_functions_intercepted() -> Iterator[None]:
     """Has `apply` of every custom function go to the active handler."""
@@ -41,7 +45,7 @@ def custom_functions_intercepted() -> Iterator[None]:
                 "placed whole (`shardwright plan` lists them as units), or register hooks on tensors: "
                 "y.register_hook(...)."
             )
-        if handler is None or cls.__module__.startswith("torch."):
+        if handler is None or (cls.__module__.startswith("torch.") and cls.__module__ not in _WITH_MESSAGES):
             return function(*args, **kwargs)
         with plain_torch():
             return handler.operation(function, args, kwargs)

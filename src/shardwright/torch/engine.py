@@ -49,6 +49,7 @@ from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_board import replica_board
 from shardwright.torch.replica_buffers import ReplicaBuffers
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.scripted_code import scripted_functions_intercepted
 from shardwright.torch.split_backward import split_modules
@@ -206,7 +207,13 @@ class PipelineEngine:
         # Where nothing was read in the traces, no module is watched for it.
         ends = any(program.ends for program in programs)
         marked = model_calls_marked(self._model.get_module()) if ends else nullcontext()
-        with batch_running(), self._norms.synchronised(), self._model.replicas.saving(), marked:
+        with (
+            batch_running(),
+            over_replicas(sends=True),
+            self._norms.synchronised(),
+            self._model.replicas.saving(),
+            marked,
+        ):
             returned = self.executor.run(
                 schedule,
                 context.pipeline_rank,

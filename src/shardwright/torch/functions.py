@@ -5,10 +5,12 @@ answered at once; those that read values into Python need data that most ranks d
 """
 
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from shardwright.errors import UsageError
 from shardwright.torch.tree import leaves
@@ -64,6 +66,8 @@ _METADATA: frozenset[Any] = frozenset(
     | _existing(torch, _METADATA_FUNCTIONS)
     # Entering and leaving no_grad() is no operation on a tensor.
     | _existing(torch._C, ["_set_grad_enabled"])
+    # They meet the process group that stands in for the default one (see `replica_collectives`).
+    | {item for item in vars(distributed_c10d).values() if type(item) is FunctionType}
 )
 
 _SHAPE: frozenset[Any] = frozenset(

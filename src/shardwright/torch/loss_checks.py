@@ -32,8 +32,8 @@ def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
         raise UsageError(
             f"{user_line()}: the gradient of a tensor is used behind backward(), in a step function or "
             "in the forward of a module. A backward runs stage by stage, when everything has been "
-            "computed, so it is not there yet. torch.autograd.grad(y.sum(), x, create_graph=True) gives it at "
-            "once."
+            "computed, so it is not there yet. torch.autograd.grad(y.sum(), x, create_graph=True) gives it "
+            "at once."
         )
 
 

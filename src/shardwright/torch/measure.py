@@ -22,6 +22,7 @@ from shardwright.torch.autocast import autocast_as
 from shardwright.torch.compiled_modules import compile_as
 from shardwright.torch.left_behind import NothingLeftBehind
 from shardwright.torch.recording import Sample
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.samples import copy_of_module, random_like
 from shardwright.torch.split_backward import allow_split, put_off_weights, split_modules, unsplit
 from shardwright.torch.tree import leaves
@@ -101,7 +102,8 @@ def measure_class(
     """
 
     def measured() -> Timing:
-        return _measured(sample, device=device, train=train, share_cores=share_cores)
+        with over_replicas(sends=False):
+            return _measured(sample, device=device, train=train, share_cores=share_cores)
 
     if not isinstance(sample.func, nn.Module):
         return measured()

@@ -26,6 +26,7 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.program import Program
+from shardwright.torch.replica_collectives import COLLECTIVES
 from shardwright.torch.rng import get_state, same_state
 from shardwright.torch.source_line import user_line
 from shardwright.torch.step_code import assumed_loss
@@ -70,7 +71,8 @@ class ProgramCursor:
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Instruction | None:
         """The instruction of a torch function; None for a free one that the trace does not have."""
-        if self._program.changes_free_tensors or not self.rests_on_nothing(args, kwargs):
+        placed = self._program.changes_free_tensors or func in COLLECTIVES
+        if placed or not self.rests_on_nothing(args, kwargs):
             return self._placed(func)
         found = self._find_free(func)
         if found is None and not self._program.takes_unknown:

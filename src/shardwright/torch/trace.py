@@ -30,6 +30,7 @@ from shardwright.torch.model_calls import model_calls_marked
 from shardwright.torch.own_errors import point_out
 from shardwright.torch.python_random import python_random_kept
 from shardwright.torch.recording import Trace
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.rng import get_state, set_state
 from shardwright.torch.step_code import ReadingStep, TraceEnds
 from shardwright.torch.trace_guard import OpenModules, Unchanged
@@ -276,12 +277,17 @@ class _Run:
         """Calls the step function; None where its program ends before it returns."""
         cached = put_parametrization_cache(None)
         try:
+            with over_replicas(sends=False):
+                return self._called(tracer, args, kwargs)
+        finally:
+            put_parametrization_cache(cached)
+
+    def _called(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
             result = self.function(*args, **kwargs)
             tracer.end.step_returned()
         except TraceEnds:
             result = None
-        finally:
-            put_parametrization_cache(cached)
         if tracer.end.is_found:
             result = None
             set_active_handler(None)

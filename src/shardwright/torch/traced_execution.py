@@ -10,6 +10,7 @@ from shardwright.torch.cost import CostCounter
 from shardwright.torch.gradient_reach import base_nodes, gradient_nodes, unreached
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.real_execution import RealExecution
+from shardwright.torch.replica_collectives import refusal_behind
 from shardwright.torch.trace_guard import Attributes
 from shardwright.torch.traced_call import Outcome, TracedCall
 from shardwright.torch.traced_draws import TracedDraws
@@ -64,6 +65,8 @@ class TracedExecution:
             with self._values.fake_mode:
                 outcome = call.run(CostCounter(self._values.names, self._hidden, self._draws))
         except Exception as error:
+            if (refusal := refusal_behind(error)) is not None:
+                raise refusal from None
             attributes.restore()
             cost = CostCounter(self._values.names, self._hidden, self._draws)
             outcome = self._real.unit(call, name, kept, cost, error)

@@ -43,6 +43,7 @@ from shardwright.torch.python_random import DrawsOfPython
 from shardwright.torch.real_execution import RealExecution
 from shardwright.torch.recomputed_statistics import RepeatedBuffers
 from shardwright.torch.recording import Trace
+from shardwright.torch.replica_collectives import COLLECTIVES
 from shardwright.torch.samples import copy_of_object
 from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.step_code import assumed_loss, in_step_code, reads_values, writes_text
@@ -172,7 +173,7 @@ class Tracer:
         parameters = self._values.parameters_among(items)
         self._hidden.read_between(items)
         point_out_foreign(items, self._values.names, self._was_there)
-        if not reads and not parameters:
+        if not reads and not parameters and func not in COLLECTIVES:
             if self._backward_at is not None:
                 refuse_gradient_of(func, args)
             if writes_text(func):
