@@ -18,7 +18,6 @@ import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
-from shardwright.torch.step import step_function
 
 WIDTH, SAMPLES, MICROBATCHES = 8, 8, 2
 
@@ -219,7 +218,7 @@ def synchronised_losses() -> tuple[list[float], list[float]]:
             for part in range(2)
         ]
         model = sw.DistributedModel(plain)
-        step_function(train, reads_values=True)(model, batch(0, sw.dp_rank()))
+        sw.step(train)(model, batch(0, sw.dp_rank()))
         sw.shutdown()
     return seen[-2:], expected
 

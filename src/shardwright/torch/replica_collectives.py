@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwright.comm.process_group import default_store
 from shardwright.errors import PeerLostError, UsageError
+from shardwright.torch import sums_over_ranks
 from shardwright.torch._private import default_group
 from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.glue import active_handler, plain_torch
@@ -75,6 +76,8 @@ _OF_OBJECTS = (
     "scatter_object_list",
     "send_object_list",
 )
+# Who calls whom: code of these passes on a call of somebody else.
+_PASSES_ON = ("torch.", sums_over_ranks.__name__)
 _QUERIES = ("get_backend", "get_group_rank", "get_rank", "get_world_size", "get_global_rank")
 
 # The stubs leave out the constructor.
@@ -298,7 +301,7 @@ def _refuse_other_group(group: Any) -> None:
     if frame.f_code.co_name in _QUERIES:
         return
     name = frame.f_code.co_name
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSES_ON):
         frame = frame.f_back
     if not frame.f_globals.get("__name__", "").startswith("shardwright."):
         _refuse(
