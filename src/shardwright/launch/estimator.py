@@ -34,6 +34,8 @@ __all__ = ["Estimator"]
 _MP_PARAMETERS = "mp_parameters"
 _LONGEST_BASE = 24  # with the time behind it, and a host's number, it is still the name of a host
 _MOST_RUN_S = 1e9
+# Bytes of a path that are no UTF-8, as Python has them.
+_NOT_TEXT = re.compile("[\udc80-\udcff]")
 _JOB_NAME = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}")
 
 
@@ -292,7 +294,7 @@ def _dictionary(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]
 
 
 def _name(what: str, given: str) -> str:
-    control = control_in(given)
+    control = control_in(_NOT_TEXT.sub("?", given))
     if control is not None and "\0" not in given:  # of which JobSpec says why no process can get it
         raise ConfigError(f"{what} is {shown(given)}, but it must not have {control} in it.")
     return given

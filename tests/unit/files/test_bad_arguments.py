@@ -6,9 +6,9 @@ import time
 import pytest
 from cli.calling import call
 
-from files.bad_arguments import BAD_ARGUMENTS, words_of
-from files.devices import device
-from files.good_files import READERS
+from .bad_arguments import BAD_ARGUMENTS, words_of
+from .devices import device
+from .good_files import READERS
 
 _MOST_S = 5.0  # that a shared machine may take for what takes a tenth of a second
 

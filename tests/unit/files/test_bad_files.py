@@ -11,10 +11,11 @@ import pytest
 from observe.run_folders import run_folder
 from planned import planned
 
-from files.good_files import READERS, Reader
 from shardwright.errors import ShardwrightError
 from shardwright.observe.report import gather
 from shardwright.observe.summary import format_summary, summarize
+
+from .good_files import READERS, Reader
 
 _MOST_S = 5.0
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from files.good_files import READERS, Reader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import ShardwrightError
 from shardwright.printable import printable
+
+from .good_files import READERS, Reader
 
 STRANGE = st.sampled_from(
     [

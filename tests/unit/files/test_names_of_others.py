@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from observe.run_folders import run_folder
 from planned import planned
 
-from files.good_files import READERS
 from shardwright.cli.graph_text import format_graph
 from shardwright.errors import ConfigError, PlanError
 from shardwright.launch import Estimator, Kubernetes, Slurm
@@ -24,6 +23,8 @@ from shardwright.observe.report import gather
 from shardwright.observe.report.page import render_page
 from shardwright.plan import Plan, align
 from shardwright.printable import control_in, printable
+
+from .good_files import READERS
 
 # Clears the screen, sets the title, rings, goes back, makes a line that looks like ours, turns what follows.
 EVIL = "a\x1b[2J\x1b]0;title\x07\r\nPlanError: \x9b2J\u202eb\u2028\u200b"

@@ -9,13 +9,14 @@ import pytest
 from cli.calling import call
 from planned import planned
 
-from files.devices import device
 from shardwright.cluster import find_machines
 from shardwright.cluster.cluster_file import write_inventory
 from shardwright.files import check_place, open_to_append, replace_file
 from shardwright.observe import JsonLines
 from shardwright.observe.folder_lock import hold
 from shardwright.observe.run_folder import RunFolder
+
+from .devices import device
 
 
 def test_a_device_stays_a_device(tmp_path):
