@@ -23,6 +23,7 @@ __all__ = [
     "FOUND",
     "FoundPlace",
     "TakesFound",
+    "call_copy",
     "called_with_found",
     "found_in",
     "found_places",
@@ -84,6 +85,13 @@ def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **k
                 del holder[key]
             else:
                 holder[key] = item
+
+
+def call_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function, or a copy of a unit: that is of the user's class, and does not know the argument."""
+    if FOUND in kwargs and isinstance(func, nn.Module):
+        return called_with_found(func, func, *args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def refuse_replaced(units: Mapping[str, nn.Module], is_value: Callable[[Any], bool]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import UnitCost
+from shardwright.torch.attribute_inputs import call_copy
 from shardwright.torch.autocast import autocast_as
 from shardwright.torch.compiled_modules import compile_as
 from shardwright.torch.left_behind import NothingLeftBehind
@@ -192,7 +193,7 @@ def _run_once(
     args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
     with autocast_as(sample.autocast):
         start = clock.now()
-        output = func(*args, **kwargs)
+        output = call_copy(func, args, kwargs)
         forward_s = clock.now() - start
     roots = [t for t in _tensors(output) if t.requires_grad]
     if not train or not roots:

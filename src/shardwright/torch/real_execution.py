@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import TraceError
 from shardwright.torch import functions
+from shardwright.torch.attribute_inputs import call_copy
 from shardwright.torch.cost import CostCounter
 from shardwright.torch.hidden_inputs import HiddenInputs
 from shardwright.torch.own_errors import is_own, point_out
@@ -91,7 +92,7 @@ class RealExecution:
         set_state(generators, self._device)
         try:
             with cost:
-                output = twin(*args, **kwargs)
+                output = call_copy(twin, args, kwargs)
         except Exception as second:
             if is_own(error, second):
                 point_out(second, twin, name)
