@@ -83,14 +83,13 @@ FUNCTIONS: tuple[Callable[..., Any], ...] = (
 def measure(rounds: int) -> dict[str, list[float]]:
     """Seconds of each step, round by round."""
     import shardwright.torch as sw
-    from shardwright.torch.step import step_function
 
     settings = {"pipeline_parallel_degree": dist.get_world_size(), "microbatches": _MICROBATCHES}
     sw.init({"run_dir": "off", "log_interval": 10**6, "pipeline": "1f1b", **settings})
     task = gpt(layers=8, width=128, length=128, batch=8)
     model = sw.DistributedModel(task.build())
     batch = task.batch()
-    steps = {each.__name__: step_function(each, reads_values=True) for each in FUNCTIONS}
+    steps = {each.__name__: sw.step(each) for each in FUNCTIONS}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 2):
         names = list(steps) if turn % 2 else list(reversed(steps))

@@ -121,7 +121,8 @@ class ReadingMicrobatch(Microbatch):
     def _operate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not in_step_code():
             return super()._operate(func, args, kwargs)
-        if self._leaves_program():
+        # The first question is all that most operations are asked: nothing has ended, or will, as traced.
+        if (self.program.ends or self.is_behind_end) and self._leaves_program():
             return self._operate_behind_end(func, args, kwargs)
         if reads_values(func) and not self._cursor.rests_on_nothing(args, kwargs):
             args, kwargs = map_tree(self._known.here, (args, kwargs))
