@@ -103,7 +103,7 @@ def test_prices_as_a_file(tmp_path):
     write_prices(path, prices, TWO_BY_TWO)
     assert read_prices(path) == (prices, TWO_BY_TWO)
     path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
-    with pytest.raises(ConfigError, match="cannot be used .shardwright probe measures them anew.: version") as caught:
+    with pytest.raises(ConfigError, match="shardwright probe measures them anew") as caught:
         read_prices(path)
     assert "version is 1" in str(caught.value)
     write_prices(path, prices, TWO_BY_TWO)
