@@ -104,22 +104,6 @@ class SmallCollectives:
             self._local.wait(self._local.post(rows[self._ranks.index(other)], other, purpose), other)
         return rows
 
-    def gather_texts(self, text: str, purpose: Purpose, *, device: torch.device | None = None) -> list[str]:
-        """The texts of all ranks, of any length.
-
-        Raises:
-            PeerLostError, TraceMismatchError: as `broadcast`.
-        """
-        content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-        sizes = self.gather(torch.tensor(len(content), device=device), purpose).tolist()
-        row = content.new_zeros(max(sizes))
-        row[: len(content)] = content
-        rows = self.gather(row, purpose).cpu() if len(row) else [row] * len(sizes)
-        return [
-            bytes(each[:size].tolist()).decode(errors="replace")
-            for each, size in zip(rows, sizes, strict=True)
-        ]
-
 
 def _pieces_of(part: Tensor) -> list[Tensor]:
     return [part[start : start + _PIECE_BYTES] for start in range(0, part.numel(), _PIECE_BYTES)]

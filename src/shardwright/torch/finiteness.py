@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.process_group import tell_all
 from shardwright.comm.rank_set import listed
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
@@ -144,8 +144,7 @@ class Finiteness:
         """What all ranks find, that next to the loss first; collective over all ranks."""
         world, mesh = self._context.world, self._context.mesh
         mine = f"{self._of_losses(losses)}\n{self._of_gradients()}"
-        device = self._context.device
-        told = [mine] if world is None else world.gather_texts(mine, Purpose.FIGURES, device=device)
+        told = [mine] if world is None else tell_all(mine)
         of_losses, of_gradients = zip(*(text.split("\n") for text in told), strict=True)
         parts = [text for text in dict.fromkeys(of_losses) if text]
         ranks: dict[str, list[int]] = {}  # replicas have the same gradients

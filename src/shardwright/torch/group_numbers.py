@@ -12,7 +12,6 @@ Some differences are no fault, and are not compared from then on: those between 
 an optimizer came, and those of a rank which has no parameter in the group.
 """
 
-import json
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.comm.rank_set import listed
 from shardwright.errors import UsageError
@@ -96,10 +96,7 @@ class GroupNumbers:
         known, self._num_known = self._num_known, len(list(self._optimizers()))
         if self._alike(digests):
             return None
-        assert self._context.world is not None
-        device = self._context.device
-        texts = self._context.world.gather_texts(self._written(), Purpose.FIGURES, device=device)
-        return self._difference([_Written(text) for text in texts], known, step)
+        return self._difference([_Written(told) for told in tell_all(self._written())], known, step)
 
     def compare(self, *, step: int) -> None:
         """Compares them now; collective over all ranks.
@@ -135,7 +132,7 @@ class GroupNumbers:
                     if value is not ... and (place, number, name) not in skip:
                         yield (place, number, name), value
 
-    def _written(self) -> str:
+    def _written(self) -> dict[str, Any]:
         """All numbers, for the others."""
         optimizers = list(self._optimizers())
         used = [
@@ -148,7 +145,7 @@ class GroupNumbers:
             (key, value.tolist() if isinstance(value, Tensor) else value) for key, value in self._numbers()
         ]
         names = [type(optimizer).__name__ for optimizer in optimizers]
-        return json.dumps({"names": names, "used": used, "numbers": numbers})
+        return {"names": names, "used": used, "numbers": numbers}
 
     # ---- over ranks ----
 
@@ -196,11 +193,10 @@ _FOR_STAGES = (
 class _Written:
     """The numbers of a rank, as it has told them."""
 
-    def __init__(self, text: str):
-        found: Mapping[str, Any] = json.loads(text)
-        self.names: list[str] = found["names"]
-        self.used = {(place, number) for place, number in found["used"]}
-        self.numbers: _Numbers = {(key[0], key[1], key[2]): value for key, value in found["numbers"]}
+    def __init__(self, told: Mapping[str, Any]):
+        self.names: list[str] = told["names"]
+        self.used: set[tuple[int, int]] = set(told["used"])
+        self.numbers: _Numbers = dict(told["numbers"])
 
 
 def _differ(written: Sequence[_Written], key: _Key, ranks: Sequence[int]) -> bool:

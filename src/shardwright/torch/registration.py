@@ -15,14 +15,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.comm.gathered_json import gather_json
+from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import UsageError
 from shardwright.torch._private import non_persistent_buffers_of
@@ -72,15 +72,6 @@ class _Table:
             ],
         )
 
-    @classmethod
-    def from_json(cls, content: Any) -> "_Table":
-        """The reverse of `to_json`."""
-        return cls(**content)
-
-    def to_json(self) -> Any:
-        """Lists and dictionaries."""
-        return {"modules": self.modules, "tensors": self.tensors, "groups": self.groups}
-
     @property
     def digest(self) -> int:
         """The same for the same parts in the same order."""
@@ -121,8 +112,7 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
     digests = context.world.gather(digest, Purpose.AGREEMENT).tolist()
     if len(set(digests)) == 1:
         return
-    said = gather_json(own.to_json(), context.world, Purpose.AGREEMENT, device=context.device)
-    tables = [_Table.from_json(each) for each in said]
+    tables = [_Table(**told) for told in tell_all(asdict(own))]
     for rank, table in enumerate(tables):
         _refuse_other_parts(tables[0], table, rank)
     _refuse_other_sequences(model, tables)

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.gathered_json import gather_json
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.small_collectives import SmallCollectives
+from shardwright.comm.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.remade_buffers import BufferKind
 
@@ -65,7 +63,6 @@ class ReplicaBuffers:
         self._group = group
         self._source = ranks[0]
         self._is_source = rank == ranks[0]
-        self._all = SmallCollectives(ranks, rank=rank, group=group)
         self._ranks = tuple(ranks)
         self._seen: dict[str, _Seen] = {}
         self._warned = False
@@ -109,7 +106,7 @@ class ReplicaBuffers:
         *found, remade = changed.tolist()
         wanted = {name for name, flag in zip(self._seen, found, strict=True) if flag}
         if remade:
-            names = self._agree_on_kinds(here, device)
+            names = self._agree_on_kinds(here)
             wanted |= set(names) - self._seen.keys()
             self._seen = {name: self._seen.get(name, _Seen.of(here[name])) for name in names}
         chosen = {name: here[name] for name in self._seen if name in wanted}
@@ -121,10 +118,10 @@ class ReplicaBuffers:
         name, buffer = item
         return BufferKind.of(buffer) != self._seen[name].kind
 
-    def _agree_on_kinds(self, here: Mapping[str, Tensor], device: torch.device) -> list[str]:
+    def _agree_on_kinds(self, here: Mapping[str, Tensor]) -> list[str]:
         """Gives buffers the shapes and types of the first replica; returns their names in its order."""
         own = {name: BufferKind.of(buffer).to_json() for name, buffer in here.items()}
-        said = gather_json(own, self._all, Purpose.AGREEMENT, device=device)
+        said = tell_all(own, group=self._group)
         first = said[0]
         for rank, other in zip(self._ranks, said, strict=True):
             for name in (*first, *other):
