@@ -281,7 +281,7 @@ class DistributedOptimizer(Optimizer):
     def match_names(self) -> None:
         """Loads a state with names that came before the model was wrapped, unless that must wait longer."""
         if self._to_load is not None:
-            self.load_state_dict(self.state_dict())
+            DistributedOptimizer.load_state_dict(self, DistributedOptimizer.state_dict(self))
 
     def _keep_types(self, saved: Mapping[str, Any]) -> None:
         """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""

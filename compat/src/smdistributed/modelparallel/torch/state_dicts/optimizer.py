@@ -162,9 +162,9 @@ class OptimizerStates(sw.DistributedOptimizer):
 
     def _is_of_here(self, run: Context, names: Sequence[str] | None) -> bool:
         """Whether a partial state is of the parameters of this rank, and so on all ranks of the replica."""
-        if run.mesh.pipeline == 1:
-            return names is None
         same = list(names or ()) == self._parameter_names()
+        if run.mesh.pipeline == 1:
+            return names is None or same
         meet("optimizer.load_state_dict() with _smp_is_partial", run.pipeline_ranks)
         return all(allgather(same, CommGroup.MP_GROUP))
 
