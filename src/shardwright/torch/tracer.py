@@ -333,7 +333,8 @@ class Tracer:
     def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
         """Refuses a unit whose parameters have been replaced for this call."""
         lent = self._values.lent_for
-        other = next((key for key, p in module.named_parameters() if id(p) not in lent), None)
+        named = module.named_parameters()
+        other = next((key for key, p in named if id(p) not in lent and not self.is_value(p)), None)
         if other is not None:
             raise TraceError(
                 f"{user_line()}: {f'unit {name}' if name else 'the model'} is called with another {other} "
