@@ -223,7 +223,11 @@ class ModelGraph:
                 for n in self.nodes
             ]
             values = [(v.spec.shape, v.spec.dtype, v.spec.requires_grad, v.free) for v in self.values]
-            held = [unit.parameters for unit in self.units.values()]
+            # Buffers that a forward has made are on the rank of their unit alone.
+            held = [
+                [name for name in unit.parameters if not self.parameters[name].is_buffer]
+                for unit in self.units.values()
+            ]
             document = json.dumps([nodes, values, held, self.loss, self.outputs])
             self._fingerprint.append(hashlib.sha256(document.encode()).hexdigest()[:16])
         return self._fingerprint[0]

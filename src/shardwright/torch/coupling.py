@@ -4,7 +4,8 @@ The ranks of a pipeline have some parameters each. An optimizer that treats ever
 notice. One that takes a norm, or a step size, over all of them (Prodigy, D-Adaptation, LAMB that clips, SAM)
 would make another update on each rank, and another one than for the whole model.
 
-So an unknown optimizer is tried before its first update, on small parameters: two copies of it make some
+One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
+Any other unknown optimizer is tried before its first update, on small parameters: two copies of it make some
 steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
 parameters are coupled. Where a number of the groups does, and the parameter does not, the optimizer leaves
 there what concerns one parameter alone, as Adafactor of timm does: ranks may have different ones.
@@ -60,6 +61,8 @@ def refuse_coupling(optimizer: Optimizer, method: str = "step") -> None:
         UsageError: the model is spread over stages, and parameters are coupled. On all ranks alike.
     """
     if not is_initialized() or context().mesh.pipeline == 1:
+        return
+    if getattr(optimizer, "sums_over_stages", False):
         return
     tried = _tried.setdefault(optimizer, set())
     if method in tried:

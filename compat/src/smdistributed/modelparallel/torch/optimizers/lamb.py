@@ -41,6 +41,8 @@ class FusedLAMB(FusedOptimizer):
         use_nvlamb: scale steps of tensors without weight decay, too.
     """
 
+    sums_over_stages = True
+
     def __init__(
         self,
         params: Iterable[Any],
