@@ -278,8 +278,9 @@ def make_context(config: Config, plan: Plan | None) -> Context:
     if mesh.pipeline > 1:
         made.pipeline_group = own_group("pp", use="collectives of a replica")
         nccl = dist.get_backend() == "nccl"
-        up = own_group("pp", use="activations") if nccl else None
-        down = own_group("pp", use="gradients") if nccl else None
+        # By name: in a step the default group is that of the replicas of a stage (`replica_collectives`).
+        up = own_group("pp", use="activations") if nccl else dist.group.WORLD
+        down = own_group("pp", use="gradients") if nccl else dist.group.WORLD
         made.transport = Transport(
             made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
         )
