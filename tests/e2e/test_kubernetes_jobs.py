@@ -97,10 +97,11 @@ def test_a_train_job_of_two_pods(folder, cluster, capfd):
     assert "shardwright: trainjob/training-1: training-1-node-0-0-abcde Running" in shown.err
     log = folder / "runs/Training-1/logs/pod-training-1-node-0-1-abcde.log"
     assert "[rank 2] rank 2 is done" in log.read_text()
-    (patched,) = json.loads((cluster / "patch.json").read_text()).items()
+    patched = json.loads((cluster / "patch.json").read_text())
     owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     owner |= {"name": "training-1", "uid": "1-2-3"}
-    assert patched == ("configmap/training-1-code", {"metadata": {"ownerReferences": [owner]}})
+    owned = {"metadata": {"ownerReferences": [owner]}}
+    assert patched == dict.fromkeys(("configmap/training-1-code", "secret/training-1-secret"), owned)
     calls = [json.loads(line) for line in (cluster / "calls").read_text().splitlines()]
     assert all(call[:2] == ["--namespace", "team"] for call in calls)
 
@@ -191,7 +192,8 @@ def test_dollars_and_names_that_kubernetes_has_a_meaning_for(folder, cluster):
 
 # Fields of the published types, as far as manifests have them: dictionaries and lists of them, else values.
 VALUE = object()
-ENV = [{"name": VALUE, "value": VALUE, "valueFrom": {"configMapKeyRef": {"name": VALUE, "key": VALUE}}}]
+KEY = {"name": VALUE, "key": VALUE}
+ENV = [{"name": VALUE, "value": VALUE, "valueFrom": {"configMapKeyRef": KEY, "secretKeyRef": KEY}}]
 RESOURCES = {"requests": VALUE, "limits": VALUE}
 VOLUMES = [{"name": VALUE, "emptyDir": VALUE, "persistentVolumeClaim": {"claimName": VALUE}}]
 MOUNTS = [{"name": VALUE, "mountPath": VALUE}]
@@ -298,7 +300,7 @@ def test_manifests_have_the_fields_of_the_published_types(folder, engine, known)
         max_run=3600,
         distribution={"torch_distributed": {"enabled": True}},
     )
-    code, manifest = yaml.safe_load_all(job.manifest({"train": "/data/train"}, "one"))
+    code, _secret, manifest = yaml.safe_load_all(job.manifest({"train": "/data/train"}, "one"))
     assert (code["kind"], code["metadata"]) == ("ConfigMap", {"name": "one-code", "namespace": "team"})
     assert unknown_fields(manifest, known) == []
     every = json.dumps(manifest)
@@ -315,7 +317,8 @@ def test_manifests_have_the_fields_of_the_published_types(folder, engine, known)
 
 def test_pods_of_a_job_set_meet_at_the_first(folder):
     job = estimator(engine={**WHOLE, "kind": "JobSet", "code": "/workspace"})
-    (manifest,) = yaml.safe_load_all(job.manifest(job_name="one"))
+    secret, manifest = yaml.safe_load_all(job.manifest(job_name="one"))
+    assert secret["kind"] == "Secret"
     (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     script = container["command"][-1]
     assert script.startswith("set -e\ncd /workspace\nexec ")

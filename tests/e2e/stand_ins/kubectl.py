@@ -163,7 +163,9 @@ def logs(words):
 
 
 def patch(words):
-    (STATE / "patch.json").write_text(json.dumps({words[0]: json.loads(words[words.index("--patch") + 1])}))
+    path = STATE / "patch.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**before, words[0]: json.loads(words[words.index("--patch") + 1])}))
 
 
 def delete(words):
