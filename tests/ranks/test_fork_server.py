@@ -9,7 +9,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from choices import in_sweep
@@ -71,6 +73,16 @@ def test_ranks_have_other_hash_seeds():
     found = run_ranks(seeds, 4)
     assert found[0] == found[3] != found[1] == found[2]
     assert run_ranks(seeds, 4) == found
+
+
+def test_ranks_begin_with_the_same_random_numbers():
+    """As they do where one server forks all: models that no test has seeded are the same."""
+
+    def draws():
+        return torch.rand(1).item(), float(np.random.rand())
+
+    found = run_ranks(draws, 4)
+    assert found == found[:1] * 4
 
 
 def test_the_hash_seed_of_the_caller_is_that_of_rank_0():

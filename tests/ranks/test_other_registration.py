@@ -161,20 +161,20 @@ def test_trains_as_a_plain_loop(ranks, settings, optimizer_first):
 
 
 @pytest.mark.parametrize(
-    ("settings", "more"),
+    ("settings", "more", "tolerance"),
     [
-        ({}, {"meta": True}),
-        ({"data_parallel_degree": 2}, {"meta": True}),
-        ({"data_parallel_degree": 2, "bf16": True}, {}),
-        ({"bf16": True}, {"optimizer_first": True}),
+        ({}, {"meta": True}, 1e-10),  # plans may differ: machines are measured
+        (DATA, {"meta": True}, 0),
+        ({**DATA, "bf16": True}, {}, 0),
+        in_sweep({"bf16": True}, {"optimizer_first": True}, 0.05),
     ],
 )
-def test_trains_as_with_one_order(settings, more):
+def test_trains_as_with_one_order(settings, more, tolerance):
     mixed = run_ranks(trained, 2, settings, mixed=True, **more)
     same = run_ranks(trained, 2, settings, mixed=False, **more)
-    assert [losses for losses, _ in mixed] == [losses for losses, _ in same]
-    for (_, own), (_, expected) in zip(mixed, same, strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=0)
+    for (losses, own), (expected_losses, expected) in zip(mixed, same, strict=True):
+        assert losses == pytest.approx(expected_losses, rel=tolerance, abs=0)
+        torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
 
 
 def wrapped(change: str) -> str:

@@ -2,7 +2,8 @@
 
 Sets of names have another order in each interpreter, and Python takes the seed of that order when it starts:
 ranks forked from one server would all have the same, so that no test could see a mistake that comes of it.
-The ranks are children of the fork server nevertheless, as it adopts orphans::
+The ranks are children of the fork server nevertheless, as it adopts orphans, and begin with its generators of
+random numbers::
 
     fork server ──Popen──> nursery ──fork──> a process that ends at once ──fork──> rank 1, rank 2, ...
          └──────────────────────────────── adopts them ────────────────────────────────┘
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwright.launch.processes import die_with_parent
 from shardwright.testing.gate import Gate
@@ -103,7 +104,7 @@ class Nursery:
         Returns:
             Their process ids.
         """
-        send(self._channel, (job, list(ranks)))
+        send(self._channel, (job, (list(ranks), _generators())))
         ends = [end for gate in gates for end in gate.rank_ends]
         socket.send_fds(self._channel, [_WITH_GATES], ends)
         pids: dict[int, int] = receive(self._channel)
@@ -120,6 +121,24 @@ class Nursery:
         self._process.wait()
 
 
+def _generators() -> list[Any]:
+    """The state of PyTorch's and NumPy's generators; Python seeds its own anew in every fork."""
+    import numpy as np
+    import torch  # the server has imported both already
+
+    kind, keys, *rest = np.random.get_state()
+    return [bytes(torch.get_rng_state().numpy()), str(kind), np.asarray(keys).tobytes(), *rest]
+
+
+def _set_generators(states: list[Any]) -> None:
+    import numpy as np
+    import torch
+
+    of_torch, kind, keys, *rest = states
+    torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
 def _serve(channel: socket.socket, *, server_pid: int) -> None:
     """Imports and forks as it is told to, until the server goes away."""
     while True:
@@ -128,7 +147,9 @@ def _serve(channel: socket.socket, *, server_pid: int) -> None:
         except EOFError:
             return
         if isinstance(what, Job):
-            send(channel, _fork(channel, what, how, server_pid=server_pid))
+            ranks, generators = how
+            _set_generators(generators)  # forked ranks begin with those of the server, all of them
+            send(channel, _fork(channel, what, ranks, server_pid=server_pid))
         else:
             send(channel, _import(what, how))
 

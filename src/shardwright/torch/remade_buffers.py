@@ -42,6 +42,10 @@ class BufferKind:
         """What a tensor is."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor is that; asked in every step."""
+        return tensor.dtype is self.dtype and tensor.shape == self.shape
+
     def to_json(self) -> list[Any]:
         """A list of JSON."""
         return [str(self.dtype).removeprefix("torch."), *self.shape]

@@ -39,7 +39,7 @@ class _Seen:
         return cls(buffer, _version(buffer), content, BufferKind.of(buffer))
 
     def is_still(self, buffer: Tensor) -> bool:
-        if not self.is_unwritten(buffer) or self.kind != BufferKind.of(buffer):
+        if not self.is_unwritten(buffer) or not self.kind.is_of(buffer):
             return False
         return self.content is None or torch.equal(self.content, buffer)
 
@@ -116,7 +116,7 @@ class ReplicaBuffers:
 
     def _is_remade(self, item: tuple[str, Tensor]) -> bool:
         name, buffer = item
-        return BufferKind.of(buffer) != self._seen[name].kind
+        return not self._seen[name].kind.is_of(buffer)
 
     def _agree_on_kinds(self, here: Mapping[str, Tensor]) -> list[str]:
         """Gives buffers the shapes and types of the first replica; returns their names in its order."""
@@ -143,7 +143,7 @@ class ReplicaBuffers:
                 )
         for name, buffer in here.items():
             kind = BufferKind.from_json(first[name])
-            if kind is not None and BufferKind.of(buffer) != kind:
+            if kind is not None and not kind.is_of(buffer):
                 buffer.data = torch.empty(kind.shape, dtype=kind.dtype, device=buffer.device)
         return list(first)
 
