@@ -100,8 +100,6 @@ def _run(job: Job, rank: int, *, start: Gate) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    # A model that is built without a seed is the same on all ranks, whichever server they come from.
-    torch.default_generator.manual_seed(int.from_bytes(job.key[:8], "little"))
     if job.init_process_group:
         _join_group(job, rank)
     function, args, kwargs, filters = unpacked(job.payload, job.seal, PAYLOAD)
