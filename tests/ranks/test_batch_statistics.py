@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
-from shardwright.errors import TraceError, UsageError
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 from shardwright.torch.context import context
 from shardwright.torch.inspection import plan_model
@@ -231,5 +231,5 @@ def test_a_model_that_cannot_be_called_with_one_sample():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     plan = plan_model(model, torch.randn(8, 8), config=Config(), world_size=2, cluster=CLUSTER)
     assert plan.schedule.microbatches == 2
-    with pytest.raises(TraceError, match="more than 1 value per channel"):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
         plan_model(model, torch.randn(8, 8), config=Config(microbatches=8), world_size=2, cluster=CLUSTER)
