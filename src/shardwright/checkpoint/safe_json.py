@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 from shardwright.errors import CorruptCheckpointError
+from shardwright.files import no_name_twice
 
 __all__ = ["parse"]
 
 _DEEPEST = 64
-_SHOWN = 200  # letters of a name
 
 
 def parse(content: bytes, *, name: str) -> Any:
@@ -25,7 +25,7 @@ def parse(content: bytes, *, name: str) -> Any:
     {'step': 3}
     """
     try:
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=_no_name_twice)
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=no_name_twice)
     except RecursionError as error:
         raise _too_deep(name) from error
     except (UnicodeDecodeError, ValueError) as error:
@@ -51,14 +51,3 @@ def _contains(found: Any) -> bool:
 
 def _too_deep(name: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{name} is nested more than {_DEEPEST} deep. Nothing was loaded.")
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"{name[:_SHOWN]!r} is there twice")
-            seen.add(name)
-    return found

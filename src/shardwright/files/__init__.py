@@ -1,6 +1,13 @@
 """Files that users name: read with care, and written whole."""
 
-from shardwright.files.documents import DocumentError, check_document, format_yaml, parse_json, parse_yaml
+from shardwright.files.documents import (
+    DocumentError,
+    check_document,
+    format_yaml,
+    no_name_twice,
+    parse_json,
+    parse_yaml,
+)
 from shardwright.files.record import Record
 from shardwright.files.replacing import check_place, open_to_append, replace_file
 from shardwright.files.user_file import UserFile
@@ -12,6 +19,7 @@ __all__ = [
     "check_document",
     "check_place",
     "format_yaml",
+    "no_name_twice",
     "open_to_append",
     "parse_json",
     "parse_yaml",

@@ -15,7 +15,7 @@ import yaml
 
 from shardwright.printable import control_in, shown
 
-__all__ = ["DocumentError", "check_document", "format_yaml", "parse_json", "parse_yaml"]
+__all__ = ["DocumentError", "check_document", "format_yaml", "no_name_twice", "parse_json", "parse_yaml"]
 
 _DEEPEST = 64
 _MOST_DIGITS = 30
@@ -61,13 +61,13 @@ def parse_json(content: str | bytes, *, free_text: bool = False) -> Any:
     text = _decoded(content)
     try:
         try:
-            found = json.loads(text, object_pairs_hook=_no_name_twice)
+            found = json.loads(text, object_pairs_hook=no_name_twice)
         except json.JSONDecodeError:
             raise
         except DocumentError:
             raise
         except ValueError:  # Python reads no numbers of thousands of digits: find out where it stands
-            found = json.loads(text, object_pairs_hook=_no_name_twice, parse_int=_bounded)
+            found = json.loads(text, object_pairs_hook=no_name_twice, parse_int=_bounded)
     except json.JSONDecodeError as error:
         raise DocumentError(f"no JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
@@ -184,7 +184,8 @@ def _decoded(content: str | bytes) -> str:
         raise DocumentError(f"no UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from None
 
 
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for ``object_pairs_hook``; raises DocumentError if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
