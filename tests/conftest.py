@@ -87,6 +87,16 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def _search_path():
+    """A test leaves in `sys.path` what was there: ranks of the next ones import their test modules from it."""
+    before = list(sys.path)
+    yield
+    gone = [folder for folder in before if folder not in sys.path]
+    sys.path.extend(gone)
+    assert not gone, f"this test took {', '.join(gone)} out of sys.path"
+
+
 @pytest.fixture(scope="session")
 def capabilities() -> dict[str, bool]:
     """The same, for tests that decide by it."""
