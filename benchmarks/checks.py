@@ -1,16 +1,18 @@
 """What it costs to look at every training step: loss and gradients, and the numbers of optimizers.
 
-    OMP_NUM_THREADS=1 python benchmarks/checks.py [--steps 20] [--ranks 2]
+    OMP_NUM_THREADS=1 python benchmarks/checks.py [--steps 20] [--ranks 2] [--paired]
 
-Seconds of the processor, of the main thread: those of the looks, as a share of those of steps and updates.
-Others that keep the machine busy change neither much.
+1. Seconds of the processor, of the main thread: those of the looks, as a share of those of steps and updates.
+   Others that keep the machine busy change neither much.
+2. With ``--paired``, seconds of the clock instead: every other step leaves the look at loss and gradients
+   out. A rank that would wait for others anyway looks for nothing; this shows it. On a quiet machine only.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,8 @@ def perceptron(width: int = 2048, depth: int = 6, rows: int = 512) -> Made:
 MODELS: dict[str, Callable[[], Made]] = {"demo": demo, "perceptron": perceptron}
 
 
-def measure(name: str, steps: int, config: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each step, of the look at its gradients, and of that at the numbers of the optimizer."""
+def prepare(name: str, config: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
+    """A wrapped model, and what makes a step of it with its update."""
     import shardwright.torch as sw
 
     sw.init({"run_dir": "off", "log_interval": 10**6, "profile": "estimated", "microbatches": 4, **config})
@@ -61,18 +63,45 @@ def measure(name: str, steps: int, config: dict[str, Any]) -> tuple[list[float],
         model.backward(loss)
         return loss
 
-    looks, numbers = [], []
-    end: Any = model.step_end
-    _timed(end.finiteness, "look", looks)
-    _timed(end.numbers, "digests", numbers)
-    times = []
-    for _ in range(steps + 3):
-        begin_s = time.thread_time()
+    def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         train(model, *batch)
         optimizer.step()
+
+    for _ in range(3):
+        step()
+    return model, step
+
+
+def measure(name: str, steps: int, config: dict[str, Any]) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each step, of the look at its gradients, and of that at the numbers of the optimizer."""
+    model, step = prepare(name, config)
+    times, looks, numbers = [], [], []
+    _timed(model.step_end.finiteness, "look", looks)
+    _timed(model.step_end.numbers, "digests", numbers)
+    for _ in range(steps):
+        begin_s = time.thread_time()
+        step()
         times.append(time.thread_time() - begin_s)
-    return times[3:], looks[3:], numbers[3:]
+    return times, looks, numbers
+
+
+def measure_pairs(name: str, steps: int, config: dict[str, Any]) -> list[tuple[float, float]]:
+    """Seconds of the clock of steps with the look and without it, one after the other, either first."""
+    model, step = prepare(name, config)
+    finiteness = model.step_end.finiteness
+    zero = torch.zeros((), dtype=torch.float64)
+    looks = {True: finiteness.look, False: lambda losses: (zero, zero)}
+    pairs = []
+    for i in range(steps):
+        took = {}
+        for looked in (True, False) if i % 2 else (False, True):
+            finiteness.look = looks[looked]
+            begin_s = time.perf_counter()
+            step()
+            took[looked] = time.perf_counter() - begin_s
+        pairs.append((took[True], took[False]))
+    return pairs
 
 
 def _timed(owner: Any, method: str, found: list[float]) -> None:
@@ -88,16 +117,33 @@ def _timed(owner: Any, method: str, found: list[float]) -> None:
     setattr(owner, method, call)
 
 
+def compared(pairs: Sequence[tuple[float, float]]) -> str:
+    """The middle of what the look adds to a step, with the standard error of a median."""
+    shares = sorted(with_look / without - 1 for with_look, without in pairs)
+    error = 1.253 * statistics.stdev(shares) / len(shares) ** 0.5
+    return (
+        f"step {statistics.median(without for _, without in pairs) * 1e3:7.1f} ms, the look adds "
+        f"{statistics.median(shares):+.2%} +- {error:.2%} ({len(shares)} pairs)"
+    )
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--paired", action="store_true", help="seconds of the clock, with and without")
     arguments = parser.parse_args()
     print(circumstances())
     layouts: dict[str, dict[str, Any]] = {"stages": {}, "replicas": {"data_parallel_degree": arguments.ranks}}
     for name in MODELS:
         for layout, config in layouts.items():
+            if arguments.paired:
+                ranks = run_ranks(
+                    measure_pairs, arguments.ranks, name, arguments.steps, config, timeout_s=600
+                )
+                print(f"{name:<11} {layout:<9} {compared(ranks[0])}")
+                continue
             ranks = run_ranks(measure, arguments.ranks, name, arguments.steps, config, timeout_s=600)
             for rank, (steps, looks, numbers) in enumerate(ranks):
                 step, look, number = map(statistics.median, (steps, looks, numbers))

@@ -89,7 +89,7 @@ def pytest_report_header() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _search_path():
-    """A test leaves in `sys.path` what was there: ranks of the next ones import their test modules from it."""
+    """A test leaves in `sys.path` what was there: ranks import their test modules from it."""
     before = list(sys.path)
     yield
     gone = [folder for folder in before if folder not in sys.path]

@@ -1,4 +1,4 @@
-"""Numbers that ranks update with: replicas had other learning rates, and stages another Prodigy each."""
+"""Numbers that ranks update with: replicas had other learning rates."""
 
 import re
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 import torch
 from test_changes_between_steps import Stack, batches, start
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -23,123 +22,6 @@ def trainer(sw: Any) -> Any:
         return loss
 
     return train
-
-
-class Ratio(Optimizer):
-    """Has a step size over all parameters, as Prodigy has: it grows with what they have moved."""
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr, "d": 1.0, "moved": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        moved = 0.0
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                start = self.state[p].setdefault("start", p.clone())
-                moved += (p.grad * (start - p)).sum().item()
-        for group in self.param_groups:
-            group["moved"] += moved
-            group["d"] = 1.0 + group["moved"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                p.sub_(p.grad, alpha=group["lr"] * group["d"])
-
-
-class Clips(torch.optim.SGD):
-    """Clips by a norm of all gradients in its step, as LAMB of timm does; no number of a group tells."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([g.norm() for g in gradients]).norm() if gradients else 1.0
-        for gradient in gradients:
-            gradient.div_(norm)
-        super().step()
-
-
-class Sam(Optimizer):
-    """Climbs along the gradient of all parameters, then descends by another optimizer."""
-
-    def __init__(self, params: Any, lr: float = 0.1):
-        super().__init__(params, {"lr": lr})
-        self.base = torch.optim.SGD(self.param_groups, lr=lr)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in found]).norm()
-        for p in found:
-            p.add_(p.grad / norm)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.base.step()
-
-
-class LastRate(torch.optim.SGD):
-    """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                group["lr"] = 1e-2 * p.norm().item()
-                p.sub_(p.grad, alpha=group["lr"])
-
-
-def train_with(kind: Any, config: dict[str, Any], *, wrapped: bool = True, first_step: bool = False) -> float:
-    """The largest difference from a plain loop, which has the same optimizer."""
-    sw, plain, model = start(Stack, config)
-    own = kind(model.module.parameters())
-    optimizer = sw.DistributedOptimizer(own) if wrapped else own
-    theirs = kind(plain.parameters())
-    train = trainer(sw)
-    for number in range(3):
-        x = batches(number, 1)[0]
-        optimizer.zero_grad()
-        train(model, x)
-        theirs.zero_grad()
-        for part in x.tensor_split(4):
-            (plain(part).square().mean() / 4).backward()
-        if first_step:
-            optimizer.first_step()
-        optimizer.step()
-        theirs.step()
-    state = model.state_dict()
-    return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrapped", "by"),
-    [
-        (Ratio, True, r"knows of all \(by d, moved in its groups\)"),
-        (Clips, False, "knows of all, and each rank"),
-    ],
-)
-def test_an_optimizer_that_needs_all_parameters_is_refused_over_stages(kind, wrapped, by):
-    with pytest.raises(RanksFailedError, match=rf"{kind.__name__} updates each parameter by what it {by}"):
-        run_ranks(train_with, 2, kind, {}, wrapped=wrapped)
-
-
-def test_so_is_a_method_of_its_own():
-    with pytest.raises(RanksFailedError, match=r"Sam updates each parameter by what it knows of all"):
-        run_ranks(train_with, 2, Sam, {}, first_step=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        (Ratio, DP),
-        (Ratio, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
-        (Clips, DP),
-        (torch.optim.Adafactor, {}),
-        (LastRate, {}),
-    ],
-)
-def test_optimizers_that_are_exact(kind, config):
-    """Replicas and ranks that share rows see all parameters; others need one at a time."""
-    for difference in run_ranks(train_with, 2, kind, config):
-        assert difference < 1e-10
 
 
 def with_schedule(what: str, config: dict[str, Any]) -> float:

@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     NORM = 5
     MEETING = 6
     CHECKPOINT = 7
+    UPDATE = 8
 
     def __str__(self) -> str:
         return _TEXTS[self]
@@ -33,5 +34,6 @@ _TEXTS = {
     Purpose.FIGURES: "the figures of a step",
     Purpose.NORM: "a norm of gradients",
     Purpose.CHECKPOINT: "whether a checkpoint is due (step_done, save or wait of sw.Checkpoints)",
+    Purpose.UPDATE: "a number that an optimizer takes over all stages (step of DistributedOptimizer)",
     Purpose.MEETING: "a call on all ranks, such as model.state_dict() or sw.barrier()",
 }

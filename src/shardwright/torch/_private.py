@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.utils import clip_grad, parametrize
 from torch.overrides import TorchFunctionMode
@@ -181,6 +182,13 @@ def storage_key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return id(tensor)  # what `torch.func.vmap` hands to the function that it maps
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A key that is equal for tensors that share memory, and stays theirs alone; None for those without."""
+    if not has_storage(tensor):
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def put_in_place(tensor: torch.Tensor, other: torch.Tensor) -> None:

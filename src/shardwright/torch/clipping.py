@@ -19,6 +19,7 @@ from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.joint_update import is_running
 
 __all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages", "own_part"]
 
@@ -78,7 +79,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not _are_of_stages(gradients):
+        if is_running() or not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         refuse_inside_step("gradients are clipped", _REMEDY)
         norm = _norm(gradients, float(norm_type), asked=parameters_to_clip(sys._getframe(1)))

@@ -2,21 +2,21 @@
 
 The ranks of a pipeline have some parameters each. An optimizer that treats every parameter by itself does not
 notice. One that takes a norm, or a step size, over all of them (Prodigy, D-Adaptation, LAMB that clips, SAM)
-would make another update on each rank, and another one than for the whole model.
+would make another update on each rank, and another one than for the whole model: it is run over the
+parameters of all stages (`joint_update`), which takes longer.
 
 One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
 Any other unknown optimizer is tried before its first update, on small parameters: two copies of it make some
 steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
-parameters are coupled. Where a number of the groups does, and the parameter does not, the optimizer leaves
-there what concerns one parameter alone, as Adafactor of timm does: ranks may have different ones.
+or a number of the groups, parameters are coupled.
 """
 
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,98 +27,95 @@ from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import plain_torch
 
-__all__ = ["Trial", "refuse_coupling", "trial"]
+__all__ = ["is_coupled", "refuse_coupling", "trial"]
 
 _STEPS = 10
 _LEAST_RATE = 1.0
 _OTHERS = 2  # parameters in each group beside its first
 _MOST_PER_DIM = 4
 
-_tried: "WeakKeyDictionary[Optimizer, set[str]]" = WeakKeyDictionary()
+_tried: "WeakKeyDictionary[Optimizer, dict[str, bool]]" = WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What was found out of an optimizer.
-
-    Attributes:
-        couples: the update of a parameter depends on other parameters.
-        numbers: names of numbers in the groups that depend on the gradients of some parameter.
-    """
-
-    couples: bool = False
-    numbers: tuple[str, ...] = ()
-
-
-def refuse_coupling(optimizer: Optimizer, method: str = "step") -> None:
-    """Refuses an optimizer whose updates need all parameters, where this rank has some.
+def is_coupled(
+    optimizer: Optimizer, method: str = "step", *, groups: Sequence[Sequence[Tensor]] | None = None
+) -> bool:
+    """Whether an optimizer's updates need all parameters, where this rank has some; tried once.
 
     Args:
         optimizer: the script's own.
         method: by which it changes parameters.
-
-    Raises:
-        UsageError: the model is spread over stages, and parameters are coupled. On all ranks alike.
+        groups: the parameters of its groups on all ranks, so that all find the same; None for those it has.
     """
     if not is_initialized() or context().mesh.pipeline == 1:
-        return
+        return False
     if getattr(optimizer, "sums_over_stages", False):
-        return
-    tried = _tried.setdefault(optimizer, set())
-    if method in tried:
-        return
-    tried.add(method)
-    found = trial(optimizer, method)
-    if found.couples:
-        because = f" (by {', '.join(found.numbers)} in its groups)" if found.numbers else ""
-        raise UsageError(
-            f"{type(optimizer).__name__} updates each parameter by what it knows of all{because}, and each "
-            "rank of a pipeline has those of its own stages: it would make other updates than for the whole "
-            "model. Nothing was updated. Train by replicas alone (pipeline_parallel_degree 1; with "
-            "sharded_data_parallel_degree they share the memory), or with an optimizer that treats each "
-            "parameter by itself. If it clips by a norm of all gradients, turn that off, and call "
-            "torch.nn.utils.clip_grad_norm_, which counts those of all stages."
-        )
-    model = context().model
-    if found.numbers and model is not None:
-        model.step_end.numbers.let_differ(optimizer, found.numbers)
+        return False
+    tried = _tried.setdefault(optimizer, {})
+    if method not in tried:
+        tried[method] = trial(optimizer, method, groups)
+    return tried[method]
 
 
-def trial(optimizer: Optimizer, method: str = "step") -> Trial:
-    """Tries an optimizer.
+def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn:
+    """Refuses an optimizer that `is_coupled` over stages.
 
-    Nothing is found where it cannot be tried, as it needs a closure or sparse gradients.
+    Args:
+        optimizer: the script's own.
+        because: why this cannot be done here, as a sentence.
+        remedy: another.
+
+    Raises:
+        UsageError: always, on all ranks alike.
+    """
+    raise UsageError(
+        f"{type(optimizer).__name__} updates each parameter by what it knows of all, and each rank of a "
+        f"pipeline has those of its own stages: it would make other updates than for the whole model. "
+        f"{because} Nothing was updated. {remedy}"
+    )
+
+
+def trial(
+    optimizer: Optimizer, method: str = "step", groups: Sequence[Sequence[Tensor]] | None = None
+) -> bool:
+    """Tries whether an optimizer couples parameters.
+
+    It is taken not to where it cannot be tried, as it needs a closure or sparse gradients.
 
     >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    Trial(couples=False, numbers=())
+    False
     """
+    given = [group["params"] for group in optimizer.param_groups] if groups is None else groups
+    firsts = [next(iter(group), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM)) for group in given]
     for dtype in (torch.float64, torch.float32):  # a small learning rate shows in the first
         with plain_torch(), warnings.catch_warnings(), torch.random.fork_rng(devices=_devices(optimizer)):
             warnings.simplefilter("ignore")
             try:
-                first, numbers = _steps_of_copy(optimizer, method, dtype, others=1.0)
-                again, other_numbers = _steps_of_copy(optimizer, method, dtype, others=-0.2)
+                first, numbers = _steps_of_copy(optimizer, method, firsts, dtype, others=1.0)
+                again, other_numbers = _steps_of_copy(optimizer, method, firsts, dtype, others=-0.2)
             except Exception:  # whatever somebody's optimizer raises on parameters that it was not made for
                 continue
-        differing = (name for name, value in numbers.items() if str(value) != str(other_numbers.get(name)))
         alike = torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True)
-        return Trial(not alike, tuple(differing))
-    return Trial()
+        return not alike or str(numbers) != str(other_numbers)
+    return False
 
 
 def _steps_of_copy(
-    optimizer: Optimizer, method: str, dtype: torch.dtype, *, others: float
+    optimizer: Optimizer, method: str, firsts: Sequence[Tensor], dtype: torch.dtype, *, others: float
 ) -> tuple[Tensor, dict[str, Any]]:
     """What becomes of the first parameter, and of the numbers of the groups.
 
     Args:
         optimizer: of which a copy is made.
         method: called in each step.
+        firsts: the first parameter of each group.
         dtype: of the parameters.
         others: how far the gradients of the other parameters keep to a direction, in every step.
     """
     torch.manual_seed(0)
-    groups = [_small_group(group, dtype) for group in optimizer.param_groups]
+    groups = [
+        _small_group(group, like, dtype) for group, like in zip(optimizer.param_groups, firsts, strict=True)
+    ]
     made = _small_copy(optimizer, groups)
     parameters = [parameter for group in groups for parameter in group["params"]]
     directions = [torch.randn_like(parameter) for parameter in parameters]
@@ -136,9 +133,8 @@ def _steps_of_copy(
     return parameters[0].detach(), numbers
 
 
-def _small_group(group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A group of the same options, with small parameters of the same shapes."""
-    like = next(iter(group["params"]), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM))
+def _small_group(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """A group of the same options, with small parameters of the shape of one."""
     shape = [min(size, _MOST_PER_DIM) for size in like.shape]
     device = "cpu" if like.is_meta else like.device
     small = [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for _ in range(1 + _OTHERS)]

@@ -15,7 +15,7 @@ an optimizer came, and those of a rank which has no parameter in the group.
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 from zlib import crc32
 
 import torch
@@ -52,17 +52,12 @@ class GroupNumbers:
         self._num_known = 0
         self._apart: set[_Key] = set()  # on the ranks of a pipeline
         self._incomplete: set[_Key] = set()  # not there on all ranks
-        self._free: WeakKeyDictionary[Optimizer, set[str]] = WeakKeyDictionary()
 
     def note(self, optimizer: Optimizer) -> None:
         """An optimizer steps that is not wrapped, and has parameters of the model."""
         if optimizer not in self._seen:
             self._seen.add(optimizer)
             self._unwrapped.append(ref(optimizer))
-
-    def let_differ(self, optimizer: Optimizer, names: Iterable[str]) -> None:
-        """Numbers of an optimizer that mean nothing: they are those of the last parameter of a rank."""
-        self._free.setdefault(optimizer, set()).update(names)
 
     def digests(self) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
         """What is the same on ranks with the same numbers: of all, and of those that stages have in common.
@@ -125,10 +120,9 @@ class GroupNumbers:
 
     def _numbers(self, *, skip: Collection[_Key] = ()) -> Iterator[tuple[_Key, Any]]:
         for place, optimizer in enumerate(self._optimizers()):
-            left_out = {"params", *self._free.get(optimizer, ())}
             for number, group in enumerate(optimizer.param_groups):
                 for name in sorted(group):
-                    value = _number(group[name]) if name not in left_out else ...
+                    value = _number(group[name]) if name != "params" else ...
                     if value is not ... and (place, number, name) not in skip:
                         yield (place, number, name), value
 

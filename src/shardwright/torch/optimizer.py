@@ -1,8 +1,9 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.coupling import refuse_coupling
+from shardwright.torch.coupling import is_coupled, refuse_coupling
 from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.joint_update import JointUpdate
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
@@ -75,6 +77,8 @@ class DistributedOptimizer(Optimizer):
             )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
+        self._all_parameters: list[list[nn.Parameter]] = []
+        self._joint: JointUpdate | None = None
         self.clock = UpdateClock()
         self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
@@ -103,8 +107,8 @@ class DistributedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
-        if inspect.ismethod(found) and not hasattr(Optimizer, name):  # first_step() of SAM changes parameters
-            refuse_coupling(self.optimizer, name)
+        if inspect.ismethod(found) and not hasattr(Optimizer, name) and self._is_coupled(name):
+            return self._over_all_stages(found)  # first_step() of SAM changes parameters
         return found
 
     def __repr__(self) -> str:
@@ -117,8 +121,7 @@ class DistributedOptimizer(Optimizer):
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if _leaves_out():
             return None
-        if not self.sees_rows:
-            refuse_coupling(self.optimizer)
+        is_joint = not self.sees_rows and self._is_coupled("step")
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -128,10 +131,47 @@ class DistributedOptimizer(Optimizer):
             self._lent_to_scaler(),
             self._own_rows(),
             self._own_parts(),
+            self._joint_update() if is_joint else nullcontext(),
             _stepping(),
         ):
             self.optimizer.step()
         return None
+
+    def _is_coupled(self, method: str) -> bool:
+        """Whether a method must be run over the parameters of all stages."""
+        return is_coupled(self.optimizer, method, groups=self._all_parameters or None)
+
+    def _over_all_stages(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, run over the parameters of all stages."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._joint_update(), _stepping():
+                return method(*args, **kwargs)
+
+        return run
+
+    def _joint_update(self) -> AbstractContextManager[None]:
+        """Has the optimizer see the parameters of all stages: it needs all.
+
+        Raises:
+            UsageError: replicas share the parameters, or the work on them.
+        """
+        current = context()
+        model = current.model
+        if model is None or not model.partitioned:
+            return nullcontext()
+        if model.replicas.sharding is not None or model.replicas.updated_parts is not None:
+            refuse_coupling(
+                self.optimizer,
+                "The settings have ranks share parameters or updates, too (sharded_data_parallel_degree, "
+                "shard_optimizer_state, bf16 or fp16).",
+                "Train by replicas or shards alone (pipeline_parallel_degree 1), by stages without these "
+                "settings, or with an optimizer that treats each parameter by itself.",
+            )
+        if self._joint is None:
+            self._joint = JointUpdate(self.optimizer, self._all_parameters, current)
+        return self._joint.running()
 
     def _clip(self) -> None:
         """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
@@ -350,6 +390,8 @@ class DistributedOptimizer(Optimizer):
         waited = None if self._to_load is None else self.state_dict()  # with the options of now
         if waited is not None and _NAMES not in waited:  # of the whole model, by position
             self.load_state_dict(waited)
+        new_groups = self.optimizer.param_groups[len(self._all_parameters) :]
+        self._all_parameters += [list(group["params"]) for group in new_groups]
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in identifiers:
@@ -437,8 +479,12 @@ def _look_at_unwrapped(optimizer: Optimizer) -> None:
     if not found:
         return
     model.step_end.numbers.note(optimizer)
-    if type(optimizer) not in _ELEMENTWISE:
-        refuse_coupling(optimizer)
+    if type(optimizer) not in _ELEMENTWISE and is_coupled(optimizer):
+        refuse_coupling(
+            optimizer,
+            "It is not wrapped.",
+            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages.",
+        )
     if _leaves_out():
         for parameter in found:
             parameter.grad = None  # which leaves it as it is

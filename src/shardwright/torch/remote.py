@@ -11,7 +11,7 @@ it too.
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from shardwright.torch.operator_schema import is_written, one_by_one, written_ar
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
-__all__ = ["RemoteTensor", "make_remote"]
+__all__ = ["RemoteTensor", "make_remote", "without_values"]
 
 
 class RemoteTensor(torch.Tensor):
@@ -32,10 +32,12 @@ class RemoteTensor(torch.Tensor):
     Attributes:
         first_name: of the parameter or buffer.
         holders: the ranks of this replica that have its values, ascending.
+        told_device: what a script is told that asks where it is; None for the truth, the meta device.
     """
 
     first_name: str
     holders: tuple[int, ...]
+    told_device: ClassVar[torch.device | None] = None
 
     # What is asked in every iteration (`grad`, `requires_grad`) is answered without a detour through Python.
     __torch_function__ = disabled_torch_function
@@ -65,11 +67,26 @@ class RemoteTensor(torch.Tensor):
         if not all(tensor.is_meta for tensor in tensors) or torch.Tag.data_dependent_output in func.tags:
             first.refuse()
         try:
-            plain_args, plain_kwargs = map_tree(_as_meta, (args, kwargs))
-            result = func(*plain_args, **plain_kwargs)
+            result = without_values(func, args, kwargs, name=first.first_name, holders=first.holders)
         except NotImplementedError:  # it needs values: to copy them to a device, or to know the shape
             first.refuse()
-        return map_tree(lambda item: _like(first, item), result)
+        return map_tree(lambda item: _as_given_up(first, item), result)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is said to be."""
+        return self.told_device or torch.device("meta")
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether that is a GPU of CUDA."""
+        return self.device.type == "cuda"
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Another type, or the name of this one."""
+        if dtype is None:
+            return torch.empty(0, dtype=self.dtype, device=self.device).type()
+        return super().type(dtype, non_blocking, **kwargs)
 
     def refuse(self) -> NoReturn:
         """Refuses what cannot be done without values.
@@ -129,13 +146,39 @@ def _as_meta(item: Any) -> Any:
     return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
 
 
-def _like(remote: RemoteTensor, item: Any) -> Any:
-    """What a function gave, as what it was computed from; what has values is left as it is."""
-    if not isinstance(item, Tensor) or not item.is_meta:
-        return item
-    result = RemoteTensor(item, remote.first_name, remote.holders)
-    setattr(result, RELEASED, vars(remote).get(RELEASED))
-    return result
+def without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
+) -> Any:
+    """What an operation gives where its tensors have no values: stand-ins; what it changes, it leaves.
+
+    Args:
+        func: the operator.
+        args: tensors with values are taken for ones without.
+        kwargs: likewise.
+        name: of the parameter or buffer from which the results come.
+        holders: the ranks that have its values.
+
+    Raises:
+        NotImplementedError: it needs values.
+    """
+    changed = _changed(func, args, kwargs)
+    if changed:
+        return changed[0] if func._schema.returns else None
+    plain_args, plain_kwargs = map_tree(_as_meta, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    return map_tree(lambda item: _stand_in(item, name, holders), result)
+
+
+def _stand_in(item: Any, name: str, holders: Sequence[int]) -> Any:
+    """For a result without values; what has some is left as it is."""
+    return RemoteTensor(item, name, holders) if isinstance(item, Tensor) and item.is_meta else item
+
+
+def _as_given_up(remote: RemoteTensor, item: Any) -> Any:
+    """A result that says where it would be, if what it comes from does."""
+    if isinstance(item, RemoteTensor):
+        setattr(item, RELEASED, vars(remote).get(RELEASED))
+    return item
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
