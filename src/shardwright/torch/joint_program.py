@@ -20,7 +20,13 @@ from shardwright.comm.purpose import Purpose
 from shardwright.errors import UsageError
 from shardwright.torch._private import weak_storage
 from shardwright.torch.context import Context
-from shardwright.torch.operator_schema import one_by_one, written_arguments
+from shardwright.torch.operator_schema import (
+    map_arguments,
+    one_by_one,
+    takes_several,
+    tensors_in,
+    written_tensors,
+)
 from shardwright.torch.remote import RemoteTensor, without_values
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
@@ -78,13 +84,14 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def numbers_in(self, tree: Any) -> Any:
         """The same, with the values of all numbers that one rank has; collective over the replica."""
         items = [item for item in leaves(tree) if self._is_number_of_a_rank(item)]
-        return self._with_numbers(tree, items, "a number of a group") if items else tree
+        values = self._values(items, "a number of a group") if items else {}
+        return map_tree(lambda item: values.get(id(item), item), tree)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if str(func._schema.name).startswith("aten::_foreach_"):
+        if takes_several(func):
             return one_by_one(lambda *own, **options: self._run(func, own, options), args, kwargs)
         return self._run(func, args, kwargs)
 
@@ -92,42 +99,46 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs, holdings = self._brought_together(func, args, kwargs)
         if not holdings:
             return func(*args, **kwargs)
-        ranks = frozenset.intersection(*(holding.ranks for holding in holdings))
+        ranks = _common(holdings)
         holding = Holding(holdings[0].name, ranks)
         is_here = self._context.rank in ranks
         if torch.Tag.data_dependent_output in func.tags:
             return self._told(func(*args, **kwargs) if is_here else None, holding, func)
         if torch.Tag.dynamic_output_shape in func.tags:
             self._refuse_shape(func, holding)
-        written = [item for item in leaves(written_arguments(func, args, kwargs)) if isinstance(item, Tensor)]
+        written = written_tensors(func, args, kwargs)
         self.holds([item for item in written if not isinstance(item, RemoteTensor)], holding)
         if not is_here:
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
             return without_values(func, args, kwargs, name=holding.name, holders=sorted(ranks))
         result = func(*args, **kwargs)
-        self.holds([item for item in leaves(result) if isinstance(item, Tensor)], holding)
+        self.holds(tensors_in((result,)), holding)
         return result
 
     def _brought_together(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Holding]]:
         """The arguments, with the values of numbers where tensors of several ranks meet, and who has them."""
-        tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         holdings = [self._holding(tensor) for tensor in tensors]
         of_ranks = [holding for holding in holdings if holding is not None]
-        if not of_ranks:
-            return args, kwargs, []
-        written = {id(item) for item in leaves(written_arguments(func, args, kwargs))}
-        meet = not frozenset.intersection(*(holding.ranks for holding in of_ranks))
+        if len(of_ranks) == len(tensors) < 2:
+            return args, kwargs, of_ranks
+        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
+        meet = not _common(of_ranks)
         # What everybody has stays everybody's when a number is added to it.
         everybodys = any(h is None and id(t) in written for t, h in zip(tensors, holdings, strict=True))
-        numbers = [t for t in tensors if self._is_number_of_a_rank(t) and id(t) not in written]
-        if numbers and (meet or everybodys):
-            args, kwargs = self._with_numbers((args, kwargs), numbers, str(func))
-            tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
-            of_ranks = [holding for tensor in tensors if (holding := self._holding(tensor)) is not None]
-        if of_ranks and not frozenset.intersection(*(holding.ranks for holding in of_ranks)):
+        if of_ranks and (meet or everybodys):
+            numbers = [t for t in tensors if self._is_number_of_a_rank(t) and id(t) not in written]
+            values = self._values(numbers, str(func)) if numbers else {}
+            args, kwargs = map_arguments(lambda tensor: values.get(id(tensor), tensor), args, kwargs)
+            of_ranks = [
+                holding
+                for tensor in tensors
+                if id(tensor) not in values and (holding := self._holding(tensor)) is not None
+            ]
+        if of_ranks and not _common(of_ranks):
             self._refuse(func, of_ranks)
         return args, kwargs, of_ranks
 
@@ -140,8 +151,8 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_number_of_a_rank(self, item: Any) -> bool:
         return isinstance(item, Tensor) and item.dim() == 0 and self._holding(item) is not None
 
-    def _with_numbers(self, tree: Any, numbers: Sequence[Tensor], what: str) -> Any:
-        """Puts values in place of numbers, each from its first rank; collective over the replica."""
+    def _values(self, numbers: Sequence[Tensor], what: str) -> dict[int, Tensor]:
+        """The values of numbers by their id, each from its first rank; collective over the replica."""
         distinct = list({id(number): number for number in numbers}.values())
         holdings = [self._holding(number) for number in distinct]
         sources = [min(holding.ranks) for holding in holdings if holding is not None]
@@ -151,11 +162,10 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number, source in zip(distinct, sources, strict=True)
         ]
         rows = self._gathered(torch.stack(mine), sources, what)
-        values = {
+        return {
             id(number): rows[self._place(source), number_in_row].to(number.dtype)
             for number_in_row, (number, source) in enumerate(zip(distinct, sources, strict=True))
         }
-        return map_tree(lambda item: values.get(id(item), item), tree)
 
     def _told(self, value: Any, holding: Holding, func: Any) -> Any:
         """A number that the program reads, on all ranks."""
@@ -204,3 +214,13 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
             "of a pipeline it can have numbers of all of them, such as norms, but not whole tensors. "
             f"{_REMEDY}"
         )
+
+
+def _common(holdings: Sequence[Holding]) -> frozenset[int]:
+    """The ranks that have all of them."""
+    if not holdings:
+        return frozenset()
+    first = holdings[0].ranks
+    if all(holding.ranks == first for holding in holdings):
+        return first
+    return frozenset.intersection(*(holding.ranks for holding in holdings))

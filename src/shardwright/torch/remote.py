@@ -10,6 +10,7 @@ it too.
 """
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -19,9 +20,16 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place
 from shardwright.torch.functions import RELEASED
-from shardwright.torch.operator_schema import is_written, one_by_one, written_arguments
+from shardwright.torch.operator_schema import (
+    is_written,
+    map_arguments,
+    one_by_one,
+    takes_several,
+    tensors_in,
+    written_tensors,
+)
 from shardwright.torch.source_line import user_line
-from shardwright.torch.tree import leaves, map_tree
+from shardwright.torch.tree import map_tree
 
 __all__ = ["RemoteTensor", "make_remote", "without_values"]
 
@@ -57,9 +65,9 @@ class RemoteTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _takes_several(func) and len(args[0]) > 1:
+        if takes_several(func) and len(args[0]) > 1:
             return one_by_one(func, args, kwargs)
-        tensors = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
         changed = _changed(func, args, kwargs)
         if changed and all(isinstance(tensor, RemoteTensor) for tensor in changed):
@@ -139,11 +147,9 @@ def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, devi
     setattr(tensor, RELEASED, device)
 
 
-def _as_meta(item: Any) -> Any:
-    """An ordinary tensor on the meta device, for one of any kind; anything else as it is."""
-    if not isinstance(item, Tensor):
-        return item
-    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+def _as_meta(tensor: Tensor) -> Tensor:
+    """An ordinary tensor on the meta device, for one of any kind."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def without_values(
@@ -164,7 +170,7 @@ def without_values(
     changed = _changed(func, args, kwargs)
     if changed:
         return changed[0] if func._schema.returns else None
-    plain_args, plain_kwargs = map_tree(_as_meta, (args, kwargs))
+    plain_args, plain_kwargs = map_arguments(_as_meta, args, kwargs)
     result = func(*plain_args, **plain_kwargs)
     return map_tree(lambda item: _stand_in(item, name, holders), result)
 
@@ -183,11 +189,9 @@ def _as_given_up(remote: RemoteTensor, item: Any) -> Any:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a function changes in place, if it does nothing else."""
-    if not all(is_written(result) for result in func._schema.returns):
-        return []
-    changed = written_arguments(func, args, kwargs)
-    return [item for item in leaves(changed) if isinstance(item, Tensor)]
+    return written_tensors(func, args, kwargs) if _only_writes(func) else []
 
 
-def _takes_several(func: Any) -> bool:
-    return str(func._schema.name).startswith("aten::_foreach_")
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    return all(is_written(result) for result in func._schema.returns)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, dtensor_of, make_wrapper, spec_like
 from shardwright.torch.glue import batch_is_running
-from shardwright.torch.operator_schema import is_written, one_by_one, written_arguments
+from shardwright.torch.operator_schema import is_written, one_by_one, takes_several, written_arguments
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
@@ -78,7 +78,7 @@ class ShardedTensor(torch.Tensor):
             # What optimizers do: the rows of a rank are all that it takes.
             func(*map_tree(_local, args), **map_tree(_local, kwargs))
             return None
-        if func._schema.name.startswith("aten::_foreach_") and len(args[0]) > 1:
+        if takes_several(func) and len(args[0]) > 1:
             return one_by_one(func, args, kwargs)
         if _is_of_own_rows(func, args, kwargs):
             return _on_own_rows(func, args, kwargs)
