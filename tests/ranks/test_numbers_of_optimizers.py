@@ -117,3 +117,22 @@ def saved_apart(folder: str) -> None:
 def test_nothing_is_saved_of_replicas_that_drift(tmp_path):
     with pytest.raises(RanksFailedError, match=r"in step 1, lr of .* is 0\.1 on rank 0 and 0\.2 on rank 1"):
         run_ranks(saved_apart, 2, str(tmp_path))
+
+
+class FindsRate(torch.optim.SGD):
+    """Has no learning rate until its first step, as Adafactor of transformers."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, lr=0.0)
+        self.param_groups[0]["lr"] = None
+
+
+def without_a_rate() -> float:
+    sw, _, model = start(Stack, {})
+    sw.DistributedOptimizer(FindsRate(model.parameters()))
+    return trainer(sw)(model, batches(0, 1)[0]).reduce_mean().item()
+
+
+def test_a_group_without_a_learning_rate():
+    """Bug: the report of a step died of it."""
+    assert run_ranks(without_a_rate, 1)[0] > 0

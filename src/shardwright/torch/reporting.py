@@ -219,7 +219,8 @@ def _update_seconds(context: Context) -> float | None:
 def _learning_rate(context: Context) -> float | None:
     for optimizer in context.optimizers:
         for group in optimizer.param_groups:
-            return float(group["lr"]) if "lr" in group else None
+            rate = group.get("lr")  # None where an optimizer finds it by itself, as Adafactor of transformers does
+    return None if rate is None else float(rate)
     return None
 
 
