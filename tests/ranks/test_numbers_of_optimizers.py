@@ -1,5 +1,7 @@
 """Numbers that ranks update with: replicas had other learning rates, and stages another Prodigy each."""
 
+import itertools
+import logging
 import re
 from typing import Any
 
@@ -76,6 +78,34 @@ class Sam(Optimizer):
         self.base.step()
 
 
+class SamWithClosure(Sam):
+    """As it is published: `step` wants a closure."""
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM needs a closure"
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class OwnList(Clips):
+    """Has its parameters in a list beside the groups."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.all = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = torch.stack([p.grad.norm() for p in self.all if p.grad is not None]).norm()
+        for p in (p for p in self.all if p.grad is not None):
+            p.sub_(p.grad / norm)
+
+
 class LastRate(torch.optim.SGD):
     """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
 
@@ -114,6 +144,7 @@ def train_with(kind: Any, config: dict[str, Any], *, wrapped: bool = True, first
     [
         (Ratio, True, r"knows of all \(by d, moved in its groups\)"),
         (Clips, False, "knows of all, and each rank"),
+        (OwnList, True, "knows of all, and each rank"),
     ],
 )
 def test_an_optimizer_that_needs_all_parameters_is_refused_over_stages(kind, wrapped, by):
@@ -124,6 +155,78 @@ def test_an_optimizer_that_needs_all_parameters_is_refused_over_stages(kind, wra
 def test_so_is_a_method_of_its_own():
     with pytest.raises(RanksFailedError, match=r"Sam updates each parameter by what it knows of all"):
         run_ranks(train_with, 2, Sam, {}, first_step=True)
+
+
+def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
+    """With an optimizer that is not wrapped; returns the largest difference from a plain loop."""
+    sw, plain, model = start(Stack, config)
+    train = trainer(sw)
+    train(model, batches(0, 1)[0])
+    mine = kind(list(model.local_parameters()))
+    theirs = kind(plain.parameters())
+
+    def compute(optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        if optimizer is mine:
+            return float(train(model, batches(number, 1)[0]).reduce_mean())
+        losses = [plain(part).square().mean() for part in batches(number, 1)[0].tensor_split(4)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.item()
+
+    for number, optimizer in itertools.product(range(2), (mine, theirs)):
+        compute(optimizer, number)
+        if way == "closure":
+            optimizer.step(lambda optimizer=optimizer, number=number: compute(optimizer, number))
+        else:
+            optimizer.first_step()
+            compute(optimizer, number)
+            optimizer.second_step()
+    state = model.state_dict()
+    return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+
+
+WAYS = [(SamWithClosure, "closure"), (SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_an_optimizer_that_is_not_wrapped_and_needs_all_parameters(kind, way):
+    """It could not be tried, or nobody heard of its methods."""
+    with pytest.raises(RanksFailedError, match=rf"{kind.__name__} updates each parameter by what it"):
+        run_ranks(stepping, 2, kind, way, {})
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_it_is_exact_over_replicas(kind, way):
+    for difference in run_ranks(stepping, 2, kind, way, DP):
+        assert difference < 1e-10
+
+
+class NeedsGraph(torch.optim.SGD):
+    """Wants second derivatives, as Sophia does: it cannot be tried."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("gradients have no graph")
+
+
+def untried() -> list[str]:
+    from shardwright.torch import coupling
+
+    sw, _, model = start(Stack, {})
+    told: list[str] = []
+    coupling.log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    trainer(sw)(model, batches(0, 1)[0])
+    optimizer = sw.DistributedOptimizer(NeedsGraph(model.parameters()))
+    with pytest.raises(RuntimeError, match="no graph"):
+        optimizer.step()
+    return told
+
+
+def test_what_cannot_be_tried_is_said():
+    first, other = run_ranks(untried, 2)
+    assert "NeedsGraph could not be tried on small parameters (RuntimeError: gradients have no" in first[0]
+    assert not other
 
 
 @pytest.mark.parametrize(
@@ -188,6 +291,29 @@ def test_ranks_that_update_with_other_numbers(what, config, text):
     outcomes = run_ranks_outcomes(with_schedule, 2, what, config, timeout_s=60)
     assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * 2
     assert re.search(text, str(outcomes[0].exception))
+
+
+def updates_on_one_rank(wrapped: bool, config: dict[str, Any]) -> None:
+    """As where each replica leaves out an update by its own loss."""
+    sw, _, model = start(Stack, config)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        optimizer = sw.DistributedOptimizer(optimizer)
+    train = trainer(sw)
+    for number in range(3):
+        optimizer.zero_grad()
+        train(model, batches(number, 1)[0])
+        if number != 1 or sw.rank() == 0:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("wrapped", "config"), [(True, DP), (False, DP), (True, {})])
+def test_ranks_that_make_another_number_of_updates(wrapped, config):
+    """Their weights drifted apart."""
+    outcomes = run_ranks_outcomes(updates_on_one_rank, 2, wrapped, config, timeout_s=60)
+    assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * 2
+    expected = "in step 3, the number of updates that SGD has made is 2 on rank 0 and 1 on rank 1. They train"
+    assert expected in str(outcomes[0].exception)
 
 
 def test_a_schedule_that_is_the_same_everywhere():

@@ -1,6 +1,7 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.coupling import refuse_coupling
+from shardwright.torch.coupling import refuse_coupling, refuse_coupling_around
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
@@ -122,6 +123,8 @@ class DistributedOptimizer(Optimizer):
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
+        if is_initialized() and (model := context().model) is not None:
+            model.step_end.numbers.note(self.optimizer)
         self._clip()
         with (
             self.clock.running(self._device()),
@@ -436,9 +439,11 @@ def _look_at_unwrapped(optimizer: Optimizer) -> None:
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     if not found:
         return
-    model.step_end.numbers.note(optimizer)
+    is_first = model.step_end.numbers.note(optimizer)
     if type(optimizer) not in _ELEMENTWISE:
         refuse_coupling(optimizer)
+    if is_first:
+        refuse_coupling_around(optimizer, sys._getframe(1))
     if _leaves_out():
         for parameter in found:
             parameter.grad = None  # which leaves it as it is
