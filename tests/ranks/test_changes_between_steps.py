@@ -1,6 +1,7 @@
 """What a script changes from one step to the next: the task, what is trained, attributes, types."""
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.testing import RanksFailedError, run_ranks
+from choices import in_sweep
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 4}
 WIDTH = 8
@@ -66,6 +68,38 @@ def start(make: Callable[[], nn.Module], config: Mapping[str, Any]) -> tuple[Any
     torch.manual_seed(0)
     plain = make().double()
     return sw, plain, sw.DistributedModel(copy.deepcopy(plain))
+
+
+def frozen_apart(config: dict[str, Any]) -> None:
+    """Each replica freezes another block, of as many numbers."""
+    sw, _, model = start(Stack, config)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(2):
+        if number == 1:
+            model.module.blocks[sw.dp_rank()].requires_grad_(False)
+        train(model, batches(number, 2)[sw.dp_rank()])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {"data_parallel_degree": 2}),
+        (2, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
+        in_sweep(4, {"data_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    ],
+)
+def test_replicas_that_freeze_other_parameters(ranks, config):
+    """They added up gradients of different ones: messages were as long on each."""
+    outcomes = run_ranks_outcomes(frozen_apart, ranks, config, timeout_s=60)
+    assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * ranks
+    expected = r"in step 2, blocks\.0\.\S+ is trained on rank \d and frozen on rank 0\. They are replicas"
+    assert re.search(expected, str(outcomes[0].exception))
 
 
 def apart(plain: nn.Module, model: Any) -> list[str]:

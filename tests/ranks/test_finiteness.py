@@ -52,8 +52,7 @@ def train_until_bad(config: dict[str, Any], where: str, *, caught: bool = False)
         except NonFiniteError:
             if not caught:
                 raise
-        else:
-            optimizer.step()
+        optimizer.step()
         if number != BAD_STEP:
             theirs.zero_grad()
             for part in batch(number)[0].tensor_split(4):
@@ -101,7 +100,7 @@ def test_an_update_is_left_out_and_the_others_are_those_of_a_plain_loop(config, 
 
 
 def test_a_script_that_catches_the_error_goes_on():
-    """Nothing is under way between ranks when it is raised, and no weight has changed."""
+    """Nothing is under way between ranks when it is raised, and `step` changes no weight."""
     for difference in run_ranks(train_until_bad, 2, {}, "gradient", caught=True):
         assert difference < 1e-10
 

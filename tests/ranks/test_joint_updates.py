@@ -1,6 +1,8 @@
 """Optimizers that need all parameters, where ranks have some: each rank made an algorithm of its own."""
 
 import copy
+import itertools
+import logging
 from typing import Any
 
 import pytest
@@ -14,6 +16,16 @@ from shardwright.testing import RanksFailedError, run_ranks
 DP = {"data_parallel_degree": 2}
 SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
 BOTH = {"pipeline_parallel_degree": 2, **DP}
+
+
+def trainer(sw: Any) -> Any:
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return train
 
 
 def with_gradients(optimizer: Optimizer) -> list[Any]:
@@ -115,6 +127,34 @@ class Sam(Optimizer):
         self.base.step()
 
 
+class SamWithClosure(Sam):
+    """As it is published: `step` wants a closure."""
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM needs a closure"
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class OwnList(Total):
+    """Has its parameters in a list beside the groups."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.all = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = torch.stack([p.grad.norm() for p in self.all if p.grad is not None]).norm()
+        for p in (p for p in self.all if p.grad is not None):
+            p.sub_(p.grad / norm, alpha=1e-2)
+
+
 class LastRate(torch.optim.SGD):
     """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
 
@@ -184,12 +224,7 @@ def train_with(
     optimizer = sw.DistributedOptimizer(own) if wrapped else own
     theirs = kind(plain.parameters())
 
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
+    train = trainer(sw)
     for number in range(4):
         both = batches(number, sw.dp_size())
         for each in (optimizer, theirs):
@@ -214,7 +249,7 @@ def train_with(
     return difference, numbers == of_plain, len(own.state)
 
 
-@pytest.mark.parametrize("kind", [Ratio, Distance, Total, Clips, Sam, LastRate])
+@pytest.mark.parametrize("kind", [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate])
 def test_over_stages_they_are_those_of_the_whole_model(kind):
     """Bug: each rank had norms and step sizes of its own parameters."""
     ranks = run_ranks(train_with, 2, kind, {})
@@ -268,3 +303,77 @@ def test_stages_whose_parameters_replicas_share_are_refused():
         RanksFailedError, match=r"Ratio updates each parameter .* have ranks share parameters"
     ):
         run_ranks(train_with, 4, Ratio, {"pipeline_parallel_degree": 2, **SHARDED}, Stack)
+
+
+def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
+    """With an optimizer that is not wrapped; returns the largest difference from a plain loop."""
+    sw, plain, model = start(Stack, config)
+    train = trainer(sw)
+    train(model, batches(0, 1)[0])
+    mine = kind(list(model.local_parameters()))
+    theirs = kind(plain.parameters())
+
+    def compute(optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        if optimizer is mine:
+            return float(train(model, batches(number, 1)[0]).reduce_mean())
+        losses = [plain(part).square().mean() for part in batches(number, 1)[0].tensor_split(4)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.item()
+
+    for number, optimizer in itertools.product(range(2), (mine, theirs)):
+        compute(optimizer, number)
+        if way == "closure":
+            optimizer.step(lambda optimizer=optimizer, number=number: compute(optimizer, number))
+        else:
+            optimizer.first_step()
+            compute(optimizer, number)
+            optimizer.second_step()
+    state = model.state_dict()
+    return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+
+
+WAYS = [(SamWithClosure, "closure"), (SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_an_optimizer_that_is_not_wrapped_and_needs_all_parameters(kind, way):
+    """It could not be tried, or nobody heard of its methods."""
+    with pytest.raises(
+        RanksFailedError, match=rf"{kind.__name__} updates each parameter by what it knows of all.* Wrap it"
+    ):
+        run_ranks(stepping, 2, kind, way, {})
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_it_is_exact_over_replicas(kind, way):
+    for difference in run_ranks(stepping, 2, kind, way, DP):
+        assert difference < 1e-10
+
+
+class NeedsGraph(torch.optim.SGD):
+    """Wants second derivatives, as Sophia does: it cannot be tried."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("gradients have no graph")
+
+
+def untried() -> list[str]:
+    from shardwright.torch import coupling
+
+    sw, _, model = start(Stack, {})
+    told: list[str] = []
+    coupling.log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    trainer(sw)(model, batches(0, 1)[0])
+    optimizer = sw.DistributedOptimizer(NeedsGraph(model.parameters()))
+    with pytest.raises(RuntimeError, match="no graph"):
+        optimizer.step()
+    return told
+
+
+def test_what_cannot_be_tried_is_said():
+    first, other = run_ranks(untried, 2)
+    assert "NeedsGraph could not be tried on small parameters (RuntimeError: gradients have no" in first[0]
+    assert not other

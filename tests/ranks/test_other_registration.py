@@ -25,7 +25,7 @@ QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 2, "timeout_s
 
 
 class Branch(nn.Module):
-    """Parameters of one shape, and buffers that each batch changes."""
+    """Parameters of one shape, and buffers that each batch changes; false, as its length is 0."""
 
     def __init__(self, names: list[str]):
         super().__init__()
@@ -33,6 +33,9 @@ class Branch(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(8, 8)))
         for name in ("mean", "peak") if names == NAMES else ("peak", "mean"):
             self.register_buffer(name, torch.zeros(8, dtype=torch.float64))
+
+    def __len__(self) -> int:
+        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(x @ self.weight.t()) * torch.sigmoid(x @ self.gate)

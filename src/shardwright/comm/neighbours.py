@@ -174,7 +174,7 @@ class Neighbours:
             raise TraceMismatchError(
                 f"rank {other} is in {theirs} where rank {own} is in {self._operation}. The ranks of "
                 "a group call the same collectives in the same order: look for a step that one of them "
-                "skipped, or for another number of microbatches."
+                "skipped, for another number of microbatches, or for parameters that it has frozen."
             )
 
     def _listen(self, peer: int) -> None:

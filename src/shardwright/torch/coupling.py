@@ -9,13 +9,24 @@ One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gra
 Any other unknown optimizer is tried before its first update, on small parameters: two copies of it make some
 steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
 or a number of the groups, parameters are coupled.
+
+A script may step by methods of an optimizer that is not wrapped, as by `first_step` and `second_step` of SAM,
+of which nobody hears. Another optimizer steps inside of one of them::
+
+    sam.first_step()    climbs
+    sam.second_step()   goes back, and calls sgd.step() ──► who calls? ──► sam is tried, with all its methods
 """
 
 import copy
+import functools
+import inspect
+import logging
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from types import FunctionType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -27,14 +38,31 @@ from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import plain_torch
 
-__all__ = ["is_coupled", "refuse_coupling", "trial"]
+__all__ = ["Trial", "coupled_around", "is_coupled", "refuse_coupling", "trial"]
+
+log = logging.getLogger(__name__)
 
 _STEPS = 10
 _LEAST_RATE = 1.0
 _OTHERS = 2  # parameters in each group beside its first
 _MOST_PER_DIM = 4
+_MOST_LETTERS = 200  # of an error
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
-_tried: "WeakKeyDictionary[Optimizer, dict[str, bool]]" = WeakKeyDictionary()
+_tried: "WeakKeyDictionary[Optimizer, dict[str, Trial]]" = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What was found out of an optimizer.
+
+    Attributes:
+        couples: the update of a parameter, or a number of the groups, depends on several parameters.
+        problem: why it cannot be tried; empty where it can.
+    """
+
+    couples: bool = False
+    problem: str = ""
 
 
 def is_coupled(
@@ -49,12 +77,37 @@ def is_coupled(
     """
     if not is_initialized() or context().mesh.pipeline == 1:
         return False
-    if getattr(optimizer, "sums_over_stages", False):
+    if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
         return False
     tried = _tried.setdefault(optimizer, {})
     if method not in tried:
-        tried[method] = trial(optimizer, method, groups)
-    return tried[method]
+        found = tried[method] = trial(optimizer, method, groups)
+        if found.problem and method == "step" and context().rank == 0:
+            log.warning(
+                "%s could not be tried on small parameters (%s), and is taken for an optimizer that treats "
+                "each parameter by itself. If it needs all of them, for a norm or a step size, it is wrong "
+                "over the stages of a pipeline: train by replicas alone then (pipeline_parallel_degree 1).",
+                type(optimizer).__name__,
+                found.problem,
+            )
+    return tried[method].couples
+
+
+def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer | None:
+    """Another optimizer in whose methods this one steps, if its updates need all parameters.
+
+    Args:
+        optimizer: steps, for the first time, and is not wrapped.
+        frame: of what calls it.
+    """
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        caller = frame.f_locals.get(names[0]) if names else None
+        if isinstance(caller, Optimizer) and caller is not optimizer and not _is_known(caller):
+            methods = _own_methods(type(caller))
+            return caller if any(is_coupled(caller, method) for method in methods) else None
+        frame = frame.f_back
+    return None
 
 
 def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn:
@@ -71,37 +124,64 @@ def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn
     raise UsageError(
         f"{type(optimizer).__name__} updates each parameter by what it knows of all, and each rank of a "
         f"pipeline has those of its own stages: it would make other updates than for the whole model. "
-        f"{because} Nothing was updated. {remedy}"
+        f"{because} {remedy}"
     )
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's own that treats each parameter by itself."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+
+
+def _own_methods(kind: type[Optimizer]) -> list[str]:
+    """What may change parameters: `step`, and other methods that need no arguments."""
+    found = []
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if name.startswith("_") or not isinstance(method, FunctionType) or hasattr(Optimizer, name):
+            continue
+        _, *others = inspect.signature(method).parameters.values()
+        if all(each.default is not each.empty or each.kind in _VARIADIC for each in others):
+            found.append(name)
+    return ["step", *found]
 
 
 def trial(
     optimizer: Optimizer, method: str = "step", groups: Sequence[Sequence[Tensor]] | None = None
-) -> bool:
+) -> Trial:
     """Tries whether an optimizer couples parameters.
 
-    It is taken not to where it cannot be tried, as it needs a closure or sparse gradients.
+    It is called without a closure, and with one where that fails.
 
     >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    False
+    Trial(couples=False, problem='')
     """
     given = [group["params"] for group in optimizer.param_groups] if groups is None else groups
     firsts = [next(iter(group), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM)) for group in given]
-    for dtype in (torch.float64, torch.float32):  # a small learning rate shows in the first
+    problem = ""
+    for closes, dtype in product((False, True), (torch.float64, torch.float32)):  # float64 shows a small rate
         with plain_torch(), warnings.catch_warnings(), torch.random.fork_rng(devices=_devices(optimizer)):
             warnings.simplefilter("ignore")
+            run = functools.partial(_steps_of_copy, optimizer, method, firsts, dtype, closes=closes)
             try:
-                first, numbers = _steps_of_copy(optimizer, method, firsts, dtype, others=1.0)
-                again, other_numbers = _steps_of_copy(optimizer, method, firsts, dtype, others=-0.2)
-            except Exception:  # whatever somebody's optimizer raises on parameters that it was not made for
+                (first, numbers), (again, other_numbers) = run(others=1.0), run(others=-0.2)
+            except Exception as error:  # whatever one raises on parameters that it was not made for
+                problem = problem or f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
                 continue
         alike = torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True)
-        return not alike or str(numbers) != str(other_numbers)
-    return False
+        return Trial(not alike or str(numbers) != str(other_numbers))
+    return Trial(problem=problem)
 
 
 def _steps_of_copy(
-    optimizer: Optimizer, method: str, firsts: Sequence[Tensor], dtype: torch.dtype, *, others: float
+    optimizer: Optimizer,
+    method: str,
+    firsts: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    others: float,
+    closes: bool,
 ) -> tuple[Tensor, dict[str, Any]]:
     """What becomes of the first parameter, and of the numbers of the groups.
 
@@ -111,19 +191,26 @@ def _steps_of_copy(
         firsts: the first parameter of each group.
         dtype: of the parameters.
         others: how far the gradients of the other parameters keep to a direction, in every step.
+        closes: give it a closure that computes gradients.
     """
     torch.manual_seed(0)
     groups = [
         _small_group(group, like, dtype) for group, like in zip(optimizer.param_groups, firsts, strict=True)
     ]
-    made = _small_copy(optimizer, groups)
+    real = [group["params"] for group in optimizer.param_groups]
+    made = _small_copy(optimizer, groups, {id(p): place for place, own in enumerate(real) for p in own})
     parameters = [parameter for group in groups for parameter in group["params"]]
     directions = [torch.randn_like(parameter) for parameter in parameters]
-    for _ in range(_STEPS):
+
+    def closure() -> Tensor:
         for parameter, direction in zip(parameters, directions, strict=True):
             along = direction if parameter is parameters[0] else others * direction
             parameter.grad = along + torch.randn_like(parameter) / 2
-        getattr(type(optimizer), method)(made)
+        return torch.ones((), dtype=dtype)
+
+    for _ in range(_STEPS):
+        closure()
+        getattr(type(optimizer), method)(made, *([closure] if closes else []))
     numbers = {
         name: value.tolist() if isinstance(value, Tensor) else value
         for group in reversed(made.param_groups)
@@ -144,10 +231,16 @@ def _small_group(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dic
     return {**options, "params": small}
 
 
-def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
+def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]], places: Mapping[int, int]) -> Any:
     """An optimizer of the same class and settings, without anything that belongs to the model.
 
-    What is no plain setting it lacks, so that nothing it does reaches the script's own.
+    What is no plain setting it lacks, so that nothing it does reaches the script's own; but for lists of
+    parameters.
+
+    Args:
+        optimizer: the script's own.
+        groups: with small parameters.
+        places: of a real parameter, by its id: the number of its group.
     """
     made = object.__new__(type(optimizer))
     found: dict[str, Any] = {"param_groups": groups, "state": defaultdict(dict)}
@@ -157,7 +250,10 @@ def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
         if name.startswith("_optimizer_"):
             found[name] = OrderedDict()  # hooks
         elif isinstance(value, Optimizer):  # as SAM has
-            found[name] = _small_copy(value, groups)
+            found[name] = _small_copy(value, groups, places)
+        elif isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
+            used = {places[id(item)] for item in value if id(item) in places} or range(len(groups))
+            found[name] = [small for place in sorted(used) for small in groups[place]["params"]]
         elif isinstance(value, FunctionType):
             if not hasattr(type(optimizer), name):  # a scheduler has put its own step() there
                 found[name] = value

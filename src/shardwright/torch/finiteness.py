@@ -86,6 +86,7 @@ class Finiteness:
         if not findings:  # all is well, or the norm alone was too large for its type
             self._in_a_row = 0
             return None
+        self.leaves_out = True  # also for a script that catches the error
         if self._context.config.on_nonfinite == "stop":
             return NonFiniteError(
                 f"step {step}: {findings}. No rank has made the update: the weights are those from before. "
@@ -93,7 +94,6 @@ class Finiteness:
                 "0: torch.autograd.set_detect_anomaly(True) names the operation. The setting on_nonfinite "
                 "'skip' leaves such updates out."
             )
-        self.leaves_out = True
         self.num_skipped += 1
         self._in_a_row += 1
         self._say(step, findings)

@@ -1,7 +1,8 @@
-"""The numbers of parameter groups (lr, betas, ...), which ranks compare at the end of every step.
+"""The numbers of parameter groups (lr, betas, ...), and of updates, which ranks compare in every step.
 
-Replicas that update with other numbers drift apart, as where each has a scheduler that follows its own loss.
-Ranks of a pipeline that do have an optimizer that computes a number over the parameters which it has.
+Replicas that update with other numbers drift apart, as where each has a scheduler that follows its own loss,
+or leaves out an update where that is large. Ranks of a pipeline that do have an optimizer that computes a
+number over the parameters which it has.
 
 ::
 
@@ -15,7 +16,7 @@ an optimizer came, and those of a rank which has no parameter in the group.
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
 import torch
@@ -35,6 +36,7 @@ _Key: TypeAlias = tuple[int, int, str]
 _Numbers: TypeAlias = dict[_Key, Any]
 
 _LARGEST = 64  # elements of a tensor, or list, that counts as numbers
+_UPDATES = "number of updates"
 _NONE = 0.7297352569e-2  # in a digest; nobody sets that
 
 
@@ -47,17 +49,25 @@ class GroupNumbers:
 
     def __init__(self, context: Context):
         self._context = context
-        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._unwrapped: list[ref[Optimizer]] = []
         self._num_known = 0
         self._apart: set[_Key] = set()  # on the ranks of a pipeline
         self._incomplete: set[_Key] = set()  # not there on all ranks
 
-    def note(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that is not wrapped, and has parameters of the model."""
-        if optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._unwrapped.append(ref(optimizer))
+    def note(self, optimizer: Optimizer) -> bool:
+        """An optimizer updates parameters of the model; the script's own, also where it is wrapped.
+
+        Returns:
+            Whether it does so for the first time.
+        """
+        is_first = optimizer not in self._updates
+        if is_first:
+            self._updates[optimizer] = 0
+            if all(wrapped.optimizer is not optimizer for wrapped in self._context.optimizers):
+                self._unwrapped.append(ref(optimizer))
+        self._updates[optimizer] += 1
+        return is_first
 
     def digests(self) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
         """What is the same on ranks with the same numbers: of all, and of those that stages have in common.
@@ -120,6 +130,8 @@ class GroupNumbers:
 
     def _numbers(self, *, skip: Collection[_Key] = ()) -> Iterator[tuple[_Key, Any]]:
         for place, optimizer in enumerate(self._optimizers()):
+            if (place, 0, _UPDATES) not in skip:
+                yield (place, 0, _UPDATES), self._updates.get(optimizer, 0)
             for number, group in enumerate(optimizer.param_groups):
                 for name in sorted(group):
                     value = _number(group[name]) if name != "params" else ...
@@ -160,16 +172,20 @@ class GroupNumbers:
         for key in (key for key in keys if key not in self._incomplete):
             for ranks in self._context.mesh.groups("dp"):
                 if _differ(written, key, ranks):
-                    return UsageError(f"{_told(written, key, ranks, step)} {_FOR_REPLICAS}")
+                    return UsageError(_told(written, key, ranks, step, _FOR_REPLICAS))
             for ranks in self._context.mesh.groups("pp"):
                 if key in self._apart or not _differ(written, key, ranks):
                     continue
                 if key[0] < known and _differ(written, key, [r for r in ranks if key[:2] in written[r].used]):
-                    return UsageError(f"{_told(written, key, ranks, step)} {_FOR_STAGES}")
+                    return UsageError(_told(written, key, ranks, step, _FOR_STAGES))
                 self._apart.add(key)
         return None
 
 
+_FOR_UPDATES = (
+    "They train one model, and must make the same updates. Call step() on all of them, or on none: where a "
+    "loss decides, it is that of all replicas."
+)
 _FOR_REPLICAS = (
     "They are replicas of one model, and must make the same updates, or their weights drift apart. Give all "
     "the same number: a scheduler that follows a loss (ReduceLROnPlateau) needs that of all replicas: "
@@ -197,15 +213,18 @@ def _differ(written: Sequence[_Written], key: _Key, ranks: Sequence[int]) -> boo
     return len({str(_flat(written[rank].numbers[key])) for rank in ranks}) > 1
 
 
-def _told(written: Sequence[_Written], key: _Key, ranks: Sequence[int], step: int) -> str:
-    """The equation with its values."""
+def _told(written: Sequence[_Written], key: _Key, ranks: Sequence[int], step: int, remedy: str) -> str:
+    """The equation with its values, and what to do."""
     place, number, name = key
     of_value: dict[str, list[int]] = {}
     for rank in ranks:
         of_value.setdefault(str(written[rank].numbers[key]), []).append(rank)
     values = [f"{value} on rank{'s' * (len(those) > 1)} {listed(those)}" for value, those in of_value.items()]
     shown = " and ".join(values[:3]) + (f" and {len(values) - 3} others" if len(values) > 3 else "")
-    return f"in step {step}, {name} of parameter group {number} of {written[0].names[place]} is {shown}."
+    optimizer = written[0].names[place]
+    if name == _UPDATES:
+        return f"in step {step}, the number of updates that {optimizer} has made is {shown}. {_FOR_UPDATES}"
+    return f"in step {step}, {name} of parameter group {number} of {optimizer} is {shown}. {remedy}"
 
 
 def _number(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.coupling import is_coupled, refuse_coupling
+from shardwright.torch.coupling import coupled_around, is_coupled, refuse_coupling
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.joint_update import JointUpdate
 from shardwright.torch.loss_scaler import LossScaler
@@ -125,6 +126,8 @@ class DistributedOptimizer(Optimizer):
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
+        if is_initialized() and (model := context().model) is not None:
+            model.step_end.numbers.note(self.optimizer)
         self._clip()
         with (
             self.clock.running(self._device()),
@@ -478,12 +481,15 @@ def _look_at_unwrapped(optimizer: Optimizer) -> None:
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     if not found:
         return
-    model.step_end.numbers.note(optimizer)
-    if type(optimizer) not in _ELEMENTWISE and is_coupled(optimizer):
+    is_first = model.step_end.numbers.note(optimizer)
+    is_joint = type(optimizer) not in _ELEMENTWISE and is_coupled(optimizer)
+    needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
+    if needs_all is not None:
         refuse_coupling(
-            optimizer,
+            needs_all,
             "It is not wrapped.",
-            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages.",
+            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages, unless "
+            "its step wants a closure: that needs replicas (pipeline_parallel_degree 1).",
         )
     if _leaves_out():
         for parameter in found:

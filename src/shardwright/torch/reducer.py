@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,9 @@ class GradientReducer:
             whole ones; else in the last, which takes fewer messages.
         overlap: reduce during the last backward; else after it.
         hook: reduces gradients of parameters that one stage has, and replicas do not share; None for none.
+
+    Attributes:
+        digest: of which members it has reduced in the last batch, and which were frozen.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class GradientReducer:
         self._quantiser = quantiser
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
+        self.digest = 0
         self._in_every_backward = in_every_backward
         self._turns: list[Turn] = []
         self._order = BucketOrder(())
@@ -135,6 +140,7 @@ class GradientReducer:
         signatures = [member.signature for member in self._members]
         if signatures != self._signatures:
             self._signatures = signatures
+            self.digest = crc32(bytes(is_trained for is_trained, _ in signatures))
             self._fill_buckets([member for member in self._members if member.parameter.requires_grad])
         for member in self._apart:
             gradient = member.parameter.grad

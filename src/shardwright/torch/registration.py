@@ -61,7 +61,7 @@ class _Table:
                 if tensor is not None:
                     names.setdefault(id(tensor), []).append(_joined(path, key))
         return cls(
-            modules={path: [k for k, child in module._modules.items() if child] for path, module in found},
+            modules={path: [k for k, _ in _children(module)] for path, module in found},
             tensors={path: dict(_tensors(path, module, names)) for path, module in found},
             groups=[
                 [
@@ -143,8 +143,12 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         yield path, module
         inside = around | {id(module)}
-        children = [(_joined(path, key), child, inside) for key, child in module._modules.items() if child]
-        pending += reversed(children)
+        pending += [(_joined(path, key), child, inside) for key, child in reversed(_children(module))]
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """By name, also those that are false, as their length is 0."""
+    return [(key, child) for key, child in module._modules.items() if child is not None]
 
 
 def _joined(path: str, key: str) -> str:

@@ -53,7 +53,7 @@ class Replicas:
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._hook: GradientHook | None = None
-        self._has_reducer = False
+        self._reducer: GradientReducer | None = None
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
         config = context.config
@@ -130,7 +130,6 @@ class Replicas:
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
         """What sums the gradients of these parameters."""
         context, sharding = self._context, self.sharding
-        self._has_reducer = True
         if sharding is not None:
             assert context.shard_group is not None
             members = [
@@ -139,7 +138,7 @@ class Replicas:
                 else m
                 for m in members
             ]
-        return GradientReducer(
+        self._reducer = GradientReducer(
             members,
             divisor=context.mesh.data,
             bucket_bytes=self._bucket_bytes,
@@ -150,6 +149,12 @@ class Replicas:
             overlap=self._overlap,
             hook=self._hook,
         )
+        return self._reducer
+
+    @property
+    def digest_of_trained(self) -> int:
+        """What is the same on replicas that have reduced gradients of the same parameters."""
+        return 0 if self._reducer is None else self._reducer.digest
 
     @property
     def have_one_gradient(self) -> bool:
@@ -168,7 +173,7 @@ class Replicas:
                 f"{self._context.mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or "
                 "register no hook."
             )
-        if self._has_reducer:
+        if self._reducer is not None:
             raise UsageError("the model has made a step already. Register the hook before the first one.")
         self._hook = hook
 

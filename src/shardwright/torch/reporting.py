@@ -217,11 +217,10 @@ def _update_seconds(context: Context) -> float | None:
 
 
 def _learning_rate(context: Context) -> float | None:
-    for optimizer in context.optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr")  # None where an optimizer finds it by itself, as Adafactor of transformers does
+    """Of the first group; None where its optimizer finds one by itself, as Adafactor of transformers does."""
+    groups = (group for optimizer in context.optimizers for group in optimizer.param_groups)
+    rate = next(groups, {}).get("lr")
     return None if rate is None else float(rate)
-    return None
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

@@ -22,6 +22,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun
 from shardwright.torch.finiteness import Finiteness
+from shardwright.torch.frozen_alike import frozen_otherwise
 from shardwright.torch.group_numbers import GroupNumbers
 
 if TYPE_CHECKING:
@@ -34,19 +35,20 @@ class Column(IntEnum):
     """Of a rank's row; what may be on a GPU comes last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
-    bytes. From ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that
-    are finite where everything in them is.
+    bytes. ``TRAINED`` is a digest of which parameters are trained; from ``NUMBERS`` on come digests of what
+    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
     """
 
     BUSY_S = 0
     PIPELINE_S = 1
     MEMORY = 2
-    NUMBERS = 3
-    COMMON_NUMBERS = 4
-    DEVICE_NUMBERS = 5
-    COMMON_DEVICE_NUMBERS = 6
-    LOSS = 7
-    GRADIENTS = 8
+    TRAINED = 3
+    NUMBERS = 4
+    COMMON_NUMBERS = 5
+    DEVICE_NUMBERS = 6
+    COMMON_DEVICE_NUMBERS = 7
+    LOSS = 8
+    GRADIENTS = 9
 
 
 class StepEnd:
@@ -63,6 +65,7 @@ class StepEnd:
 
     def __init__(self, context: Context, model: "DistributedModel"):
         self._context = context
+        self._model = model
         self.finiteness = Finiteness(context, model)
         self.numbers = GroupNumbers(context)
 
@@ -75,7 +78,8 @@ class StepEnd:
 
         Raises:
             NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
-            UsageError: optimizers of ranks that must make the same updates have other numbers.
+            UsageError: replicas have frozen other parameters than each other, or optimizers of ranks that
+                must make the same updates have other numbers.
         """
         reporter = self._context.reporter
         assert reporter is not None
@@ -85,14 +89,18 @@ class StepEnd:
         seconds = time.perf_counter() - begun_s
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.world
-        here = torch.tensor([busy, run.pipeline_s, _memory(), *plain], dtype=torch.float64, device=device)
+        told = [busy, run.pipeline_s, _memory(), self._model.replicas.digest_of_trained, *plain]
+        here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
         rows = row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
         step = reporter.num_steps + 1
-        problem: ShardwrightError | None = self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
+        problem: ShardwrightError | None = frozen_otherwise(
+            self._context, self._model.get_module(), rows[:, Column.TRAINED], step=step
+        )
+        problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
-        busy_s, pipeline_s, memory = rows[:, : Column.NUMBERS].unbind(1)
+        busy_s, pipeline_s, memory = rows[:, : Column.TRAINED].unbind(1)
         reporter.step_done(
             run,
             seconds=seconds,
