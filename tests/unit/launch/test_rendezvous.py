@@ -11,7 +11,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from shardwright.comm.run_secret import SECRET, new_secret
 from shardwright.comm.seal import ForgedError
 from shardwright.comm.tcp_store import loopback_tcp_store
+from shardwright.launch.agent import _not_started
 from shardwright.launch.rendezvous import BACKEND, _StatesAsJson
+from shardwright.launch.request import LaunchRequest
 
 TIMEOUT = timedelta(seconds=5)
 
@@ -64,3 +66,16 @@ def test_a_state_that_no_launcher_wrote(text):
     states = _StatesAsJson()
     with pytest.raises(states.PickleError, match="the state of the rendezvous is none"):
         states.loads(text)
+
+
+def test_why_ranks_could_not_be_started_is_the_first_cause(tmp_path):
+    """It was: "The rendezvous state is corrupt. See inner exception for details"."""
+    (tmp_path / "train.py").touch()
+    request = LaunchRequest(target=str(tmp_path / "train.py"), run_folder=tmp_path)
+    cause = ForgedError("'the/key' has no code.\nException raised from c10d")
+    error = RuntimeError("See inner exception for details.")
+    error.__cause__ = cause
+    assert _not_started(request, error) == (
+        "1 ranks on this host could not be started: ForgedError: 'the/key' has no code. "
+        "shardwright run -v shows what torchelastic did."
+    )
