@@ -71,6 +71,11 @@ class RunFolder:
             ConfigError: the name is no name of a folder, or the folder cannot be made.
         """
         launched = environ.get(_VARIABLE)
+        if (control := control_in(launched or "")) is not None:
+            raise ConfigError(
+                f"{_VARIABLE} is {shown(launched)}, but it must not have control characters such as "
+                f"{control}."
+            )
         if launched and Path(launched, _LOGS).is_dir():
             return cls(Path(launched).absolute())
         if name is not None:
