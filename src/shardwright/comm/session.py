@@ -177,7 +177,11 @@ def _fetched(path: str, rank: int, *, timeout_s: float) -> Seal:
 
 
 def _other_way(rank: int, own: bytes, way: bytes) -> str:
-    has = {_BY_SECRET: "has a secret", _BY_NOTHING: "has no secret", _BY_SOCKET: "has no secret"}
+    has = {
+        _BY_SECRET: "has a secret",
+        _BY_NOTHING: "has no secret",
+        _BY_SOCKET: "has no secret but its host's",
+    }
     theirs = next((text for start, text in has.items() if way.startswith(start)), "says something else")
     return (
         f"rank {rank} {has[own]} ({SECRET} or {SECRET_FILE}), but rank 0 {theirs}, or a stranger who reaches "
