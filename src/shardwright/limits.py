@@ -11,6 +11,7 @@ __all__ = [
     "MOST_SECONDS",
     "MOST_STAGES_OF_RANK",
     "MOST_STEPS",
+    "MOST_TIMES",
 ]
 
 MOST_RANKS = 1_000_000
@@ -22,6 +23,7 @@ MOST_RESTARTS = 1_000_000
 MOST_STEPS = 10**15
 MOST_ELEMENTS = 10**15  # of parameters
 MOST_BYTES = 2**60
+MOST_TIMES = 1e9  # as fast, or as slow
 
 MOST_SECONDS = 1e6
 """Of a timeout: eleven days. What waits counts milliseconds in 32 bits, which end soon after."""

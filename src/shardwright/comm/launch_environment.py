@@ -58,6 +58,8 @@ class LaunchEnvironment:
                 )
         if self.local_world_size > self.world_size:
             self._refuse(f"local world size {self.local_world_size} exceeds world size {self.world_size}")
+        if self.restart_count < 0:
+            self._refuse(f"the number of restarts is {self.restart_count}")
         if not 0 < self.master_port < 2**16:
             self._refuse(f"port {self.master_port} of the master is not in 1 to 65535")
 

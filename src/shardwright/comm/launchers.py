@@ -59,8 +59,8 @@ def from_torchrun_defaults(variables: Variables) -> LaunchEnvironment | None:
     per_node = variables.text("PET_NPROC_PER_NODE") or "1"
     if per_node not in ("1", "auto", "cpu", "gpu"):
         raise LaunchError(
-            f"PET_NPROC_PER_NODE asks for {per_node} processes on each node, but RANK is not set: this is "
-            "one process. Start the script with torchrun or shardwright run."
+            f"PET_NPROC_PER_NODE is {shown(per_node)}, but RANK is not set: this is one process. Start "
+            "the script with torchrun or shardwright run."
         )
     return _one_process_per_node(
         variables,
@@ -127,7 +127,7 @@ def _slurm_tasks_on_node(variables: Variables, node_rank: int, *, world_size: in
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts):
         raise LaunchError(
-            f"SLURM_NODEID is {node_rank}, but SLURM_TASKS_PER_NODE {text!r} has {len(counts)} nodes."
+            f"SLURM_NODEID is {node_rank}, but SLURM_TASKS_PER_NODE {shown(text)} has {len(counts)} nodes."
         )
     return counts[node_rank]
 
@@ -236,7 +236,8 @@ def from_sagemaker(variables: Variables) -> LaunchEnvironment | None:
     hosts = _sagemaker_hosts(text)
     if host not in hosts:
         raise LaunchError(
-            f"SM_CURRENT_HOST is {host!r}, which is not in SM_HOSTS {text}. Correct or unset them."
+            f"SM_CURRENT_HOST is {shown(host)}, which is not in SM_HOSTS {shown(text)}. Correct or "
+            "unset them."
         )
     num_gpus = variables.number("SM_NUM_GPUS") or 0
     if num_gpus > 1:

@@ -5,8 +5,8 @@ could be put back. So each rank brings a fresh number, and the key comes from al
 
     rank r                                          rank 0
     (1)                                             way := "secret", "none", or "socket" and where
-    (2) hello/r := number, code of it               hello/0
-                                                    (3) reads all of them
+    (2) hello/r := number, code of it
+                                                    (3) reads all of them, and has a number of its own
     (4) welcome <──────────────────────────────────     all numbers, their code; or what is wrong
     (5) finds its own number in it
         key := code of all numbers
@@ -89,11 +89,12 @@ def begin_session(
         return Session(None)
     with _way(store, rank, one_host=one_host, timeout_s=timeout_s, environ=environ) as (seal, problem):
         number = secrets.token_bytes(_NUMBER_BYTES)
-        store.set(f"hello/{rank}", number + (seal.code(f"hello/{rank}", number) if seal else b""))  # type: ignore[arg-type]
+        if rank > 0:
+            store.set(f"hello/{rank}", number + (seal.code(f"hello/{rank}", number) if seal else b""))  # type: ignore[arg-type]
         if problem:
             raise LaunchError(problem)
         if rank == 0:
-            numbers, problem = _hellos(store, seal, num_ranks)
+            numbers, problem = _hellos(store, seal, number, num_ranks)
             store.set("welcome", _refusal(problem) if problem else _welcome(seal, numbers))  # type: ignore[arg-type]
             if problem:
                 raise LaunchError(problem)
@@ -176,7 +177,11 @@ def _fetched(path: str, rank: int, *, timeout_s: float) -> Seal:
 
 
 def _other_way(rank: int, own: bytes, way: bytes) -> str:
-    has = {_BY_SECRET: "has a secret", _BY_NOTHING: "has no secret", _BY_SOCKET: "has no secret"}
+    has = {
+        _BY_SECRET: "has a secret",
+        _BY_NOTHING: "has no secret",
+        _BY_SOCKET: "has no secret but its host's",
+    }
     theirs = next((text for start, text in has.items() if way.startswith(start)), "says something else")
     return (
         f"rank {rank} {has[own]} ({SECRET} or {SECRET_FILE}), but rank 0 {theirs}, or a stranger who reaches "
@@ -187,10 +192,11 @@ def _other_way(rank: int, own: bytes, way: bytes) -> str:
 # ---- hello and welcome ----
 
 
-def _hellos(store: Store, seal: Seal | None, num_ranks: int) -> tuple[bytes, str]:
+def _hellos(store: Store, seal: Seal | None, own: bytes, num_ranks: int) -> tuple[bytes, str]:
     """The numbers of all ranks, and what is wrong with one of them."""
-    numbers = []
-    for rank in range(num_ranks):
+    # Its own is not read again: with the greetings of an earlier life, put back, rank 0 would get its key.
+    numbers = [own]
+    for rank in range(1, num_ranks):
         said = store.get(f"hello/{rank}")
         number, code = said[:_NUMBER_BYTES], said[_NUMBER_BYTES:]
         expected = seal.code(f"hello/{rank}", number) if seal else b""

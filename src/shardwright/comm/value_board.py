@@ -159,7 +159,10 @@ class ValueBoard:
 
     def _has_marked(self, source: int, key: str) -> bool:
         name = f"{key}/{source}"
-        return bool(key) and self._store.check([name]) and int(self._store.get(name)) >= self._batch
+        if not key or not self._store.check([name]):
+            return False
+        with not_from_a_stranger(f"how far rank {self._ranks[source]} is"):
+            return int(self._store.get(name)) >= self._batch
 
     def _set(self, key: str, value: bytes) -> None:
         name = self._name(key)

@@ -9,7 +9,7 @@ from shardwright.files.documents import (
     parse_yaml,
 )
 from shardwright.files.record import Record
-from shardwright.files.replacing import check_place, open_to_append, replace_file
+from shardwright.files.replacing import check_place, is_left_by_another, open_to_append, replace_file
 from shardwright.files.user_file import UserFile
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "check_document",
     "check_place",
     "format_yaml",
+    "is_left_by_another",
     "no_name_twice",
     "open_to_append",
     "parse_json",

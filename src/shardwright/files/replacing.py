@@ -15,7 +15,7 @@ from typing import BinaryIO
 from shardwright.files.user_file import KIND_OF_FILE
 from shardwright.printable import control_in
 
-__all__ = ["check_place", "open_to_append", "replace_file"]
+__all__ = ["check_place", "is_left_by_another", "open_to_append", "replace_file"]
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -23,7 +23,8 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file: readers find the old content or the new one, never a part.
 
-    A link is followed: the file that it leads to is replaced, and the link stays.
+    A link is followed: the file that it leads to is replaced, and the link stays. One that another user has
+    left in a folder for all, such as /tmp, is not, whatever the kernel allows.
 
     Args:
         path: of the file; its folder exists.
@@ -41,7 +42,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             with contextlib.suppress(FileNotFoundError):
-                os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
+                os.fchmod(descriptor, target.stat().st_mode & 0o777)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -57,12 +58,35 @@ def check_place(path: str | os.PathLike[str]) -> Path:
     """
     if (control := control_in(Path(path).name)) is not None:
         raise OSError(errno.EINVAL, f"its name has a control character, {control}")
-    target = Path(os.path.realpath(path))
+    target = _behind_links(Path(path))
     with contextlib.suppress(FileNotFoundError):
-        _refuse_others(os.stat(target))
+        _refuse_others(os.lstat(target))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"there is no folder {target.parent}")
     return target
+
+
+def is_left_by_another(path: str | os.PathLike[str]) -> bool:
+    """Whether something is another user's, in a folder where everybody can put things, such as /tmp.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+    """
+    there, around = os.lstat(path), os.stat(Path(path).parent)
+    is_for_all = bool(around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH)
+    return is_for_all and there.st_uid not in (os.geteuid(), around.st_uid)
+
+
+def _behind_links(path: Path) -> Path:
+    """Where a path leads, link by link: nobody can put another one in between after it was looked at."""
+    place = Path(os.path.realpath(path.parent), path.name)
+    if not place.is_symlink():
+        return place
+    if is_left_by_another(place):
+        raise PermissionError(errno.EACCES, "it is a link that another user has left in a folder for all")
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(place)  # refuses links that lead in a circle
+    return _behind_links(place.parent / os.readlink(place))
 
 
 def open_to_append(path: str | os.PathLike[str]) -> BinaryIO:
@@ -71,10 +95,8 @@ def open_to_append(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         OSError: it cannot be opened, or is no regular file.
     """
-    with contextlib.suppress(FileNotFoundError):
-        _refuse_others(os.stat(path))
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    descriptor = os.open(path, flags, 0o666)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(check_place(path), flags, 0o666)
     try:
         _refuse_others(os.fstat(descriptor))
     except BaseException:

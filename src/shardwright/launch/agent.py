@@ -20,6 +20,7 @@ from shardwright.launch.request import LaunchRequest
 from shardwright.launch.torchrun import as_it_is
 from shardwright.launch.training_environment import job_variables, result_folders
 from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
+from shardwright.printable import printable
 
 try:
     import torch
@@ -216,11 +217,15 @@ def _stopped(
     return 128 + number
 
 
-def _not_started(request: LaunchRequest, error: Exception) -> str:
+def _not_started(request: LaunchRequest, error: BaseException) -> str:
+    while error.__cause__ is not None:  # torchelastic says: see inner exception for details
+        error = error.__cause__
+    first_line = str(error).partition("\n")[0]  # PyTorch adds the stack of its C++
     where = (
         f"with {request.num_nodes} nodes at {request.endpoint}" if request.num_nodes > 1 else "on this host"
     )
     return (
-        f"{request.num_ranks} ranks {where} could not be started: {type(error).__name__}: {error}. "
+        f"{request.num_ranks} ranks {where} could not be started: {type(error).__name__}: "
+        f"{printable(first_line).rstrip('.')}. "
         "shardwright run -v shows what torchelastic did."
     )

@@ -27,7 +27,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from shardwright.comm.run_secret import seal_of_run
 from shardwright.comm.sealed_store import SealedStore
@@ -38,14 +39,16 @@ __all__ = ["BACKEND"]
 BACKEND = "shardwright"
 """The name of these ways in a LaunchConfig of torchelastic."""
 
+_LONGEST_START_S = 600
+
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The way for so many hosts."""
     if parameters.max_nodes == 1:
         return _OneHost(parameters.run_id)
     if parameters.get("rank") is not None:
-        return _Sealed(create_rdzv_handler(parameters))
-    return _numbering_itself(parameters)
+        return _numbered(parameters)
+    return _numbering_themselves(parameters)
 
 
 def _sealed(store: Store) -> Store:
@@ -59,6 +62,7 @@ class _OneHost(RendezvousHandler):
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._server = loopback_tcp_store()
+        self._store = _sealed(self._server)
         self._round = 0
 
     def get_backend(self) -> str:
@@ -70,7 +74,7 @@ class _OneHost(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._round += 1
-        store = _sealed(PrefixStore(f"{self._run_id}/{self._round}", self._server))
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
 
     def is_closed(self) -> bool:
@@ -89,49 +93,43 @@ class _OneHost(RendezvousHandler):
         return True
 
 
-class _Sealed(RendezvousHandler):
-    """Another way, with what it keeps in the store sealed."""
-
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self._inner = inner
+class _Numbered(StaticTCPRendezvous):
+    """Hosts that have numbers, with what they keep in the store sealed."""
 
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return self._inner.use_agent_store
-
     def next_rendezvous(self) -> RendezvousInfo:
-        found = self._inner.next_rendezvous()
+        found = super().next_rendezvous()
         meeting: Any = found.bootstrap_store_info
         return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, meeting)
 
-    def is_closed(self) -> bool:
-        return self._inner.is_closed()
 
-    def set_closed(self) -> None:
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
-
-    def num_nodes_waiting(self) -> int:
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        return self._inner.shutdown()
+def _numbered(parameters: RendezvousParameters) -> RendezvousHandler:
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    return _Numbered(
+        address, port, parameters.config["rank"], parameters.max_nodes, parameters.run_id, _LONGEST_START_S
+    )
 
 
-def _numbering_itself(parameters: RendezvousParameters) -> RendezvousHandler:
+class _State(C10dRendezvousBackend):
+    """Where hosts that have no numbers keep the state of their rendezvous."""
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+
+def _numbering_themselves(parameters: RendezvousParameters) -> RendezvousHandler:
     """Hosts that get their numbers in the order in which they come."""
     # Its only use of pickle is for its state. Tried on torch 2.13.
     dynamic_rendezvous.pickle = _StatesAsJson()  # type: ignore[assignment, attr-defined]
-    backend, store = create_backend(parameters)
+    _, store = create_backend(parameters)
     sealed = _sealed(store)
-    if sealed is not store:  # under another key: that one has a value without a code already
-        backend = C10dRendezvousBackend(sealed, f"{parameters.run_id}.sealed")
-    return _Sealed(dynamic_rendezvous.create_handler(store, backend, parameters))
+    # Under a key of its own: torchelastic's has a value without a code already.
+    backend = _State(sealed, f"{parameters.run_id}.{BACKEND}")
+    # Each round tells, under a prefix of its own, where the ranks' store is: that is sealed, too.
+    return dynamic_rendezvous.create_handler(sealed, backend, parameters)
 
 
 class _StatesAsJson:
@@ -169,7 +167,7 @@ class _StatesAsJson:
             state.redundancy_list = {node for node, _ in _nodes(found["redundancy_list"])}
             heartbeats = _nodes(found["last_heartbeats"])
             state.last_heartbeats = {node: datetime.fromisoformat(at) for node, at in heartbeats}
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise self.PickleError(
                 f"the state of the rendezvous is none ({error}): a stranger has written into the store, or a "
                 "launcher of another version runs on a host"

@@ -105,7 +105,8 @@ class LaunchRequest:
             if not least <= number <= most:  # so that NaN is refused, too
                 raise UsageError(f"{what} is {shown(number)}, but it must be from {least} to {most:g}.")
         host, _, port = (self.endpoint or "localhost:1").rpartition(":")
-        if not host or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+        is_name = host and (":" not in host or (host.startswith("[") and host.endswith("]")))
+        if not is_name or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
             raise UsageError(
                 f"--rdzv-endpoint is {shown(self.endpoint)}, but it must be HOST:PORT, with a port from 1 to "
                 "65535."

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.errors import ConfigError
-from shardwright.files import replace_file
+from shardwright.files import is_left_by_another, replace_file
 from shardwright.observe.folder_lock import hold
 from shardwright.printable import control_in, printable, shown
 
@@ -71,6 +71,11 @@ class RunFolder:
             ConfigError: the name is no name of a folder, or the folder cannot be made.
         """
         launched = environ.get(_VARIABLE)
+        if (control := control_in(launched or "")) is not None:
+            raise ConfigError(
+                f"{_VARIABLE} is {shown(launched)}, but it must not have control characters such as "
+                f"{control}."
+            )
         if launched and Path(launched, _LOGS).is_dir():
             return cls(Path(launched).absolute())
         if name is not None:
@@ -178,6 +183,11 @@ def _make(base: Path, name: str | None, now: Callable[[], datetime]) -> Path:
     if name is not None:
         path = base / name
         path.mkdir(exist_ok=True)
+        if is_left_by_another(path):
+            raise ConfigError(
+                f"the run folder {show_path(path)} is another user's, in a folder for all: its files could "
+                "lead anywhere. Give this run another name, or set run_dir to a folder of your own."
+            )
         return path
     stem = path_name = now().strftime("%Y-%m-%d_%H-%M-%S")
     attempt = 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.cluster import Link
 from shardwright.errors import PlanError
+from shardwright.limits import MOST_TIMES
 from shardwright.plan import Plan, Prediction
 from shardwright.plan_conditions import Conditions, LinkConditions
 from shardwright.planner.adopt import schedule_of, stage_costs_of
@@ -80,11 +81,14 @@ class Change:
         factors = {f"slow rank {rank}": factor for rank, factor in self.slow.items()}
         factors |= {"compute_rate": self.compute_rate, "bandwidth": self.bandwidth}
         for name, factor in factors.items():
-            if not 0 < factor < float("inf"):
-                raise PlanError(f"the factor of {name} is {factor:g}, but it must be more than 0 and finite.")
-        if not 0 <= self.latency < float("inf"):
+            if not 1 / MOST_TIMES <= factor <= MOST_TIMES:
+                raise PlanError(
+                    f"the factor of {name} is {factor:g}, but it must be from {1 / MOST_TIMES:g} to "
+                    f"{MOST_TIMES:g}."
+                )
+        if not 0 <= self.latency <= MOST_TIMES:
             raise PlanError(
-                f"the factor of latency is {self.latency:g}, but it must be 0 or more and finite."
+                f"the factor of latency is {self.latency:g}, but it must be from 0 to {MOST_TIMES:g}."
             )
 
 

@@ -16,7 +16,7 @@ from shardwright.cluster import Cluster
 from shardwright.comm.backend import BACKEND
 from shardwright.comm.blame import Blame
 from shardwright.comm.codec import declare
-from shardwright.comm.devices_in_use import uses_gpus
+from shardwright.comm.devices_in_use import DEVICE_VARIABLE, uses_gpus
 from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.comm.local_peers import LocalPeers, connect_local_peers
 from shardwright.comm.process_group import (
@@ -204,8 +204,10 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
     ``SHARDWRIGHT_PLAN`` names a plan file. (``SHARDWRIGHT_RUN_DIR`` is for `RunFolder.create`.)
 
     Raises:
-        ConfigError: a file or a variable cannot be read.
+        ConfigError: a file or a variable cannot be read, or ``SHARDWRIGHT_DEVICE`` names no device.
     """
+    if (chosen := environ.get(DEVICE_VARIABLE) or "auto") not in ("auto", "cpu"):
+        raise ConfigError(f"{DEVICE_VARIABLE} is {shown(chosen)}, but it must be auto or cpu.")
     layers: list[Mapping[str, Any]] = []
     if path := environ.get("SHARDWRIGHT_CONFIG"):
         file = UserFile(path, what="SHARDWRIGHT_CONFIG", error=ConfigError)

@@ -149,6 +149,21 @@ def test_ranks_with_a_secret_share_a_key_which_is_another_one_each_time():
     assert None not in codes(first)
 
 
+def test_greetings_of_an_earlier_life_that_are_put_back_give_no_key_of_it():
+    """Rank 0 read its own greeting back, and took the key of an earlier life whose greetings stood there."""
+    environ, store = {SECRET: new_secret()}, loopback_tcp_store(timeout_s=10)
+    (first, *_) = sessions([environ] * 2, store=store)
+
+    class PutBack(dict):
+        def get(self, key):
+            return store.get(key)
+
+        set = dict.__setitem__
+
+    second = begin_session(PutBack(), rank=0, num_ranks=2, one_host=False, timeout_s=5, environ=environ)
+    assert first.seal.code("x", b"y") != second.seal.code("x", b"y")
+
+
 def test_ranks_of_one_host_need_no_launcher_for_it():
     found = sessions([{}] * 3, one_host=True)
     assert len(codes(found)) == 1

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from shardwright.comm.seal import ForgedError
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
@@ -47,6 +48,14 @@ def test_what_will_not_come_is_not_waited_for() -> None:
         other.get(["a"], 0, ABSENT, is_late=True)
     one.done()
     with pytest.raises(UsageError, match="not put up"):
+        other.get(["a"], 0, ABSENT)
+
+
+def test_a_mark_that_no_rank_has_made() -> None:
+    """It ended in "invalid literal for int()", out of a step."""
+    store, _, other = boards()
+    store.set("done/0", b"garbage")
+    with pytest.raises(ForgedError, match="how far rank 4 is stands in the run's store in a form"):
         other.get(["a"], 0, ABSENT)
 
 

@@ -19,6 +19,7 @@ BAD_ARGUMENTS = (
     ("run --nnodes 2 --name a train.py", "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
     ("run --nnodes 2 --name a --rdzv-endpoint h:99999999 train.py", "--rdzv-endpoint is 'h:99999999'"),
     ("run --nnodes 2 --name a --rdzv-endpoint h:x train.py", "--rdzv-endpoint is 'h:x'"),
+    ("run --nnodes 2 --name a --rdzv-endpoint a:1:2 train.py", "--rdzv-endpoint is 'a:1:2'"),
     ("run --nnodes 2 --name a --rdzv-endpoint :1 train.py", "--rdzv-endpoint is ':1'"),
     ("run --nnodes 2 --node-rank 5 --name a --rdzv-endpoint h:1 train.py", "--node-rank 5 is not in 0 to 1"),
     ("run --grace nan train.py", "'--grace'"),
@@ -137,6 +138,7 @@ BAD_ARGUMENTS = (
     # Simulations and schedules.
     ("simulate plan.json --microbatches 200000", "'--microbatches'"),
     ("simulate plan.json --slow 0=nan", "the factor of slow rank 0 is nan"),
+    ("simulate plan.json --slow 0=1e308", "the factor of slow rank 0 is 1e+308"),
     ("simulate plan.json --slow 0=inf", "the factor of slow rank 0 is inf"),
     ("simulate plan.json --slow 99=2", "rank 99 was to be slow"),
     ("simulate plan.json --slow BIG=2", "it must be a pipeline rank and a factor"),

@@ -10,6 +10,7 @@ from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
 from shardwright.launch.exits import ExitLog, WorkerExit
+from shardwright.observe.run_folder import RunFolder
 from shardwright.torch.context import settings_from
 
 BIG, DEEP = 10**5000, "[" * 100_000
@@ -72,6 +73,7 @@ SLURM = {
     "SLURM_NODELIST": "a",
     "SLURM_NNODES": "1",
 }
+KUBEFLOW = {"PET_NODE_RANK": "0", "PET_NNODES": "1"}
 SAGEMAKER = {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a"}
 
 
@@ -99,6 +101,10 @@ SAGEMAKER = {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a"}
         (SLURM, {"SLURM_TASKS_PER_NODE": "1(x99999999999)"}, "SLURM_TASKS_PER_NODE is '1(x99999999999)'"),
         (SLURM, {"SLURM_TASKS_PER_NODE": "1(x99999999)"}, "SLURM_TASKS_PER_NODE is '1(x99999999)'"),
         (SLURM, {"SLURM_NTASKS": "99999999999"}, "the world size is 99999999999"),
+        (TORCHRUN, {"TORCHELASTIC_RESTART_COUNT": "-1"}, "the number of restarts is -1"),
+        (KUBEFLOW, {"PET_NPROC_PER_NODE": "4\n\x1b[2J"}, "PET_NPROC_PER_NODE is '4\\n\\x1b[2J'"),
+        (KUBEFLOW, {"PET_NPROC_PER_NODE": "9" * 5000}, "PET_NPROC_PER_NODE is '9999"),
+        (SAGEMAKER, {"SM_CURRENT_HOST": "b" * 5000}, "SM_CURRENT_HOST is 'bbb"),
         (SAGEMAKER, {"SM_HOSTS": DEEP}, "which is not a JSON list of names"),
     ],
 )
@@ -106,11 +112,14 @@ def test_variables_of_launchers(launcher, changed, message):
     with pytest.raises(LaunchError) as refused:
         detect({**launcher, **changed})
     assert message in str(refused.value)
+    assert len(str(refused.value)) < 500
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
+        ("SHARDWRIGHT_DEVICE", "tpu", "SHARDWRIGHT_DEVICE is 'tpu', but it must be auto or cpu"),
+        ("SHARDWRIGHT_DEVICE", "\x1b", "SHARDWRIGHT_DEVICE is '\\x1b'"),
         ("SHARDWRIGHT_SET", "{", "SHARDWRIGHT_SET is '{', but it must be an object"),
         ("SHARDWRIGHT_SET", DEEP, "it is nested more than 64 deep"),
         ("SHARDWRIGHT_SET", "[]", "the settings of SHARDWRIGHT_SET are []"),
@@ -190,3 +199,12 @@ def test_arguments_of_an_estimator(arguments, message, tmp_path, monkeypatch):
         Estimator("train.py", **arguments)
     assert message in str(refused.value)
     assert "\x1b" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb"])
+def test_no_run_folder_gets_a_name_with_control_characters(tmp_path, monkeypatch, name):
+    """``run_dir`` was looked at, and the variable that is stronger was not."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"SHARDWRIGHT_RUN_DIR is .* must not have control characters"):
+        RunFolder.create("runs", environ={"SHARDWRIGHT_RUN_DIR": name})
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from planned import planned
 
 from shardwright.cluster import find_machines
 from shardwright.cluster.cluster_file import write_inventory
+from shardwright.errors import ConfigError
 from shardwright.files import check_place, open_to_append, replace_file
 from shardwright.observe import JsonLines
 from shardwright.observe.folder_lock import hold
@@ -61,6 +62,55 @@ def test_the_file_that_a_link_leads_to_is_replaced_and_the_link_stays(tmp_path):
         replace_file(tmp_path / "loop", "new")
 
 
+@pytest.fixture
+def for_all(tmp_path, monkeypatch):
+    """A folder like /tmp, and this process is not the user who puts things there."""
+    folder = tmp_path / "for all"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    (tmp_path / "victim").write_text("mine")
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    if folder.stat().st_uid == (tmp_path / "victim").stat().st_uid:
+        pytest.skip("it takes root to be another user")
+    return folder
+
+
+@pytest.mark.parametrize("target", ["victim", "nothing yet"])
+def test_a_link_that_another_user_left_in_a_folder_for_all_is_not_followed(for_all, target):
+    """As root, `-o /tmp/out` replaced the file that somebody's link of that name led to."""
+    (for_all / "out").symlink_to(for_all.parent / target)
+    (for_all.parent / "own link").symlink_to("for all/out")
+    for place in (for_all / "out", for_all.parent / "own link"):
+        for write in (lambda path: replace_file(path, "new"), open_to_append, check_place):
+            with pytest.raises(
+                PermissionError, match="a link that another user has left in a folder for all"
+            ):
+                write(place)
+    assert sorted(path.name for path in for_all.parent.iterdir()) == ["for all", "own link", "victim"]
+    assert (for_all.parent / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_run_folder_that_another_user_left_in_a_folder_for_all_is_not_taken(for_all, kind):
+    if kind == "folder":
+        (for_all / "first").mkdir()
+    else:
+        (for_all / "first").symlink_to(for_all.parent)
+    with pytest.raises(ConfigError, match=r"the run folder .*first is another user's, in a folder for all"):
+        RunFolder.create(for_all, name="first", environ={})
+    assert not list(for_all.rglob("logs"))
+
+
+def test_links_of_this_user_are_followed_in_a_folder_for_all(for_all, monkeypatch):
+    (for_all / "out").symlink_to(for_all.parent / "new file")
+    monkeypatch.setattr(os, "geteuid", lambda: (for_all / "out").lstat().st_uid)
+    replace_file(for_all / "out", "new")
+    assert (for_all / "out").is_symlink()
+    assert (for_all.parent / "new file").read_text() == "new"
+
+
 def test_permissions_are_kept_and_new_files_have_those_of_the_process(tmp_path):
     place = tmp_path / "file"
     before = os.umask(0o027)
@@ -72,6 +122,9 @@ def test_permissions_are_kept_and_new_files_have_those_of_the_process(tmp_path):
     place.chmod(0o604)
     replace_file(place, b"two")
     assert stat.S_IMODE(place.stat().st_mode) == 0o604
+    place.chmod(0o4755)
+    replace_file(place, b"two")
+    assert stat.S_IMODE(place.stat().st_mode) == 0o755
     assert place.read_text() == "two"
 
 

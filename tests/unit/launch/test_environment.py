@@ -104,7 +104,7 @@ def test_kubeflow_without_torchrun():
     assert (found.rank, found.world_size, found.local_world_size) == (1, 3, 1)
     assert found.master_addr == "job-node-0-0.job"
     with pytest.raises(
-        LaunchError, match=r"PET_NPROC_PER_NODE asks for 4 processes.*Start the script with torchrun"
+        LaunchError, match=r"PET_NPROC_PER_NODE is '4', but RANK.*Start the script with torchrun"
     ):
         detect({**variables, "PET_NPROC_PER_NODE": "4"})
 

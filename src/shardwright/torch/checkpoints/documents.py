@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from shardwright.errors import CorruptCheckpointError
 from shardwright.mesh import Mesh
@@ -60,7 +60,7 @@ class OptimizerDocument(_Record):
         others: by parameter and key, what its state has that is no tensor.
     """
 
-    groups: list[Any]
+    groups: list[dict[str, Any]]
     members: list[list[str]]
     others: dict[str, Any]
 
@@ -91,6 +91,14 @@ class StateDocument(_Record):
     states_of_ranks: dict[str, dict[str, Any]] = {}
     random: dict[str, Any] = {}
     buffers: dict[str, list[str | NonNegativeInt] | None] = {}
+
+    @model_validator(mode="after")
+    def _of_all_ranks(self) -> Self:
+        number = 0 if self.layout is None else self.layout.world_size
+        for name, by_rank in {**self.states_of_ranks, "random": self.random}.items():
+            if len(by_rank) != number or any(str(rank) not in by_rank for rank in range(len(by_rank))):
+                raise ValueError(f"{name} must have one entry for each of the {number} ranks that saved")
+        return self
 
     @classmethod
     def joined(

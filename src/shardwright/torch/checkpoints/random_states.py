@@ -49,7 +49,7 @@ def set_generators(states: Any, device: torch.device) -> None:
         numpy.random.set_state(states["numpy"])
         if device.type == "cuda" and "cuda" in states:
             torch.cuda.set_rng_state(states["cuda"], device)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
         raise CorruptCheckpointError(f"the checkpoint's random generators cannot be used: {error}") from error
 
 

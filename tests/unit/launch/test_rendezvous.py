@@ -1,0 +1,81 @@
+"""The launchers of the hosts meet at a store that strangers reach: what they write there is refused."""
+
+import pickle
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+
+from shardwright.comm.run_secret import SECRET, new_secret
+from shardwright.comm.seal import ForgedError
+from shardwright.comm.tcp_store import loopback_tcp_store
+from shardwright.launch.agent import _not_started
+from shardwright.launch.rendezvous import BACKEND, _StatesAsJson
+from shardwright.launch.request import LaunchRequest
+
+TIMEOUT = timedelta(seconds=5)
+
+
+def handler(*, hosts, endpoint="", **options):
+    parameters = RendezvousParameters(
+        BACKEND, endpoint, "run", hosts, hosts, local_addr="127.0.0.1", **options
+    )
+    return rendezvous_handler_registry.create_handler(parameters)
+
+
+def test_what_stood_in_an_earlier_round_is_refused_in_the_next(monkeypatch):
+    """The code knew nothing of the prefix of a round: an old value could be put back."""
+    monkeypatch.setenv(SECRET, new_secret())
+    one_host = handler(hosts=1)
+    first, second = one_host.next_rendezvous(), one_host.next_rendezvous()
+    first.store.set("key", "of the first round")
+    stranger = TCPStore("127.0.0.1", first.bootstrap_store_info.master_port, is_master=False, timeout=TIMEOUT)
+    stranger.set("run/2/key", stranger.get("run/1/key"))
+    with pytest.raises(ForgedError, match="'run/2/key'"):
+        second.store.get("key")
+
+
+def test_hosts_without_numbers_tell_under_a_code_where_the_ranks_meet(monkeypatch):
+    """The address of the ranks' store stood there without one."""
+    monkeypatch.setenv(SECRET, new_secret())
+    server = loopback_tcp_store(timeout_s=20)
+    handlers = [handler(hosts=2, endpoint=f"127.0.0.1:{server.port}", is_host="0") for _ in range(2)]
+    threads = [threading.Thread(target=each.next_rendezvous) for each in handlers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    stranger = TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+    (key,) = [name.removeprefix("/") for name in stranger.list_keys() if name.endswith("MASTER_ADDR")]
+    address = stranger.get(key)
+    assert address[32:] == b"127.0.0.1"
+    stranger.set(key, "10.66.66.66")
+    found = handlers[0]._store
+    with pytest.raises(ForgedError, match="MASTER_ADDR"):
+        found.get(key)
+    for each in handlers:
+        each.shutdown()
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\xff", b"3", b"[]", b"{}", b'{"round": Infinity}', b"[" * 100_000, pickle.dumps({})]
+)
+def test_a_state_that_no_launcher_wrote(text):
+    states = _StatesAsJson()
+    with pytest.raises(states.PickleError, match="the state of the rendezvous is none"):
+        states.loads(text)
+
+
+def test_why_ranks_could_not_be_started_is_the_first_cause(tmp_path):
+    """It was: "The rendezvous state is corrupt. See inner exception for details"."""
+    (tmp_path / "train.py").touch()
+    request = LaunchRequest(target=str(tmp_path / "train.py"), run_folder=tmp_path)
+    cause = ForgedError("'the/key' has no code.\nException raised from c10d")
+    error = RuntimeError("See inner exception for details.")
+    error.__cause__ = cause
+    assert _not_started(request, error) == (
+        "1 ranks on this host could not be started: ForgedError: 'the/key' has no code. "
+        "shardwright run -v shows what torchelastic did."
+    )
