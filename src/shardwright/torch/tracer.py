@@ -269,7 +269,6 @@ class Tracer:
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
         key = self.samples.cost_class(call, class_key(module), kept)
-        held = self._values.names_in(module)
         before = self._hidden.containers.contents(own)
         append_again(own, call.arguments, self._values.is_made)
         call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
@@ -302,7 +301,8 @@ class Tracer:
             ordinal=ordinal,
             inputs=call.inputs,
             outputs=(),
-            parameters=tuple(sorted(outcome.cost.parameters - held)),
+            # Not what it holds by now: a hook may have put a parameter of another unit into it.
+            parameters=tuple(sorted(outcome.cost.parameters - self._held[name])),
             cost_class=key,
             flops=outcome.cost.flops,
             work_bytes=memory.work_bytes,
