@@ -53,6 +53,7 @@ __all__ = [
     "generator_key",
     "goes_into_gradients",
     "gradient_is_wanted",
+    "gradient_transform_active",
     "has_storage",
     "hooks_of_every_module",
     "make_wrapper",
@@ -333,6 +334,14 @@ def gradient_is_wanted(node: Any, position: int) -> bool:
 def function_transforms_active() -> bool:
     """Whether `torch.func` (grad, vmap) or forward-mode differentiation is at work, here or further out."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def gradient_transform_active() -> bool:
+    """Whether one of `torch.func` that takes gradients (grad, vjp, jacrev, hessian) is at work.
+
+    They refuse hooks for saved tensors meanwhile.
+    """
+    return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def take_saved_tensor_hooks() -> list[Any]:
