@@ -3,6 +3,8 @@
 The judge is a loop as under DistributedDataParallel: one rank for each replica, the same microbatches.
 """
 
+import subprocess
+import sys
 import tempfile
 import warnings
 from typing import Any
@@ -244,20 +246,30 @@ class Calls(nn.Module):
             dist.all_gather_object([None] * num_ranks(), len(x))
         elif self.what == "group":
             dist.all_reduce(y.detach(), group=self.group)
+        elif self.what == "group with gradients":
+            y = with_gradients.all_reduce(y, group=self.group)
         elif self.what == "functional":
             functional.all_reduce(y.detach(), "sum", dist.group.WORLD)
+        elif self.what == "functional by name":
+            functional.all_gather_tensor(y.detach(), 0, dist.group.WORLD.group_name)
+        elif self.what == "functional by ranks":
+            functional.reduce_scatter_tensor(y.detach(), "sum", 0, list(range(2)))
         return y
 
 
 REFUSED = {
     "objects": "calls a collective of objects in a step",
     "group": "calls torch.distributed.all_reduce of a process group of its own",
+    "group with gradients": "calls torch.distributed.all_reduce of a process group of its own",
     "functional": "a functional collective",
+    "functional by name": "a functional collective",
+    "functional by ranks": "a functional collective",
 }
 
 
 def refusals() -> dict[str, str]:
     """What errors say, of a collective in a unit and of one between units."""
+    warnings.simplefilter("ignore", FutureWarning)  # of ranks in the place of a group
     group, said = dist.new_group([0, 1]), {}
     for what in REFUSED:
         with tempfile.TemporaryDirectory() as run_dir:
@@ -280,3 +292,14 @@ def test_what_cannot_go_over_replicas_is_refused_with_the_line():
         for what, text in REFUSED.items():
             assert text in said[what]
             assert "test_collectives_in_a_forward.py:" in said[what]
+
+
+def test_collectives_with_gradients_have_no_default_group():
+    """Imported behind the start of a run, they went over all ranks also in a step, and waited there."""
+    script = (
+        "import shardwright.torch as sw, torch.distributed as dist\n"
+        "sw.init({'run_dir': 'off'})\n"
+        "import torch.distributed.nn.functional as with_gradients\n"
+        "assert with_gradients.all_reduce.__defaults__[-1] is None, with_gradients.all_reduce.__defaults__\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

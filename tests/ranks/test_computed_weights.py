@@ -72,6 +72,17 @@ class Hyper(Layers):
         return super().forward(x)
 
 
+class Tied(Layers):
+    """A hook ties the weight of the last layer to that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[-1].weight
+        self.register_forward_pre_hook(
+            lambda model, args: setattr(model.layers[-1], "weight", model.layers[0].weight)
+        )
+
+
 class Gained(nn.Module):
     """Reads what is left in an attribute of a module inside it."""
 
@@ -175,6 +186,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "pruned": lambda: Layers(pruned),
     "merged": lambda: Layers(merged),
     "hyper": Hyper,
+    "tied": Tied,
     "gains": Gains,
     "cached": Cached,
     "notes": Notes,
@@ -185,6 +197,7 @@ RUNS: Sequence[tuple[str, str]] = [
     ("pruned", "zb_v"),
     ("merged", "1f1b"),
     ("hyper", "zb_v"),
+    ("tied", "1f1b"),
     ("gains", "zb_v"),
     ("cached", "zb_v"),
     ("notes", "1f1b"),

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.distributed import _functional_collectives
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.utils import clip_grad, parametrize
@@ -53,6 +54,7 @@ __all__ = [
     "generator_key",
     "goes_into_gradients",
     "gradient_is_wanted",
+    "gradient_transform_active",
     "has_storage",
     "hooks_of_every_module",
     "make_wrapper",
@@ -111,12 +113,18 @@ def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple
 
 
 @contextmanager
-def default_group(group: Any, *, on_other: Callable[[Any], None] | None = None) -> Iterator[None]:
+def default_group(
+    group: Any,
+    *,
+    on_other: Callable[[Any], None] | None = None,
+    on_functional: Callable[[Any], None] | None = None,
+) -> Iterator[None]:
     """Has another process group be the default one.
 
     Args:
         group: the default group inside.
         on_other: called with another group that is given to a function of torch.distributed.
+        on_functional: called with what a functional collective is given for a group.
     """
     c10d: Any = torch.distributed.distributed_c10d
     before, is_none_of = c10d._world.default_pg, c10d._rank_not_in_group
@@ -132,9 +140,19 @@ def default_group(group: Any, *, on_other: Callable[[Any], None] | None = None) 
         c10d._world.pg_map[group] = c10d._world.pg_map[before]  # the backend, and the store
     if on_other is not None:
         c10d._rank_not_in_group = look
+    functional: Any = _functional_collectives
+    resolve = functional._resolve_group
+
+    def resolved(asked: Any, *args: Any) -> Any:
+        if on_functional is not None:
+            on_functional(asked)
+        return resolve(asked, *args)
+
+    functional._resolve_group = resolved
     try:
         yield
     finally:
+        functional._resolve_group = resolve
         c10d._world.default_pg, c10d._rank_not_in_group = before, is_none_of
         if added:
             del c10d._world.pg_map[group]
@@ -324,6 +342,14 @@ def gradient_is_wanted(node: Any, position: int) -> bool:
 def function_transforms_active() -> bool:
     """Whether `torch.func` (grad, vmap) or forward-mode differentiation is at work, here or further out."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def gradient_transform_active() -> bool:
+    """Whether one of `torch.func` that takes gradients (grad, vjp, jacrev, hessian) is at work.
+
+    They refuse hooks for saved tensors meanwhile.
+    """
+    return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def take_saved_tensor_hooks() -> list[Any]:

@@ -108,13 +108,12 @@ def refuse_replaced(units: Mapping[str, nn.Module], is_value: Callable[[Any], bo
                         f"the step function leaves a tensor that it has computed outside of {path} in the "
                         f"place of the {kind} {name}.{key}, which only the rank of {path} has. Compute it in "
                         f"the forward of {path}, or change it in place (buffer.mul_(0.9).add_(x)); a tensor "
-                        "for this microbatch alone goes into an attribute that is no parameter or buffer, or "
-                        "through torch.func.functional_call."
+                        "for this microbatch alone goes into an attribute that is no parameter or buffer."
                     )
 
 
 def _holders(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    # torch.func.functional_call replaces parameters and buffers by computed tensors for a while.
+    # Parameters and buffers, too: a hook may replace them for the length of a call.
     return module._parameters, module._buffers, vars(module)
 
 

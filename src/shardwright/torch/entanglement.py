@@ -20,8 +20,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from shardwright.errors import TraceError
 from shardwright.torch._private import function_transforms_active
-from shardwright.torch.source_line import custom_function_call, frames_up_to, is_running
+from shardwright.torch.source_line import custom_function_call, frames_up_to, is_running, user_line
 
 __all__ = ["Entanglement"]
 
@@ -62,7 +63,11 @@ class Entanglement:
             self.whole.update(self._written[place] - {""})
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module is called."""
+        """A module is called.
+
+        Raises:
+            TraceError: the step function itself calls it under `torch.func`.
+        """
         if module not in self._names:
             # The first call; or that of a copy, after an attempt that failed inside of it.
             del self._open[1:]
@@ -72,9 +77,16 @@ class Entanglement:
         frame = custom_function_call()
         if self._open and frame is not None and frame != self._open[-1][1]:
             self.whole.add(self._open[-1][0])
-        if self._open and (what := _done_to_a_call(args)):
+        what = _done_to_a_call(args)
+        if what and self._open:
             self.hard[self._open[-1][0]] = what
             self.whole.add(self._open[-1][0])
+        elif what.startswith("uses torch.func"):
+            raise TraceError(
+                f"{user_line()}: the step function {what} around {name or 'the model'}, whose modules then "
+                "cannot be placed one by one. Do that in the forward of a module inside the model, which is "
+                "then one unit; or have one stage: pipeline_parallel_degree 1."
+            )
         self._open.append((name, frame))
 
     def leave(self) -> None:

@@ -29,7 +29,7 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.compiled_code import run_as_written
-from shardwright.torch.functions import answer_for_released, asks_for_shape, is_metadata
+from shardwright.torch.functions import answer_for_released, is_metadata
 from shardwright.torch.module_hooks import has_backward_hooks
 from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.step_code import in_step_code, writes_text
@@ -183,13 +183,13 @@ class GlueMode(TorchFunctionMode):
 
     Args:
         handler: what gets them.
-        shape_asked: is told of tensors whose shape Python asks for.
+        asked: is told of functions that are not handed on, and of what they are asked about.
     """
 
-    def __init__(self, handler: Handler, shape_asked: Callable[[Any], None] | None = None):
+    def __init__(self, handler: Handler, asked: Callable[[Any, Any], None] | None = None):
         super().__init__()
         self.handler = handler
-        self._shape_asked = shape_asked
+        self._asked = asked
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mine = _Active.handler is self.handler
@@ -198,8 +198,8 @@ class GlueMode(TorchFunctionMode):
                 answer = answer_for_released(func, args[0])
                 if answer is not None:
                     return answer
-            if self._shape_asked is not None and mine and asks_for_shape(func):
-                self._shape_asked(args[0])
+                if self._asked is not None:
+                    self._asked(func, args[0])
             return func(*args, **(kwargs or {}))
         return self.handler.operation(func, args, kwargs or {})
 

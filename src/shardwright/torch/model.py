@@ -632,7 +632,7 @@ class DistributedModel(nn.Module):
         raise UsageError(
             "a DistributedModel cannot be pickled or copied: it holds the weights of one rank, and "
             "connections to the others. Save model.state_dict(), called on all ranks, and load it with "
-            "load_state_dict."
+            "load_state_dict. A copy that is part of the training is made of the module before it is wrapped."
         )
 
     def _is_local(self, tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradients
 from greenlet import getcurrent
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -78,6 +79,9 @@ _OF_OBJECTS = (
 )
 # Who calls whom: code of these passes on a call of somebody else.
 _PASSES_ON = ("torch.", sums_over_ranks.__name__)
+# Only scripts call these. Their default group is that of the time at which they are imported: imported here,
+# before there is one, they look for it when they are called.
+_OF_SCRIPTS = with_gradients.__name__
 _QUERIES = ("get_backend", "get_group_rank", "get_rank", "get_world_size", "get_global_rank")
 
 # The stubs leave out the constructor.
@@ -138,12 +142,6 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        if called_from("torch.distributed._functional_collectives"):
-            raise _refusal(
-                "a functional collective (torch.distributed._functional_collectives, which DTensor uses) is "
-                "called in a step. Call torch.distributed.all_reduce and its like, or "
-                "torch.distributed.nn.functional, which has gradients."
-            )
         return "replicas"
 
     def send(self, *args: Any) -> NoReturn:
@@ -261,7 +259,7 @@ def over_replicas(*, sends: bool) -> Iterator[None]:
             yield
             return
         _REPLICAS.world = world
-        with default_group(_REPLICAS, on_other=_refuse_other_group):
+        with default_group(_REPLICAS, on_other=_refuse_other_group, on_functional=_refuse_functional):
             yield
     finally:
         _REPLICAS.sends = before
@@ -302,12 +300,25 @@ def _refuse_other_group(group: Any) -> None:
         return
     name = frame.f_code.co_name
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSES_ON):
+        if frame.f_globals["__name__"] == _OF_SCRIPTS:
+            break
         frame = frame.f_back
     if not frame.f_globals.get("__name__", "").startswith("shardwright."):
         _refuse(
             f"torch.distributed.{name} of a process group of its own",
             "Leave out the group: in a step, the default one is that of the ranks that hold the same stage.",
         )
+
+
+def _refuse_functional(group: Any) -> None:
+    """Refuses a functional collective: it finds groups by their names, past the stand-in."""
+    if is_initialized() and context().mesh.pipeline == 1 and group is not _REPLICAS:
+        return
+    raise _refusal(
+        "a functional collective (torch.distributed._functional_collectives, which DTensor uses) is "
+        "called in a step. Call torch.distributed.all_reduce and its like, or "
+        "torch.distributed.nn.functional, which has gradients."
+    )
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

@@ -55,9 +55,9 @@ def stacklevel_of_user() -> int:
 
 
 def is_the_users(frame: FrameType) -> bool:
-    """Whether a frame is neither torch's nor ours."""
+    """Whether a frame is neither torch's nor ours, nor of what the user's code goes through on the way."""
     module = frame.f_globals.get("__name__", "")
-    return not module.startswith(_NOT_THE_USERS) and module != "torch"
+    return not module.startswith(_NOT_THE_USERS) and module not in ("copy", "torch")
 
 
 def called_from(module: str, function: str = "") -> bool:

@@ -195,7 +195,7 @@ class _Run:
         open_modules = OpenModules(tracer)
         unchanged = Unchanged(self.unit_map, tracer.lend, device=self.device)
         try:
-            glue = GlueMode(tracer, tracer.shape_asked)
+            glue = GlueMode(tracer, tracer.asked)
             with (
                 transforms_beside_hooks(),
                 python_random_kept(),

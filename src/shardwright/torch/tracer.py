@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError, TraceError
 from shardwright.model_graph import ModelGraph, Node, Together, Unit
 from shardwright.torch import functions
-from shardwright.torch._private import HigherOrderOperator, storage_key
+from shardwright.torch._private import HigherOrderOperator, gradient_transform_active, storage_key
 from shardwright.torch.aliases import follow_changes
 from shardwright.torch.attribute_inputs import FOUND, found_in
 from shardwright.torch.attribute_use import AttributeUse, Slot
@@ -137,11 +137,34 @@ class Tracer:
             self._recorder.batch_memory.add(storage_key(self._values.as_fake(tensor)))
             self._batch_bytes += tensor.nbytes
 
-    def shape_asked(self, item: Any) -> None:
-        """Takes note of a tensor whose shape Python knows."""
+    def asked(self, func: Callable[..., Any], item: Any) -> None:
+        """Takes note of a tensor whose shape Python knows.
+
+        Args:
+            func: which is no operation on tensors.
+            item: what it is given.
+
+        Raises:
+            TraceError: it copies a tensor that only one rank has.
+        """
         value = self._values.find(item)
-        if value is not None:
+        if func is Tensor.__deepcopy__:
+            self._refuse_copy(item, value)
+        elif value is not None and functions.asks_for_shape(func):
             self._shapes_asked.add(value)
+
+    def _refuse_copy(self, item: Any, value: int | None) -> None:
+        if id(item) in self._values.lent_for:
+            raise TraceError(
+                f"{user_line()}: copy.deepcopy() is given a module with {self._values.names[id(item)]}, "
+                "which only one rank has. Make the copy before the model is wrapped, and register it in the "
+                "model."
+            )
+        if value is not None:
+            raise TraceError(
+                f"{user_line()}: copy.deepcopy() is given a tensor that only one rank has. Copy it by "
+                "x.detach().clone()."
+            )
 
     @property
     def position(self) -> float:
@@ -166,6 +189,12 @@ class Tracer:
         """Records a torch function; executes it for real if it is free, else on fake tensors."""
         if func is Tensor.backward:
             return self.backward(args[0], functions.gradient_of_backward(*args[1:], **kwargs))
+        if gradient_transform_active():
+            raise TraceError(
+                f"{user_line()}: torch.func (grad, vjp, jacrev, hessian) is used between units. Use it in "
+                "the forward of a module inside the model, which is then placed whole; or take the gradient "
+                "by torch.autograd.grad."
+            )
         self.before_step()
         items, structure = flatten((args, kwargs))
         note_used(items)
@@ -269,7 +298,6 @@ class Tracer:
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
         key = self.samples.cost_class(call, class_key(module), kept)
-        held = self._values.names_in(module)
         before = self._hidden.containers.contents(own)
         append_again(own, call.arguments, self._values.is_made)
         call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
@@ -302,7 +330,8 @@ class Tracer:
             ordinal=ordinal,
             inputs=call.inputs,
             outputs=(),
-            parameters=tuple(sorted(outcome.cost.parameters - held)),
+            # Not what it holds by now: a hook may have put a parameter of another unit into it.
+            parameters=tuple(sorted(outcome.cost.parameters - self._held[name])),
             cost_class=key,
             flops=outcome.cost.flops,
             work_bytes=memory.work_bytes,

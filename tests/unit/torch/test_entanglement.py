@@ -3,10 +3,13 @@
 import gc
 import logging
 
+import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.errors import TraceError
 from shardwright.torch.discover import discover
 from shardwright.torch.entanglement import Entanglement
 from shardwright.torch.units import choose_units
@@ -181,3 +184,27 @@ def test_a_name_goes_with_its_module():
     del model
     gc.collect()
     assert not entanglement._names
+
+
+def with_computed_weight(model, x):
+    weight = model.first.weight * x.mean()
+    return functional_call(model, {"cell.linear.weight": weight}, (x,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_computed_weight,
+        lambda model, x: functional_call(model.cell, dict(model.cell.named_parameters()), (x,)),
+        lambda model, x: torch.func.vmap(model)(x),
+        lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda model, x: torch.func.jacrev(torch.sin)(model(x)),
+    ],
+)
+def test_a_step_function_uses_no_function_transforms(function):
+    """Microbatches found each other's weights under `functional_call`, and the model kept one for good."""
+    model = Plain()
+    with pytest.raises(TraceError, match=r"test_entanglement\.py:\d+: .*torch\.func"):
+        discover(
+            model, lambda x: function(model, x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu")
+        )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError, UsageError
+from shardwright.errors import DeferredReadError, TraceError, UsageError
 from shardwright.torch.glue import active_handler, intercept_calls, plain_torch
 from shardwright.torch.recording import Trace
 from shardwright.torch.samples import copy_of_object
@@ -37,6 +37,25 @@ class Chooses(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) if x.sum() > -1e9 else x
+
+
+@pytest.mark.parametrize(
+    ("copied", "said"),
+    [
+        (lambda model, x: model, "a module with a.weight, which only one rank has"),
+        (lambda model, x: model["a"](x).detach(), "a tensor that only one rank has"),
+    ],
+)
+def test_deep_copies_between_units(copied, said):
+    """The error was that of a tensor that leaves a unit by another way than as its result."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+
+    def step(x):
+        twin = copy.deepcopy(copied(model, x))
+        return model["b"](x) + (twin["b"](x) if isinstance(twin, nn.Module) else twin)
+
+    with pytest.raises(TraceError, match=rf"test_trace\.py:\d+: copy\.deepcopy\(\) is given {said}"):
+        traced(model, step, torch.ones(2, WIDTH))
 
 
 class Memory:
