@@ -15,11 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.coupling import refuse_coupling
+from shardwright.torch.coupling import refuse_coupling, refuse_parts_of_the_world
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.update_clock import UpdateClock
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
@@ -118,6 +119,7 @@ class DistributedOptimizer(Optimizer):
         if _leaves_out():
             return None
         if not self.sees_rows:
+            refuse_parts_of_the_world(self.optimizer, wrapped=True)
             refuse_coupling(self.optimizer)
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
@@ -129,6 +131,7 @@ class DistributedOptimizer(Optimizer):
             self._own_rows(),
             self._own_parts(),
             _stepping(),
+            over_replicas(sends=True, kind="replicas"),
         ):
             self.optimizer.step()
         return None
@@ -438,6 +441,7 @@ def _look_at_unwrapped(optimizer: Optimizer) -> None:
         return
     model.step_end.numbers.note(optimizer)
     if type(optimizer) not in _ELEMENTWISE:
+        refuse_parts_of_the_world(optimizer, wrapped=False)
         refuse_coupling(optimizer)
     if _leaves_out():
         for parameter in found:
