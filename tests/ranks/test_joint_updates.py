@@ -155,6 +155,35 @@ class OwnList(Total):
             p.sub_(p.grad / norm, alpha=1e-2)
 
 
+class RatioOfSettings(Ratio):
+    """Keeps settings that are no plain numbers: it could not be tried, and was taken for harmless."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, lr)
+        self.scales = [1.0, 1.0]
+        self.shape = nn.Identity()
+        self.start = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.shape(self.start + self.scales[0])
+        super().step()
+
+
+class Around(Optimizer):
+    """Wraps another one, and needs a state for each parameter that it was made with."""
+
+    def __init__(self, params: Any):
+        self.inner = Ratio(params)
+        super().__init__(self.inner.param_groups, {})
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.lerp_(self.slow[p], 0.1)
+
+
 class LastRate(torch.optim.SGD):
     """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
 
@@ -236,8 +265,8 @@ def train_with(
             if kind is Sam:
                 each.first_step()
             each.step()
-        if number == 1 and wrapped:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each in (optimizer, theirs) if number == 1 and wrapped else ():
+            each.load_state_dict(copy.deepcopy(each.state_dict()))
     state = model.state_dict()
     difference = max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
     numbers = [
@@ -249,7 +278,9 @@ def train_with(
     return difference, numbers == of_plain, len(own.state)
 
 
-@pytest.mark.parametrize("kind", [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate])
+@pytest.mark.parametrize(
+    "kind", [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate, RatioOfSettings, Around]
+)
 def test_over_stages_they_are_those_of_the_whole_model(kind):
     """Bug: each rank had norms and step sizes of its own parameters."""
     ranks = run_ranks(train_with, 2, kind, {})

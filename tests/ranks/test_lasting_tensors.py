@@ -1,6 +1,7 @@
 """Tensors that are neither parameters nor buffers and outlive the step: attributes, variables of a script."""
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -282,3 +283,31 @@ def test_a_batch_that_requires_gradients_is_not():
         return True
 
     assert run_ranks(job, 2) == [True, True]
+
+
+def trained_beside(config: dict[str, Any]) -> list[str]:
+    """Warnings of a step whose loss has weights of its own, as those of ArcFace and of proxies."""
+    _, _, model = start(Stack, config)
+    proxies = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    @sw.step
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        loss = (model(x) - proxies).square().mean()
+        model.backward(loss)
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            train(model, batches(number, 1)[0])
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "config", [{"data_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}, {"data_parallel_degree": 1}]
+)
+def test_a_parameter_that_replicas_would_train_apart_is_pointed_out(config):
+    num_ranks = max(config.values())
+    for found in run_ranks(trained_beside, num_ranks, config):
+        assert len(found) == (1 if num_ranks > 1 else 0)
+        assert all("a parameter of shape (3,) that is not part of the wrapped" in text for text in found)

@@ -8,7 +8,10 @@ parameters of all stages (`joint_update`), which takes longer.
 One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
 Any other unknown optimizer is tried before its first update, on small parameters: two copies of it make some
 steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
-or a number of the groups, parameters are coupled.
+or a number of the groups, parameters are coupled. Where no copy can make a step, a warning says so.
+
+An optimizer may also deal its parameters out to all ranks, and gather what they have made of them (Muon): in
+the `step` of a wrapped one that goes over the replicas of a stage (`replica_collectives`).
 
 A script may step by methods of an optimizer that is not wrapped, as by `first_step` and `second_step` of SAM,
 of which nobody hears. Another optimizer steps inside of one of them::
@@ -17,6 +20,7 @@ of which nobody hears. Another optimizer steps inside of one of them::
     sam.second_step()   goes back, and calls sgd.step() ──► who calls? ──► sam is tried, with all its methods
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -31,14 +35,25 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.glue import plain_torch
+from shardwright.torch.python_random import python_random_kept
+from shardwright.torch.replica_collectives import num_collectives, over_replicas
+from shardwright.torch.tree import leaves
 
-__all__ = ["Trial", "coupled_around", "is_coupled", "refuse_coupling", "trial"]
+__all__ = [
+    "Trial",
+    "coupled_around",
+    "is_coupled",
+    "refuse_coupling",
+    "refuse_parts_of_the_world",
+    "trial",
+]
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +73,12 @@ class Trial:
 
     Attributes:
         couples: the update of a parameter, or a number of the groups, depends on several parameters.
+        collects: it calls collectives of `torch.distributed`.
         problem: why it cannot be tried; empty where it can.
     """
 
     couples: bool = False
+    collects: bool = False
     problem: str = ""
 
 
@@ -79,6 +96,13 @@ def is_coupled(
         return False
     if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
         return False
+    return _trial_of(optimizer, method, groups).couples
+
+
+def _trial_of(
+    optimizer: Optimizer, method: str = "step", groups: Sequence[Sequence[Tensor]] | None = None
+) -> Trial:
+    """Tries it once."""
     tried = _tried.setdefault(optimizer, {})
     if method not in tried:
         found = tried[method] = trial(optimizer, method, groups)
@@ -90,7 +114,7 @@ def is_coupled(
                 type(optimizer).__name__,
                 found.problem,
             )
-    return tried[method].couples
+    return tried[method]
 
 
 def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer | None:
@@ -128,6 +152,35 @@ def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn
     )
 
 
+def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
+    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters.
+
+    Args:
+        optimizer: the script's own.
+        wrapped: its collectives go over the ranks with the same parameters.
+
+    Raises:
+        UsageError: it would get the parameters of other stages, or parts of them.
+    """
+    if not is_initialized() or max(context().mesh.pipeline, context().mesh.shard) == 1:
+        return
+    if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
+        return
+    what = type(optimizer).__name__
+    if any(isinstance(value, dist.ProcessGroup) for value in vars(optimizer).values()):
+        raise UsageError(
+            f"{what} has a process group of its own and shares its work among those ranks, and ranks of a "
+            "pipeline, or of sharded data parallelism, have other parameters. Nothing was updated. Take the "
+            "optimizer that is in it: what replicas share of its state says shard_optimizer_state."
+        )
+    if not wrapped and _trial_of(optimizer).collects:
+        raise UsageError(
+            f"{what} calls torch.distributed in its step, over all ranks, and these have other parameters. "
+            "Nothing was updated. Call step() of sw.DistributedOptimizer(optimizer): there such calls go "
+            "over the replicas of a stage."
+        )
+
+
 def _is_known(optimizer: Optimizer) -> bool:
     """Whether it is one of PyTorch's own that treats each parameter by itself."""
     kind = type(optimizer)
@@ -155,14 +208,21 @@ def trial(
     It is called without a closure, and with one where that fails.
 
     >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    Trial(couples=False, problem='')
+    Trial(couples=False, collects=False, problem='')
     """
     given = [group["params"] for group in optimizer.param_groups] if groups is None else groups
     firsts = [next(iter(group), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM)) for group in given]
     problem = ""
     for closes, dtype in product((False, True), (torch.float64, torch.float32)):  # float64 shows a small rate
-        with plain_torch(), warnings.catch_warnings(), torch.random.fork_rng(devices=_devices(optimizer)):
+        with (
+            plain_torch(),
+            over_replicas(sends=False),
+            python_random_kept(),
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=_devices(optimizer)),
+        ):
             warnings.simplefilter("ignore")
+            calls_before = num_collectives()
             run = functools.partial(_steps_of_copy, optimizer, method, firsts, dtype, closes=closes)
             try:
                 (first, numbers), (again, other_numbers) = run(others=1.0), run(others=-0.2)
@@ -170,8 +230,10 @@ def trial(
                 problem = problem or f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
                 continue
         alike = torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True)
-        return Trial(not alike or str(numbers) != str(other_numbers))
-    return Trial(problem=problem)
+        couples = not alike or str(numbers) != str(other_numbers)
+        return Trial(couples, collects=num_collectives() > calls_before)
+    inside = [trial(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return next((found for found in inside if found.couples), Trial(problem=problem))
 
 
 def _steps_of_copy(
@@ -234,8 +296,8 @@ def _small_group(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dic
 def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]], places: Mapping[int, int]) -> Any:
     """An optimizer of the same class and settings, without anything that belongs to the model.
 
-    What is no plain setting it lacks, so that nothing it does reaches the script's own; but for lists of
-    parameters.
+    What cannot be copied it lacks, and what has parameters of the model, but for lists of them, so that
+    nothing it does reaches the script's own.
 
     Args:
         optimizer: the script's own.
@@ -257,10 +319,15 @@ def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]], places: Mapp
         elif isinstance(value, FunctionType):
             if not hasattr(type(optimizer), name):  # a scheduler has put its own step() there
                 found[name] = value
-        elif isinstance(value, bool | int | float | str | tuple | dict | torch.device | None):
-            found[name] = copy.deepcopy(value)
+        elif not any(isinstance(item, nn.Parameter) and id(item) in places for item in _tensors_of(value)):
+            with contextlib.suppress(Exception):  # whatever an object raises that is not to be copied
+                found[name] = copy.deepcopy(value)
     vars(made).update(found)
     return made
+
+
+def _tensors_of(value: Any) -> list[Any]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else leaves(value)
 
 
 def _devices(optimizer: Optimizer) -> list[torch.device]:

@@ -70,24 +70,33 @@ class JointUpdate:
         for parameter, holding in self._holdings.items():
             if not isinstance(parameter, RemoteTensor):
                 program.holds((parameter, parameter.grad), holding)
-        groups = self._optimizers[0].param_groups
-        own = [group["params"] for group in groups]
-        for group, parameters in zip(groups, self._groups, strict=True):
-            group["params"] = list(parameters)
+        shown = list(self._show_all_parameters())
         for optimizer in self._optimizers:
             optimizer.state.update(self._states_of_others.pop(optimizer, {}))  # type: ignore[arg-type]
         before, RemoteTensor.told_device = RemoteTensor.told_device, self._context.device
         try:
             with program:
                 yield
-            for group in groups:  # its numbers are everybody's
+            for group, _ in shown:  # its numbers are everybody's
                 group.update(program.numbers_in({k: v for k, v in group.items() if k != "params"}))
         finally:
             RemoteTensor.told_device = before
-            for group, parameters in zip(groups, own, strict=True):
+            for group, parameters in shown:
                 group["params"] = parameters
             self._put_away()
             program.forget()
+
+    def _show_all_parameters(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Gives groups all parameters; yields each with what it had.
+
+        An optimizer and one inside of it share groups at first, and no more when a state was loaded.
+        """
+        for optimizer in self._optimizers:
+            for group, everything in zip(optimizer.param_groups, self._groups, strict=False):
+                own = [id(parameter) for parameter in everything if not isinstance(parameter, RemoteTensor)]
+                if [id(parameter) for parameter in group["params"]] == own:
+                    yield group, group["params"]
+                    group["params"] = list(everything)
 
     def _find_holdings(self) -> dict[nn.Parameter, Holding]:
         model = self._context.model

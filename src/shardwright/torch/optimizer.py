@@ -17,12 +17,18 @@ from torch.utils.hooks import RemovableHandle
 from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.coupling import coupled_around, is_coupled, refuse_coupling
+from shardwright.torch.coupling import (
+    coupled_around,
+    is_coupled,
+    refuse_coupling,
+    refuse_parts_of_the_world,
+)
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.joint_update import JointUpdate
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
+from shardwright.torch.replica_collectives import over_replicas
 from shardwright.torch.update_clock import UpdateClock
 
 __all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
@@ -122,7 +128,10 @@ class DistributedOptimizer(Optimizer):
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if _leaves_out():
             return None
-        is_joint = not self.sees_rows and self._is_coupled("step")
+        is_joint = False
+        if not self.sees_rows:
+            refuse_parts_of_the_world(self.optimizer, wrapped=True)
+            is_joint = self._is_coupled("step")
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -136,6 +145,7 @@ class DistributedOptimizer(Optimizer):
             self._own_parts(),
             self._joint_update() if is_joint else nullcontext(),
             _stepping(),
+            nullcontext() if self.sees_rows else over_replicas(sends=True, kind="replicas"),
         ):
             self.optimizer.step()
         return None
@@ -482,6 +492,8 @@ def _look_at_unwrapped(optimizer: Optimizer) -> None:
     if not found:
         return
     is_first = model.step_end.numbers.note(optimizer)
+    if type(optimizer) not in _ELEMENTWISE:
+        refuse_parts_of_the_world(optimizer, wrapped=False)
     is_joint = type(optimizer) not in _ELEMENTWISE and is_coupled(optimizer)
     needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
     if needs_all is not None:

@@ -14,6 +14,10 @@ timed, nothing is sent.
 
 Ranks that hold the same stage compute the same actions in the same order, so they come to the same calls in
 the same order.
+
+So it is in the `step` of an optimizer that deals its work out to all ranks and gathers what they have made
+(Muon): other stages have other parameters. Where replicas share parameters, each sees whole ones, and all of
+them make every update: they count as one.
 """
 
 import itertools
@@ -32,14 +36,16 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwright.comm.process_group import default_store
 from shardwright.errors import PeerLostError, UsageError
+from shardwright.mesh import GroupKind
 from shardwright.torch import sums_over_ranks
 from shardwright.torch._private import default_group
 from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.glue import active_handler, plain_torch
+from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright.torch.source_line import called_from, user_line
-from shardwright.torch.tree import leaves
+from shardwright.torch.tree import leaves, map_tree
 
-__all__ = ["COLLECTIVES", "over_replicas", "refusal_behind"]
+__all__ = ["COLLECTIVES", "num_collectives", "over_replicas", "refusal_behind"]
 
 _CHANGES_ALL = {
     "allreduce": "all_reduce",
@@ -122,8 +128,10 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(0, 1)
         self.sends = False  # a microbatch computes, and this is no trace
+        self.kind: GroupKind = "dp"
+        self.num_calls = 0
         self.world: Any = None
-        self._made: tuple[Context, Any] | None = None
+        self._made: dict[GroupKind, tuple[Context, Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> "_Replicas":
         return self
@@ -131,10 +139,10 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     # ---- what torch.distributed asks a group ----
 
     def size(self) -> int:
-        return context().mesh.data if is_initialized() else 1
+        return context().mesh.group_size(self.kind) if is_initialized() else 1
 
     def rank(self) -> int:
-        return context().data_rank if is_initialized() else 0
+        return context().mesh.group_rank(self.kind, context().rank) if is_initialized() else 0
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -161,6 +169,8 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
             method: of a process group.
             args: its arguments.
         """
+        self.num_calls += 1
+        args = map_tree(_own_rows, list(args))
         outputs = _outputs(method, args)
         with torch.no_grad():
             if self.size() == 1:
@@ -176,7 +186,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            ranks = context().mesh.group("dp", context().rank)
+            ranks = context().mesh.group(self.kind, context().rank)
             raise PeerLostError(
                 f"{user_line()}: {_NAMES[method]}() is called in a step, for which the ranks that hold this "
                 f"stage ({', '.join(map(str, ranks))}) wait for one another, and it failed: {error}. Each "
@@ -185,11 +195,11 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
 
     def _group(self) -> Any:
         """Of the ranks that hold the same stage; made at the first call, by these alone."""
-        current = context()
-        if self._made is None or self._made[0] is not current:
+        current, kind = context(), self.kind
+        if kind not in self._made or self._made[kind][0] is not current:
             from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
 
-            ranks = current.mesh.group("dp", current.rank)
+            ranks = current.mesh.group(kind, current.rank)
             with default_group(self.world):
                 made = ShardwrightProcessGroup(
                     PrefixStore(f"collectives in steps/{next(_NUMBERS)}/{ranks}", default_store()),
@@ -197,14 +207,12 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
                     len(ranks),
                     timedelta(seconds=current.config.timeout_s),
                 )
-            self._made = current, made
-            current.cleanup.callback(self._forget)
-        return self._made[1]
+            self._made[kind] = current, made
+            current.cleanup.callback(self._forget, kind)
+        return self._made[kind][1]
 
-    def _forget(self) -> None:
-        if self._made is not None:
-            self._made[1].shutdown()
-            self._made = None
+    def _forget(self, kind: GroupKind) -> None:
+        self._made.pop(kind)[1].shutdown()
 
 
 def _call(method: str) -> Callable[..., Any]:
@@ -245,15 +253,16 @@ COLLECTIVES = frozenset(_OPERATIONS.values())
 
 
 @contextmanager
-def over_replicas(*, sends: bool) -> Iterator[None]:
+def over_replicas(*, sends: bool, kind: GroupKind = "dp") -> Iterator[None]:
     """Inside, collectives of the default process group go over the ranks that hold the same unit.
 
     Args:
         sends: make them; else, as in a trace, only what they change is taken note of.
+        kind: of the group of these ranks.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    before = _REPLICAS.sends
-    _REPLICAS.sends = sends
+    before = _REPLICAS.sends, _REPLICAS.kind
+    _REPLICAS.sends, _REPLICAS.kind = sends, kind
     try:
         if world is None or world is _REPLICAS:
             yield
@@ -262,7 +271,12 @@ def over_replicas(*, sends: bool) -> Iterator[None]:
         with default_group(_REPLICAS, on_other=_refuse_other_group, on_functional=_refuse_functional):
             yield
     finally:
-        _REPLICAS.sends = before
+        _REPLICAS.sends, _REPLICAS.kind = before
+
+
+def num_collectives() -> int:
+    """How many were called inside of `over_replicas` so far."""
+    return _REPLICAS.num_calls
 
 
 def refusal_behind(error: BaseException | None) -> BaseException | None:
@@ -270,6 +284,11 @@ def refusal_behind(error: BaseException | None) -> BaseException | None:
     while error is not None and _MARK not in vars(error):
         error = error.__context__  # torch.distributed looks up a group's name when it logs an error
     return error
+
+
+def _own_rows(item: Any) -> Any:
+    """What this rank has of a shared parameter: those that it talks to have the same rows."""
+    return item.local if isinstance(item, ShardedTensor) else item
 
 
 def _outputs(method: str, args: Sequence[Any]) -> list[Tensor]:
@@ -323,8 +342,8 @@ def _refuse_functional(group: Any) -> None:
 
 def _refuse(what: str, remedy: str) -> NoReturn:
     raise _refusal(
-        f"the model or the step function calls {what} in a step. Its ranks hold other parts of the model, "
-        f"and need not all come to this line. {remedy}"
+        f"the model, the step function or the optimizer calls {what} in a step. Its ranks hold other parts "
+        f"of the model, and need not all come to this line. {remedy}"
     )
 
 

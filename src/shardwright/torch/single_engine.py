@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from shardwright.torch.one_stage import recompute_as_wished
 from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_buffers import ReplicaBuffers
+from shardwright.torch.step_parameters import point_out_foreign_behind
 from shardwright.torch.synchronised_norms import SynchronisedNorms
 from shardwright.units import format_bytes
 
@@ -54,6 +56,7 @@ class SingleEngine:
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         if planner is None:
@@ -100,6 +103,7 @@ class SingleEngine:
                 first=not losses,
                 last=index == num_microbatches - 1,
                 in_use=partial(memory_in_use, device) if looks else None,
+                look=partial(self._look, function) if index == 0 else None,
             )
             start_s = time.perf_counter()
             before = set_active_handler(handler)
@@ -141,6 +145,12 @@ class SingleEngine:
             memory=memory,
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
         )
+
+    def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
+        """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
+        if self._context.data_group is not None and function not in self._looked_at:
+            self._looked_at.add(function)
+            point_out_foreign_behind(loss, self._model.get_module())
 
     def _plan(
         self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter
@@ -226,8 +236,10 @@ class _Plain:
         first: bool,
         last: bool,
         in_use: Callable[[], int] | None = None,
+        look: Callable[[Tensor], None] | None = None,
     ):
         self._scale = scale
+        self._look_at_loss = look
         self._opens = reducer if first else None
         self._reducer = reducer
         self._is_last = last
@@ -254,6 +266,8 @@ class _Plain:
         refuse_untrained(loss.requires_grad)
         refuse_several_numbers(loss, gradient)
         self.loss = loss.detach()
+        if self._look_at_loss is not None:
+            self._look_at_loss(loss)
         begin_s = self._moment()
         start = torch.ones_like(loss) if gradient is None else gradient
         if self._opens is not None:

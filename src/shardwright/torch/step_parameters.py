@@ -11,7 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.source_line import user_line
 from shardwright.torch.traced_values import TracedValues
 
-__all__ = ["point_out_foreign", "refuse_returned"]
+__all__ = ["point_out_foreign", "point_out_foreign_behind", "refuse_returned"]
 
 
 def point_out_foreign(
@@ -35,6 +35,33 @@ def point_out_foreign(
                 "the wrapped model: its gradient comes to be on one rank alone. To train it, register it in "
                 "the module that is wrapped (model.extra = nn.Parameter(tensor), before DistributedModel); "
                 "else freeze it with requires_grad_(False).",
+                stacklevel=2,
+            )
+
+
+def point_out_foreign_behind(loss: Tensor, model: nn.Module) -> None:
+    """Warns of trained parameters behind a loss that are not the model's, where there are replicas.
+
+    Args:
+        loss: of a microbatch.
+        model: the whole model.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    pending = [loss.grad_fn]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [following for following, _ in node.next_functions]
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in known:
+            warnings.warn(
+                f"the loss has a gradient for a parameter of shape {tuple(parameter.shape)} that is not part "
+                "of the wrapped model: each replica trains it by its own batches, so that replicas drift "
+                "apart. Register it in the module that is wrapped (model.loss = loss_module, before "
+                "DistributedModel), which averages its gradient; else freeze it with requires_grad_(False).",
                 stacklevel=2,
             )
 
