@@ -12,6 +12,7 @@ from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
+import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -122,6 +123,17 @@ class Cached(Layers):
             return super().forward(x)
 
 
+def recomputed(layer: nn.Module) -> nn.Module:
+    sw.set_activation_checkpointing(layer)
+    return layer
+
+
+def doubled() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    return layer
+
+
 class Note:
     def __init__(self) -> None:
         self.scale: Tensor | None = None
@@ -188,6 +200,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "hyper": Hyper,
     "tied": Tied,
     "gains": Gains,
+    "recomputed": lambda: Layers(lambda: recomputed(spectral_norm())),
+    "recomputed with a hook": lambda: Layers(lambda: recomputed(doubled())),
     "cached": Cached,
     "notes": Notes,
     "lists": Lists,
@@ -199,6 +213,8 @@ RUNS: Sequence[tuple[str, str]] = [
     ("hyper", "zb_v"),
     ("tied", "1f1b"),
     ("gains", "zb_v"),
+    ("recomputed", "1f1b"),  # the hook ran in the backward, too
+    ("recomputed with a hook", "1f1b"),
     ("cached", "zb_v"),
     ("notes", "1f1b"),
     ("lists", "1f1b"),

@@ -5,13 +5,15 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import WIDTH, Stack
 
-from shardwright.testing import run_ranks
-from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
+from shardwright.errors import TraceError
+from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.torch.recomputed_statistics import refuse_recomputed_vectors, warn_of_recomputed_buffers
 
 LENGTH = 12
 
@@ -107,6 +109,23 @@ def statistics(kind: type[nn.Module], num_microbatches: int) -> tuple[list[str],
         warnings.simplefilter("always")
         found = differences(recipe, case)
     return found, [str(item.message) for item in caught if "a second time" in str(item.message)]
+
+
+class Spectral(Normalised):
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+        self.up, self.norm = parametrizations.spectral_norm(self.up), nn.Identity()
+
+
+def test_spectral_norms_that_are_computed_twice():
+    """Losses and gradients were others, by a percent or two, and a warning spoke of buffers alone."""
+    hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)))
+    with pytest.raises(TraceError, match=r"a spectral norm \(0\.weight_u\) a second time"):
+        refuse_recomputed_vectors(hook, ["0.weight_u"])
+    with pytest.raises(RanksFailedError, match=r"a spectral norm \(0\.up\.parametrizations\.weight\.0\._"):
+        run_ranks(statistics, 2, Spectral, 4)
+    for found, _ in run_ranks(statistics, 2, Spectral, 1):
+        assert found == []
 
 
 def test_norms_that_are_recomputed_for_what_comes_after_them():

@@ -29,7 +29,8 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     if not calls:
         raise PlanError(
             "the step function calls no module inside the model, so there is nothing to place on stages. "
-            "Call the model in the step function; a model of one layer cannot be cut: start one rank for it."
+            "Call the model in the step function, and the modules inside as layer(x): layer.forward(x) is "
+            "not seen. A model of one layer cannot be cut: start one rank for it."
         )
     nodes = [graph.nodes[call] for call in calls]
     costs = _costs(nodes, profile)

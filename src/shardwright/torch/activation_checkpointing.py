@@ -15,6 +15,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
 from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.cost import CostCounter
+from shardwright.torch.module_hooks import forward_hooks_put
 from shardwright.torch.python_random import PythonState, get_python_state, set_python_state
 from shardwright.torch.tree import flatten, leaves
 
@@ -41,7 +42,15 @@ class _Recomputed(TakesFound):
         preserve = vars(self)[_MARK]
         if preserve is None:
             return call(*args, **kwargs)
-        return call_recomputed(self, call, args, kwargs, preserve_rng_state=preserve)  # type: ignore[arg-type]
+        own: Any = self
+        hooks, pre_hooks = own._forward_hooks, own._forward_pre_hooks
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            # A unit is called without hooks, which have run around it: so it must be in the backward.
+            with forward_hooks_put(own, hooks, pre_hooks):
+                return call(*args, **kwargs)
+
+        return call_recomputed(own, called, args, kwargs, preserve_rng_state=preserve)
 
 
 _CLASSES: dict[type, type] = {}

@@ -24,7 +24,7 @@ from shardwright.torch.traced_call import Outcome
 from shardwright.torch.tree import leaves
 from shardwright.torch.unit_map import UnitMap
 
-__all__ = ["BatchStatistics", "TracedStatistics", "layers_with_statistics"]
+__all__ = ["BatchStatistics", "TracedStatistics", "is_of_spectral_norm", "layers_with_statistics"]
 
 log = logging.getLogger(__name__)
 
@@ -107,12 +107,15 @@ def _owners(unit_map: UnitMap, names: Iterable[str]) -> set[str]:
     return {path for path, _, key in places if not _is_known(unit_map.model.get_submodule(path), key)}
 
 
+def is_of_spectral_norm(module: nn.Module, key: str) -> bool:
+    """Whether a buffer is a vector of a spectral norm, which follows a weight in it."""
+    of_hook = f"{key.rpartition('_')[0]}_orig" in module._parameters
+    return of_hook or type(module).__name__ == "_SpectralNorm"
+
+
 def _is_known(module: nn.Module, key: str) -> bool:
-    """Whether a buffer is that of a batch norm, or a spectral norm's, which follows a weight in it."""
-    spectral = (
-        f"{key.rpartition('_')[0]}_orig" in module._parameters or type(module).__name__ == "_SpectralNorm"
-    )
-    return spectral or isinstance(module, BatchNormBase)
+    """Whether a buffer is that of a batch norm or of a spectral norm."""
+    return isinstance(module, BatchNormBase) or is_of_spectral_norm(module, key)
 
 
 def _is_inside(name: str, unit: str) -> bool:

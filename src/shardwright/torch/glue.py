@@ -30,7 +30,7 @@ from shardwright.torch._private import (
 from shardwright.torch.attribute_inputs import FOUND, TakesFound, called_with_found
 from shardwright.torch.compiled_code import run_as_written
 from shardwright.torch.functions import answer_for_released, is_metadata
-from shardwright.torch.module_hooks import has_backward_hooks
+from shardwright.torch.module_hooks import forward_hooks_put, has_backward_hooks
 from shardwright.torch.source_line import called_from, user_line
 from shardwright.torch.step_code import in_step_code, writes_text
 from shardwright.torch.tree import map_tree
@@ -284,12 +284,8 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
     No microbatch may be left inside: the hooks would be gone for the others.
     """
-    hooks, pre_hooks = module._forward_hooks, module._forward_pre_hooks
-    module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-    try:
+    with forward_hooks_put(module, OrderedDict(), OrderedDict()):
         yield
-    finally:
-        module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
 
 
 def call_without_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -27,6 +27,7 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
     Raises:
         TraceError: nodes that must have one home cannot have it.
     """
+    _refuse_states_apart(graph, stage_of_call)
     together = [
         group
         for group in graph.together
@@ -55,6 +56,21 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
             )
         reached[rank] = home
     return homes
+
+
+def _refuse_states_apart(graph: ModelGraph, stage_of_call: Mapping[int, int]) -> None:
+    """Refuses calls of a unit on several stages if it changes its buffers: the planner never has them so."""
+    for name, unit in graph.units.items():
+        if not unit.mutates_buffers or unit.num_calls == 1:
+            continue
+        calls = [call for call in stage_of_call if graph.nodes[call].name == name]
+        if len({stage_of_call[call] for call in calls}) > 1:
+            raise TraceError(
+                f"{graph.nodes[calls[-1]].line}: {name} changes its buffers, and is called on several stages "
+                "in one microbatch. Others come in between, and would find these changes too early or too "
+                "late. Place all that comes between its calls on the rank of it (sw.partition), leave the "
+                "placement to the planner, or use one module for each call."
+            )
 
 
 def _last(group: Together, homes: Sequence[int]) -> int:

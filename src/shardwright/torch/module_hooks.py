@@ -8,6 +8,7 @@ registered itself, and no others::
     microbatch 1:                         └ call block 0 ──┘            the hook of 0 must not be called here
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,13 @@ from torch import nn
 
 from shardwright.torch.source_line import is_running
 
-__all__ = ["OwnHooks", "forward_hook_is_running", "has_backward_hooks", "hook_registries"]
+__all__ = [
+    "OwnHooks",
+    "forward_hook_is_running",
+    "forward_hooks_put",
+    "has_backward_hooks",
+    "hook_registries",
+]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -70,3 +77,16 @@ class OwnHooks:
             if registry.keys() != content.keys():
                 registry.clear()
                 registry.update(content)
+
+
+@contextmanager
+def forward_hooks_put(
+    module: nn.Module, hooks: OrderedDict[int, Any], pre_hooks: OrderedDict[int, Any]
+) -> Iterator[None]:
+    """Inside, a module has these forward hooks in the place of its own."""
+    own = module._forward_hooks, module._forward_pre_hooks
+    module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+    try:
+        yield
+    finally:
+        module._forward_hooks, module._forward_pre_hooks = own

@@ -15,7 +15,10 @@ from shardwright.torch.homes import home_stages
 from shardwright.torch.placement import CallPlacement, call_placement
 from shardwright.torch.program import Program, build_program
 from shardwright.torch.program_cache import ProgramCache, signature_of
-from shardwright.torch.recomputed_statistics import warn_of_recomputed_buffers
+from shardwright.torch.recomputed_statistics import (
+    refuse_recomputed_vectors,
+    warn_of_recomputed_buffers,
+)
 from shardwright.torch.recording import Trace
 from shardwright.torch.residency import Residency
 from shardwright.torch.source_line import line_of
@@ -195,6 +198,8 @@ class ProgramMaker:
         self._cache.keep(
             part, circumstances, trace, program, watched=watched, numbers=numbers, where=line_of(function)
         )
+        if self._context.plan is not None and self._context.plan.schedule.microbatches > 1:
+            refuse_recomputed_vectors(self._model.get_module(), program.repeated_buffers)
         warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
         self._attributes.traced((path, signature_of(part)), trace.digest)
         return program

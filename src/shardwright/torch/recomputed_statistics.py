@@ -7,8 +7,8 @@ microbatches have updated them in between::
     pipeline     F0 F1  R0 B0  R1 B1         x0, x1, x0, x1
 
 So both updates are made in the first forward, as one with the momentum 1 - (1 - m)^2, and none in the second.
-That takes a batch norm that a microbatch calls once, under the checkpoint; others are left as they are, with
-a warning.
+That takes a batch norm that a microbatch calls once, under the checkpoint. Other buffers are left as they
+are, with a warning; vectors of a spectral norm, by which the loss is another, are refused.
 """
 
 import warnings
@@ -19,12 +19,23 @@ from typing import Any
 
 from torch import nn
 
+from shardwright.errors import TraceError
 from shardwright.torch._private import BatchNormBase
+from shardwright.torch.batch_statistics import is_of_spectral_norm
 from shardwright.torch.source_line import outermost_checkpoint
 
-__all__ = ["RecomputedStatistics", "RepeatedBuffers", "warn_of_recomputed_buffers"]
+__all__ = [
+    "RecomputedStatistics",
+    "RepeatedBuffers",
+    "refuse_recomputed_vectors",
+    "warn_of_recomputed_buffers",
+]
 
 _MOMENTUM = "momentum"
+_REMEDY = (
+    "Call sw.set_activation_checkpointing(module) in place of torch.utils.checkpoint: it changes buffers "
+    "once."
+)
 
 
 class RepeatedBuffers:
@@ -115,6 +126,26 @@ class RecomputedStatistics:
             place[_MOMENTUM] = momentum
 
 
+def refuse_recomputed_vectors(model: nn.Module, repeated: Iterable[str]) -> None:
+    """Refuses that a spectral norm is computed again when further microbatches have changed its vectors.
+
+    Args:
+        model: the model.
+        repeated: names of the buffers that are changed a second time.
+
+    Raises:
+        TraceError: one is.
+    """
+    for name in repeated:
+        path, _, key = name.rpartition(".")
+        if is_of_spectral_norm(model.get_submodule(path), key):
+            raise TraceError(
+                "the forward that torch.utils.checkpoint repeats in the backward computes a spectral norm "
+                f"({name}) a second time. A single process does so before the next microbatch, a pipeline "
+                f"after some more of them, and both its loss and its gradients would be others. {_REMEDY}"
+            )
+
+
 def warn_of_recomputed_buffers(model: nn.Module, repeated: Mapping[str, bool]) -> None:
     """Warns of buffers whose second change cannot be made in the first forward.
 
@@ -132,8 +163,7 @@ def warn_of_recomputed_buffers(model: nn.Module, repeated: Mapping[str, bool]) -
             f"the forward that torch.utils.checkpoint repeats in the backward changes buffers ({others[0]}"
             f"{f' and {len(others) - 1} more' if len(others) > 1 else ''}) a second time. A single process "
             "does so before the next microbatch, a pipeline after some more of them, so their values may "
-            "differ a little. Call sw.set_activation_checkpointing(module) in place of "
-            "torch.utils.checkpoint: it changes buffers once.",
+            f"differ a little. {_REMEDY}",
             stacklevel=2,
         )
 
