@@ -24,7 +24,16 @@ def trainer(sw: Any) -> Any:
     return train
 
 
-def with_schedule(what: str, config: dict[str, Any]) -> float:
+def of_all_replicas(own: float, remedy: str) -> float:
+    """What comes of a loss by the code that the error shows."""
+    import shardwright.torch as sw
+
+    loss = torch.tensor(own)
+    exec(remedy, {"torch": torch, "sw": sw, "loss": loss})
+    return float(loss)
+
+
+def with_schedule(what: str, config: dict[str, Any], *, remedy: str | None = None) -> float:
     sw, _, model = start(Stack, config)
     rate = torch.tensor(0.5) if what == "tensor" else 0.5
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, foreach=False))
@@ -38,8 +47,9 @@ def with_schedule(what: str, config: dict[str, Any]) -> float:
         optimizer.zero_grad()
         loss = train(model, x).reduce_mean().item()
         optimizer.step()
+        own = 1.0 if sw.dp_rank() == 0 else loss - number  # it stays, and it falls
         if what == "loss":
-            schedule.step(1.0 if sw.dp_rank() == 0 else loss - number)  # it stays, and it falls
+            schedule.step(own if remedy is None else of_all_replicas(own, remedy))
         elif what == "momentum" and number == 1 and sw.rank() == 1:
             optimizer.param_groups[0]["momentum"] = 0.1
         elif what == "tensor" and number == 1 and sw.dp_rank() == 1:
@@ -47,6 +57,13 @@ def with_schedule(what: str, config: dict[str, Any]) -> float:
         if what == "schedule":
             schedule.step()
     return float(optimizer.param_groups[0]["lr"])
+
+
+def test_the_remedy_for_a_schedule_that_follows_a_loss():
+    """It named the ranks of the replicas (`get_dp_group`), of which PyTorch knows nothing."""
+    told = str(run_ranks_outcomes(with_schedule, 2, "loss", DP)[0].exception)
+    (remedy,) = re.findall(r"torch\.distributed\.all_reduce.*?dp_size\(\)", told)
+    assert len(set(run_ranks(with_schedule, 2, "loss", DP, remedy=remedy))) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 They came as "the model cannot be traced: on tensors without data it raises ...".
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from sharded import QUIET
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
-from shardwright.testing import run_ranks
+from shardwright.testing import run_ranks, run_ranks_outcomes
 
 
 class Block(nn.Module):
@@ -90,3 +92,47 @@ def test_an_error_of_the_loss_is_its_own() -> None:
         assert found is RuntimeError
         assert "Expected" in text or "expected" in text
         assert "test_own_errors.py:" in note
+
+
+class OfAnotherType(nn.Linear):
+    """Runs on tensors without data, and on none with data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.float32 if is_fake(x) else torch.float64))
+
+
+def train_with_a_layer_that_fails_in_the_run() -> None:
+    """The error has what was logged when the layers were timed as a further note."""
+    import shardwright.torch as sw
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright.torch.profiler").addHandler(handler)
+    sw.init({**QUIET, "microbatches": 2, "profile": "measured"})
+    model = sw.DistributedModel(nn.Sequential(OfAnotherType(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    try:
+        train(model, torch.ones(8, 8))
+    except Exception as error:
+        raise Told(list(getattr(error, "__notes__", ())), logged) from None
+
+
+class Told(Exception):
+    """Notes of an error, and lines of a log."""
+
+
+def test_an_error_that_only_real_data_shows_has_its_layer_too() -> None:
+    """PyTorch's words alone do not tell which layer it was; the timing spoke of Linear-08528a4ca306 twice."""
+    outcomes = run_ranks_outcomes(train_with_a_layer_that_fails_in_the_run, 2)
+    ((note,), (line,)), (_, nothing) = (outcome.exception.args for outcome in outcomes)
+    assert note.startswith("It is the script's or the model's own error: at ")
+    assert note.endswith("in 0 (OfAnotherType).")
+    assert line.startswith("0 cannot be run on random data (RuntimeError: mat1 and mat2 must have")
+    assert not nothing

@@ -160,6 +160,8 @@ def batches_of_ranks(what: str) -> list[str]:
         x = torch.randn(4, 4)
         if sw.rank() == 1 and what == "zeros":
             x = torch.zeros(4, 4)
+        if what == "nan":
+            x[0, 0] = float("nan")
         if sw.rank() == 1 and what == "nothing":
             x = None  # type: ignore[assignment]
         run(x if number else torch.ones(4, 4))
@@ -174,7 +176,7 @@ def test_loaders_that_shuffle_apart():
     assert "sw.distributed_sampler(dataset)" in text
 
 
-@pytest.mark.parametrize("what", ["alike", "zeros", "nothing"])
+@pytest.mark.parametrize("what", ["alike", "zeros", "nothing", "nan"])
 def test_other_ranks_may_pass_anything_that_just_fills_a_place(what: str):
     assert run_ranks(batches_of_ranks, 2, what) == [[], []]
 

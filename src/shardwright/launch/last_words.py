@@ -2,7 +2,7 @@
 
 import re
 
-from shardwright.launch.folding import fold
+from shardwright.launch.folding import CHAIN, fold
 
 __all__ = ["begins_last_words", "last_words"]
 
@@ -10,10 +10,9 @@ _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error:"
 # torch.distributed puts the rank before each line of a traceback.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?", re.MULTILINE)
-_CHAIN = re.compile(
-    r"(During handling of the above exception, another exception occurred:"
-    r"|The above exception was the direct cause of the following exception:)\s*$"
-)
+_CHAIN = re.compile(rf"{CHAIN}\s*$")
+# A run that ends on an error still says how far it has come, below the traceback.
+_PROGRESS = re.compile(r"\n+step \d+ \| [^\n]*\s*\Z")
 _MAX_LINES = 80
 _NUM_LINES_WITHOUT_TRACEBACK = 5
 
@@ -44,7 +43,8 @@ def last_words(stderr: str) -> str:
         start = _start_of_chain(text)
     if start < 0:
         return "\n".join(text.rstrip().splitlines()[-_NUM_LINES_WITHOUT_TRACEBACK:])
-    lines = fold(text[start:].rstrip(), to_the_end=False).splitlines()
+    traceback = _PROGRESS.sub("", text[start:]).rstrip()
+    lines = fold(traceback, to_the_end=False).splitlines()
     if len(lines) > _MAX_LINES:
         kept = _MAX_LINES // 2
         lines = [*lines[:kept], f"  [{len(lines) - 2 * kept} lines left out]", *lines[-kept:]]

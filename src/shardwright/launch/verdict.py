@@ -51,7 +51,7 @@ def _distance_from_cause(worker_exit: WorkerExit) -> int:
 def _had_failed_before(worker_exit: WorkerExit) -> bool:
     """Whether it was ending on an error of its own when the signal came: that takes Python some time."""
     words = worker_exit.error
-    return words.startswith("Traceback") and not words.splitlines()[-1].startswith("KeyboardInterrupt")
+    return words.startswith("Traceback") and not _error_in_a_line(words).startswith("KeyboardInterrupt")
 
 
 def exit_code(exits: Sequence[WorkerExit]) -> int:
@@ -76,16 +76,26 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
 
 def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
     """The class of the error with which a traceback ends, if it is one of Shardwright's."""
-    lines = last_words.splitlines()
-    inside = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ")]
-    # The message may have several lines, and name other errors in them.
-    raised = next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
-    full_name = raised.partition(":")[0]
+    full_name = _raised(last_words).partition(":")[0]
     if full_name in _DEFINED_ELSEWHERE:
         return _DEFINED_ELSEWHERE[full_name]
     module, _, name = full_name.rpartition(".")
     kind = getattr(errors, name, None) if module == errors.__name__ and name in errors.__all__ else None
     return kind if isinstance(kind, type) else None
+
+
+def _raised(last_words: str) -> str:
+    """The line below the last frame of a traceback, or "".
+
+    An error may have several lines, and name other errors in them; a rank may write more before it ends.
+    """
+    lines = last_words.splitlines()
+    inside = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    return next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
+
+
+def _error_in_a_line(last_words: str) -> str:
+    return _raised(last_words) or (last_words.splitlines() or [""])[-1]
 
 
 def failure_report(exits: Sequence[WorkerExit]) -> str:
@@ -104,7 +114,7 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
     if names_a_lost_peer(first.error):
         lines.append(f"  {_about_lost_peer(first, exits)}")
-    if _MISSES_CUDA.search((first.error.splitlines() or [""])[-1]):
+    if _MISSES_CUDA.search(_error_in_a_line(first.error)):
         lines.append(
             "  It asks for CUDA, which is not here. In CPU mode scripts that are written for it run on CPUs: "
             'shardwright run --device cpu, Estimator(..., device="cpu"), or python -m shardwright.cpu_mode.'
@@ -167,12 +177,12 @@ def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
         return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
     if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
         return f"stopped by {_signal_name(worker_exit.signal_number)}"
-    last_line = (worker_exit.error.splitlines() or [""])[-1]
-    if last_line and first.error.splitlines()[-1:] == [last_line]:
+    error = _error_in_a_line(worker_exit.error)
+    if error and error == _error_in_a_line(first.error):
         return f"{_cause(worker_exit)}, with the same error"
-    if len(last_line) > _LONGEST:
-        last_line = f"{last_line[:_LONGEST]} ..."
-    return " - ".join(filter(None, (_cause(worker_exit), last_line)))
+    if len(error) > _LONGEST:
+        error = f"{error[:_LONGEST]} ..."
+    return " - ".join(filter(None, (_cause(worker_exit), error)))
 
 
 def _signal_name(number: int) -> str:

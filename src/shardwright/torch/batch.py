@@ -158,7 +158,7 @@ def loaded_another(own: Arguments, agreed: Arguments) -> bool:
             return False
         with torch.no_grad():
             ends, others = item[[0, -1]], other[[0, -1]].to(item.device)
-            return bool(ends.any()) and not torch.equal(ends, others)
+            return bool(ends.any()) and not torch.allclose(ends, others, rtol=0, atol=0, equal_nan=True)
     return False
 
 

@@ -189,7 +189,7 @@ _FOR_UPDATES = (
 _FOR_REPLICAS = (
     "They are replicas of one model, and must make the same updates, or their weights drift apart. Give all "
     "the same number: a scheduler that follows a loss (ReduceLROnPlateau) needs that of all replicas: "
-    "torch.distributed.all_reduce(loss, group=sw.get_dp_group()); loss /= sw.dp_size()."
+    "torch.distributed.all_reduce(loss, group=sw.get_dp_process_group()); loss /= sw.dp_size()."
 )
 _FOR_STAGES = (
     "They have parts of one model, and a number over all parameters: the optimizer computes it from those of "

@@ -35,6 +35,7 @@ from shardwright.torch.loss_checks import refuse_no_tensor
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.own_errors import point_out_in_run
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.remade_buffers import first_kinds
@@ -259,8 +260,10 @@ class DistributedModel(nn.Module):
         with first_cause_named(current), own_cores, together:
             try:
                 run = self._run(function, arguments, splitter)
-            except BaseException:
+            except BaseException as error:
                 groups_in_doubt()
+                if isinstance(error, Exception):
+                    point_out_in_run(error, self.get_module())
                 raise
             if run.losses is not None:
                 self._trained_by.add(function)
@@ -632,7 +635,8 @@ class DistributedModel(nn.Module):
         raise UsageError(
             "a DistributedModel cannot be pickled or copied: it holds the weights of one rank, and "
             "connections to the others. Save model.state_dict(), called on all ranks, and load it with "
-            "load_state_dict. A copy that is part of the training is made of the module before it is wrapped."
+            "load_state_dict. For an average of the weights (EMA, SWA) take model.local_named_parameters() "
+            "on each rank. A copy that is part of the training is made of the module before it is wrapped."
         )
 
     def _is_local(self, tensor: Tensor) -> bool:

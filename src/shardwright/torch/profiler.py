@@ -136,8 +136,9 @@ class Profiler:
         finally:
             set_state(generators, context.device)
         found = _mean(self._gathered(mine))
-        if found is None:
-            log.warning("%s cannot be run on random data (%s): its cost is estimated", key, failure)
+        if found is None and context.rank == 0:
+            unit = next(node.name for node in trace.graph.nodes if node.cost_class == key)
+            log.warning("%s cannot be run on random data (%s): its cost is estimated", unit, failure)
         return found
 
     def _gathered(self, mine: T) -> list[T]:

@@ -1,9 +1,11 @@
 """Who failed first, as literals."""
 
+import contextlib
 import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwright
 from shardwright.launch.exits import ExitLog, WorkerExit
@@ -232,6 +234,55 @@ def test_calls_inside_shardwright_are_one_line_of_the_report():
     assert fold(traceback_of("train.py", *ours[:2]), to_the_end=True).count("call()") == 3
     chained = f"{text}\n\nDuring handling of the above exception, another exception occurred:\n\n{text}"
     assert fold(chained, to_the_end=True).count("[3 calls inside shardwright]") == 4
+
+
+def test_frames_of_torch_around_those_inside_shardwright_belong_to_them():
+    """A wrong number of features was 40 frames of hooks and wrappers around two lines of the user's."""
+    package, torch_package = (Path(module.__file__).parent for module in (shardwright, torch))
+    ours, theirs = f"{package}/torch/step.py", f"{torch_package}/nn/modules/module.py"
+    error = "shardwright.errors.UsageError: the batch has 1 sample"
+    text = traceback_of("train.py", ours, theirs, ours, "model.py", theirs, ours, theirs, theirs)
+    lines = fold(text, to_the_end=False).splitlines()[1:-1]
+    assert [line.strip() for line in lines if line[4:8] not in {"call", "^^^^"}] == [
+        'File "train.py", line 3, in f',
+        "[3 calls inside shardwright and torch]",
+        'File "model.py", line 3, in f',
+        "[3 calls inside shardwright and torch]",
+        f'File "{theirs}", line 3, in f',  # raised the error
+    ]
+    alone = traceback_of("train.py", theirs, theirs, theirs, "data.py")
+    assert fold(alone, to_the_end=False) == alone
+    # Shown twice: by the rank that ends, and by the launcher, which knows that the error is for users.
+    ends_here = traceback_of("train.py", ours, theirs, ours, ours, error=error)
+    assert fold(ends_here, to_the_end=False) == ends_here
+    assert "[4 calls inside shardwright and torch]" in fold(ends_here, to_the_end=True)
+
+
+def test_causes_inside_shardwright_are_left_out_where_the_error_is_for_users():
+    """A replica without data was told in four tracebacks, three of them of sockets."""
+    linked = "\n\nThe above exception was the direct cause of the following exception:\n\n"
+    ours = f"{Path(shardwright.__file__).parent}/comm/local_link.py"
+    inside = traceback_of(ours, contextlib.__file__, error="ConnectionResetError: gone")
+    error = traceback_of("train.py", error="shardwright.errors.PeerLostError: rank 1 ran out of data")
+    assert fold(f"{inside}{linked}{error}", to_the_end=True) == error
+    assert "ConnectionResetError: gone" in fold(f"{inside}{linked}{error}", to_the_end=False)
+    by_the_user = traceback_of(ours, "model.py", error="KeyError: 'mask'")
+    assert "KeyError" in fold(f"{by_the_user}{linked}{error}", to_the_end=True)
+
+
+def test_what_a_rank_writes_below_its_error_is_not_the_error():
+    """The other rank's last line of progress was told for its error, and Ctrl-C for an error of its own."""
+    error = traceback_of("train.py", error="ValueError: boom\nIt is the script's own error.")
+    more = f"{error}\nstep 3 | loss nan | 164 samples/s"
+    text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=more)])
+    assert "rank 1, 500 ms later: exit code 1, with the same error; log" in text
+    other = error.replace("boom", "bang")
+    text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=other)])
+    assert "rank 1, 500 ms later: exit code 1 - ValueError: bang; log" in text
+    assert last_words(f"{more}\n") == error
+    stopped = traceback_of("train.py", error="KeyboardInterrupt\nstep 3 | loss 2.1 | 164 samples/s")
+    exits = [ended(0, 1, 10.0, error=PEER), ended(1, 1, 10.1, signal_number=2, error=stopped)]
+    assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [0, 1]
 
 
 def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
