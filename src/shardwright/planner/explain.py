@@ -188,7 +188,10 @@ def _choice(best: Option, others: Sequence[Option]) -> str:
         return f"{text} (+{difference:.1%})."
     less = f"{-difference:.1%} less" if difference < -5e-4 else "as much"
     if best.workload.demands.memory_weight == 0:
-        return f"{text}, {less}, but is more complicated."
+        drawback = (
+            "keeps the activations of all microbatches" if rival.kind == "gpipe" else "is more complicated"
+        )
+        return f"{text}, {less}, but {drawback}."
     return f"{text}, {less}, but needs {format_bytes(rival.peak_bytes)}, not {format_bytes(best.peak_bytes)}."
 
 

@@ -185,8 +185,9 @@ class Finiteness:
         reporter = self._context.reporter
         assert reporter is not None
         reporter.observer.event("update_skipped", step=step, findings=findings)
+        told = f": {findings}" if self._in_a_row == 1 else ", as that of the step before"
         reporter.observer.status(
-            f"shardwright: the update of step {step} is left out: {findings} ({self.num_skipped} so far)"
+            f"shardwright: the update of step {step} is left out{told} ({self.num_skipped} so far)"
         )
 
 

@@ -234,6 +234,15 @@ def test_near_ties_go_to_the_simplest() -> None:
     assert any("but is more complicated" in why for why in found.why)
 
 
+def test_gpipe_is_not_called_more_complicated_than_1f1b() -> None:
+    graph, profile = candidates(8)[8]
+    # No schedule gains by splitting the backward.
+    costs = {name: replace(cost, weight_s=0.0) for name, cost in profile.costs.items()}
+    found = plan({8: (graph, replace(profile, costs=costs))}, 2, virtual_stages=1)
+    assert found.schedule.kind == "1f1b"
+    assert found.why[0].endswith("as much, but keeps the activations of all microbatches.")
+
+
 def test_alternatives_say_what_they_cost() -> None:
     found = plan(candidates(2, 4), 4)
     assert 1 <= len(found.alternatives) <= 5
