@@ -98,17 +98,22 @@ def _refuse_control_characters(words: Sequence[str]) -> None:
             raise UsageError(f"{shown(word)} has a control character, {control}. No name has; leave it out.")
 
 
+_TEXT = "Train PyTorch models too big or too slow for one device. For example: shardwright run -n 2 train.py"
+
+
 def _application(words: Sequence[str]) -> typer.Typer:
-    application = new_application()
+    application = new_application(text=_TEXT)
     application.callback()(_shardwright)
     wanted = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         is_wanted = command.name == wanted
         if is_wanted and command.is_group:
-            application.add_typer(command.load(), name=command.name)
+            application.add_typer(command.load(), name=command.name, short_help=command.summary)
             continue
         function = command.load() if is_wanted else _not_loaded
-        application.command(command.name, help=None if is_wanted else command.summary)(function)
+        # Without a short help the list would cut the long one off.
+        text = None if is_wanted else command.summary
+        application.command(command.name, help=text, short_help=command.summary)(function)
         application.registered_commands[-1].context_settings = command.settings
     return application
 
@@ -128,4 +133,4 @@ def _shardwright(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train models too big or too slow for one device."""
+    """Takes the options that stand before a command."""

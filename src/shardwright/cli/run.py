@@ -91,7 +91,9 @@ MpParameters = Annotated[
         help="Parameters of SageMaker's model parallel library, for scripts that use its names.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless something fails.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No progress of Shardwright; its warnings and errors stay.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what torchelastic does.")]
 
 
