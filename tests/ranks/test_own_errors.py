@@ -134,5 +134,5 @@ def test_an_error_that_only_real_data_shows_has_its_layer_too() -> None:
     ((note,), (line,)), (_, nothing) = (outcome.exception.args for outcome in outcomes)
     assert note.startswith("It is the script's or the model's own error: at ")
     assert note.endswith("in 0 (OfAnotherType).")
-    assert line.startswith("0 cannot be run on random data (RuntimeError: mat1 and mat2 must have")
+    assert line.startswith("0 (OfAnotherType) cannot be run on random data (RuntimeError: mat1 and mat2 must")
     assert not nothing

@@ -137,7 +137,8 @@ class Profiler:
             set_state(generators, context.device)
         found = _mean(self._gathered(mine))
         if found is None and context.rank == 0:
-            unit = next(node.name for node in trace.graph.nodes if node.cost_class == key)
+            name = next(node.name for node in trace.graph.nodes if node.cost_class == key)
+            unit = f"{name} ({type(trace.samples[key].func).__name__})"
             log.warning("%s cannot be run on random data (%s): its cost is estimated", unit, failure)
         return found
 
