@@ -284,7 +284,7 @@ def test_a_model_of_one_layer_on_two_ranks():
         script = Script(nn.Linear(4, 4), first_step=False)
         script.train(script.model, script.x)
 
-    assert "a model of one layer cannot be cut" in fails(job)
+    assert "A model of one layer cannot be cut" in fails(job)
 
 
 def test_shapes_that_do_not_fit_are_told_once_and_without_pytorchs_log():
