@@ -32,16 +32,23 @@ _MARK = "_shardwright_recomputation"
 
 
 class _Recomputed(TakesFound):
-    """Mixed into the class of a module whose activations are recomputed."""
+    """The class of a module whose activations are recomputed has it as its last base (see `_UnitCall`)."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__  # type: ignore[misc]
+
+def _recomputed_class(user_class: Any) -> type:
+    """A class like the user's, of which calls are recomputed."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(user_class.__call__, self)
         if FOUND in kwargs:  # in the backward, too
-            call = partial(called_with_found, self, call)  # type: ignore[arg-type]
+            own = partial(called_with_found, self, own)
         preserve = vars(self)[_MARK]
         if preserve is None:
-            return call(*args, **kwargs)
-        return call_recomputed(self, call, args, kwargs, preserve_rng_state=preserve)  # type: ignore[arg-type]
+            return own(*args, **kwargs)
+        return call_recomputed(self, own, args, kwargs, preserve_rng_state=preserve)
+
+    names = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+    return type(user_class.__name__, (user_class, _Recomputed), {**names, "__call__": call})
 
 
 _CLASSES: dict[type, type] = {}
@@ -273,8 +280,7 @@ def mark_recomputed(module: nn.Module, *, preserve_rng_state: bool = True) -> No
     if issubclass(user_class, _Recomputed):
         return
     if user_class not in _CLASSES:
-        namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
-        _CLASSES[user_class] = type(user_class.__name__, (_Recomputed, user_class), namespace)
+        _CLASSES[user_class] = _recomputed_class(user_class)
     module.__class__ = _CLASSES[user_class]
 
 
