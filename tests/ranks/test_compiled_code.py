@@ -270,7 +270,7 @@ def test_a_compiler_around_a_step_is_told_that_it_has_no_effect():
             pytest.warns(UserWarning, match=r"no effect here: .*DistributedModel\(torch.comp"),
         ):
             loss = evaluate(model, x).reduce_mean()
-        assert loss.item() == loss_of(plain, x).item()
+        assert loss.item() == pytest.approx(loss_of(plain, x).item(), rel=1e-12)  # of halves of the batch
 
     run_ranks(job, 2)
 

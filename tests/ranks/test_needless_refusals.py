@@ -1,8 +1,10 @@
-"""What was refused without need, or without a remedy: writes into lists, CTC losses, layers of Keras."""
+"""What was refused without need, or without a remedy: writes into lists, CTC losses, codebooks, Keras."""
 
 import copy
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -252,3 +254,104 @@ def test_a_model_called_with_weights_that_are_computed():
         run_ranks(differences, 2, recipe(layers, loss=adapted), CASE)
     replicas = Case(config={"microbatches": 2, "pipeline_parallel_degree": 1, "data_parallel_degree": 2})
     assert run_ranks(differences, 2, recipe(layers, loss=adapted), replicas) == [[], []]
+
+
+class Bank(nn.Module):
+    """Keeps the last samples, as the memory banks of contrastive learning do; it has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(12, WIDTH))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen, place = self.kept.clone(), int(self.place)
+        with torch.no_grad():
+            if place + len(x) >= len(self.kept):
+                self.kept[place:] = x[: len(self.kept) - place]
+                self.place.zero_()
+            else:
+                self.kept[place : place + len(x)] = x
+                self.place[0] = place + len(x)
+        return x + (x @ seen.T).softmax(-1) @ seen
+
+
+class FirstValues(nn.Module):
+    """Takes its values from the first microbatch, as a codebook by k-means does; sets a flag by `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(2, WIDTH))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.codes.data.copy_(x.detach()[:2])
+            self.is_set.data.copy_(torch.tensor(True))
+        return x + self.codes[torch.cdist(x.detach(), self.codes).argmin(1)]
+
+
+class DeadCodes(nn.Module):
+    """Replaces codes that hardly any sample was near to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, WIDTH))
+        self.register_buffer("counts", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
+        with torch.no_grad():
+            self.counts.mul_(0.5).add_(F.one_hot(nearest, 4).sum(0))
+            dead = self.counts < 0.6
+            if torch.any(dead):
+                self.codes[dead] = x.detach()[0]
+                self.counts[dead] = 1.0
+        return x + self.codes[nearest]
+
+
+@pytest.mark.parametrize("kind", [Bank, FirstValues, DeadCodes])
+def test_a_module_with_buffers_alone_may_look_at_values(kind):
+    """It could not be placed whole, as modules with parameters are."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH)
+        )
+
+    assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
+
+
+Kind = TypeVar("Kind")
+
+
+class Abstractly(ABC, nn.Module):
+    """Behind such a base, an instance could not change its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+class Generally(Generic[Kind], nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("kind", [Abstractly, Generally])
+def test_units_behind_abstract_and_generic_bases(kind, recompute):
+    """They ended in `__class__ assignment: object layout differs`."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(kind() for _ in range(4)))
+
+    case = replace(CASE, config={**CASE.config, "activation_checkpointing": recompute})
+    assert run_ranks(differences, 2, recipe(build), case) == [[], []]

@@ -33,24 +33,30 @@ _MARK = "_shardwright_recomputation"
 
 
 class _Recomputed(TakesFound):
-    """Mixed into the class of a module whose activations are recomputed."""
+    """The class of a module whose activations are recomputed has it as its last base (see `_UnitCall`)."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__  # type: ignore[misc]
+
+def _recomputed_class(user_class: Any) -> type:
+    """A class like the user's, of which calls are recomputed."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = partial(user_class.__call__, self)
         if FOUND in kwargs:  # in the backward, too
-            call = partial(called_with_found, self, call)  # type: ignore[arg-type]
+            own = partial(called_with_found, self, own)
         preserve = vars(self)[_MARK]
         if preserve is None:
-            return call(*args, **kwargs)
-        own: Any = self
-        hooks, pre_hooks = own._forward_hooks, own._forward_pre_hooks
+            return own(*args, **kwargs)
+        hooks, pre_hooks = self._forward_hooks, self._forward_pre_hooks
 
         def called(*args: Any, **kwargs: Any) -> Any:
             # A unit is called without hooks, which have run around it: so it must be in the backward.
-            with forward_hooks_put(own, hooks, pre_hooks):
-                return call(*args, **kwargs)
+            with forward_hooks_put(self, hooks, pre_hooks):
+                return own(*args, **kwargs)
 
-        return call_recomputed(own, called, args, kwargs, preserve_rng_state=preserve)
+        return call_recomputed(self, called, args, kwargs, preserve_rng_state=preserve)
+
+    names = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
+    return type(user_class.__name__, (user_class, _Recomputed), {**names, "__call__": call})
 
 
 _CLASSES: dict[type, type] = {}
@@ -282,8 +288,7 @@ def mark_recomputed(module: nn.Module, *, preserve_rng_state: bool = True) -> No
     if issubclass(user_class, _Recomputed):
         return
     if user_class not in _CLASSES:
-        namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
-        _CLASSES[user_class] = type(user_class.__name__, (_Recomputed, user_class), namespace)
+        _CLASSES[user_class] = _recomputed_class(user_class)
     module.__class__ = _CLASSES[user_class]
 
 

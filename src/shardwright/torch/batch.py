@@ -1,7 +1,8 @@
 """The batch: from the first rank of a replica to the others, then cut into microbatches."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from shardwright.torch.layout import from_memory_order, in_memory_order, order_o
 from shardwright.torch.tree import LEAF, Structure, flatten
 
 __all__ = ["BatchBroadcast", "Splitter", "copy_back", "copy_of", "is_batch_tensor", "loaded_another"]
+
+log = logging.getLogger(__name__)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -185,21 +188,25 @@ def copy_back(arguments: Arguments, changed: Arguments) -> None:
 class Splitter:
     """Cuts the arguments of a step function into microbatches.
 
-    Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. Objects with
-    ``smp_slice(num_microbatches, microbatch, axis)`` cut themselves; anything else goes to every microbatch
-    whole.
+    Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. A list with an item
+    for each sample is cut where it is named. Objects with ``smp_slice(num_microbatches, microbatch, axis)``
+    cut themselves; anything else goes to every microbatch whole.
 
     Attributes:
         names: names of the positional parameters of the step function.
         further: name of the parameter that takes all further positional arguments.
         non_split: names of arguments that every microbatch gets whole.
         axes: name -> axis along which it is cut.
+        lists: names of lists with an item for each sample.
+        pointed_out: names of others that may be such lists, once a line has said so.
     """
 
     names: Sequence[str] = ()
     further: str = ""
     non_split: frozenset[str] = frozenset()
     axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
+    lists: frozenset[str] = frozenset()
+    pointed_out: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def batch_size(self, arguments: Arguments) -> int | None:
         """Samples in the batch: the size of the first tensor along its axis; None if no tensor is cut."""
@@ -233,13 +240,16 @@ class Splitter:
     def _axis(self, name: str) -> int:
         return self.axes.get(name, 0) if isinstance(self.axes, Mapping) else 0
 
-    def _cut_tensors(self, arguments: Arguments) -> list[tuple[str, Tensor, int]]:
+    def _named(self, arguments: Arguments) -> Iterator[tuple[str, Any]]:
         args, kwargs = arguments
-        named = [*((self._name(i), arg) for i, arg in enumerate(args)), *kwargs.items()]
+        yield from ((self._name(position), arg) for position, arg in enumerate(args))
+        yield from kwargs.items()
+
+    def _cut_tensors(self, arguments: Arguments) -> list[tuple[str, Tensor, int]]:
         return [
             (name, item, item.shape[self._axis(name)])
-            for name, tree in named
-            if name not in self.non_split
+            for name, tree in self._named(arguments)
+            if name not in self.non_split and name not in self.lists
             for item in flatten(tree, _cuts_itself)[0]
             if isinstance(item, Tensor)
             and not isinstance(item, nn.Parameter)
@@ -251,6 +261,7 @@ class Splitter:
         if not cut:
             return
         first_name, _, batch = cut[0]
+        self._look_at_lists(arguments, first_name, batch)
         for name, tensor, size in cut:
             if size != batch:
                 raise UsageError(
@@ -258,7 +269,8 @@ class Splitter:
                     f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
                     "into microbatches. Name what must not be cut: "
                     f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
-                    f'input_split_axes={{"{name}": 1}}.'
+                    f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: '
+                    f'split_lists=["{name}"].'
                 )
         if batch == 0:
             raise UsageError(
@@ -270,9 +282,31 @@ class Splitter:
                 "batch out with drop_last=True."
             )
 
+    def _look_at_lists(self, arguments: Arguments, first_name: str, batch: int) -> None:
+        """Refuses lists that cannot be cut, and points out those that may have to be."""
+        for name, tree in self._named(arguments):
+            if name in self.lists:
+                if not isinstance(tree, list | tuple) or len(tree) != batch:
+                    what = f"{len(tree)} items" if isinstance(tree, list | tuple) else type(tree).__name__
+                    raise UsageError(
+                        f"split_lists names {name}, which must be a list with an item for each of the "
+                        f"{batch} samples of {first_name}, and is {what}."
+                    )
+            elif name not in self.non_split | self.pointed_out and _may_be_of_samples(tree, batch):
+                self.pointed_out.add(name)
+                log.warning(
+                    "%s is a list of %d items, as many as the batch has samples, and every microbatch gets "
+                    'all of them. If each belongs to a sample, have it cut: @sw.step(split_lists=["%s"]). If '
+                    'not, non_split_inputs=["%s"] says so.',
+                    *(name, batch, name, name),
+                )
+
     def _split_one(self, name: str, tree: Any, num_microbatches: int) -> list[Any]:
         if name in self.non_split:
             return [tree] * num_microbatches
+        if name in self.lists:
+            numbers = torch.arange(len(tree)).tensor_split(num_microbatches)
+            return [[tree[number] for number in part.tolist()] for part in numbers]
         axis = self._axis(name)
         items, structure = flatten(tree, _cuts_itself)
         columns: list[Sequence[Any]] = []
@@ -291,3 +325,8 @@ class Splitter:
 def _cuts_itself(item: Any) -> bool:
     """Whether an object knows how it is cut, also where it is a container of tensors."""
     return hasattr(item, "smp_slice")
+
+
+def _may_be_of_samples(tree: Any, batch: int) -> bool:
+    """Whether a list that is not cut has as many items as the batch has samples: texts, or targets."""
+    return type(tree) is list and len(tree) == batch > 1 and not all(isinstance(x, Tensor) for x in tree)

@@ -108,8 +108,8 @@ def _keep_whole(model: nn.Module, costs: dict[str, ModuleCost], writers: Iterabl
 def _calls_by_itself(module: nn.Module) -> bool:
     """Whether its class has another way of being called than `torch.nn.Module`, which may know no hooks."""
     kind: Any = type(module)
-    own = next(base for base in kind.__mro__ if "__call__" in vars(base))
-    return own is not nn.Module and own.__module__.partition(".")[0] not in ("torch", "shardwright")
+    own = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
+    return getattr(own, "__module__", "").partition(".")[0] not in ("torch", "shardwright")
 
 
 class _Counted:

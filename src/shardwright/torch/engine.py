@@ -206,7 +206,9 @@ class PipelineEngine:
             self.reducer.begin(overlap=all(program.as_planned for program in programs))
         # Where nothing was read in the traces, no module is watched for it.
         ends = any(program.ends for program in programs)
-        marked = model_calls_marked(self._model.get_module()) if ends else nullcontext()
+        own = getattr(function, "has_forward", False)
+        module = self._model.get_module()
+        marked = model_calls_marked(module, but_its_own=own) if ends else nullcontext()
         with (
             batch_running(),
             over_replicas(sends=True),

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -297,25 +298,16 @@ def call_without_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _UnitCall:
-    """Mixed into the class of every unit: the call goes to the active handler, hooks included."""
+    """The class of every unit has it as its last base.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        handler = _Active.handler
-        if handler is None or self not in _UNITS:
-            if _Active.realise is not None:
-                args, kwargs = map_tree(_Active.realise, (args, kwargs))
-            try:
-                if FOUND in kwargs and not isinstance(self, TakesFound):
-                    return called_with_found(self, super().__call__, *args, **kwargs)  # type: ignore[misc, arg-type]
-                return super().__call__(*args, **kwargs)  # type: ignore[misc]
-            except UsageError:
-                self._refuse_remote()
-                raise
-        hooks = _Hooks.of(self)  # type: ignore[arg-type]
-        if hooks is None:
-            return handler.unit_call(self, args, kwargs)  # type: ignore[arg-type]
-        args, kwargs = hooks.before(args, kwargs)
-        return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))  # type: ignore[arg-type]
+    The first one could not be: an instance changes its class only where that is laid out alike, which it is
+    not behind an abstract base, `typing.Generic` or a protocol (``class Block(ABC, nn.Module)``).
+
+    Attributes:
+        _user_class: the unit's own.
+    """
+
+    _user_class: type
 
     def _refuse_remote(self) -> None:
         """Says of a whole unit what its parameters say of themselves: that they are on another rank."""
@@ -327,13 +319,44 @@ class _UnitCall:
                 "model.state_dict(), called on all ranks, gives all of its weights."
             ) from None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+
+def _unit_class(user_class: Any) -> type:
+    """A class like the user's, of which calls go to the active handler, hooks included."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handler = _Active.handler
+        if handler is None or self not in _UNITS:
+            if _Active.realise is not None:
+                args, kwargs = map_tree(_Active.realise, (args, kwargs))
+            own = partial(user_class.__call__, self)
+            try:
+                if FOUND in kwargs and not isinstance(self, TakesFound):
+                    return called_with_found(self, own, *args, **kwargs)
+                return own(*args, **kwargs)
+            except UsageError:
+                self._refuse_remote()
+                raise
+        hooks = _Hooks.of(self)
+        if hooks is None:
+            return handler.unit_call(self, args, kwargs)
+        args, kwargs = hooks.before(args, kwargs)
+        return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))
+
+    def reduce(self: Any, protocol: Any) -> Any:
         # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.
-        reduced = super().__reduce_ex__(protocol)
-        user_class = type(self).__mro__[2]
+        reduced = user_class.__reduce_ex__(self, protocol)
         swap = {type(self): user_class}
         arguments = tuple(swap.get(item, item) if isinstance(item, type) else item for item in reduced[1])
         return (reduced[0], arguments, *reduced[2:])
+
+    namespace = {
+        "__module__": user_class.__module__,
+        "__qualname__": user_class.__qualname__,
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "_user_class": user_class,
+    }
+    return type(user_class.__name__, (user_class, _UnitCall), namespace)
 
 
 _INTERCEPTED: dict[type, type] = {}
@@ -352,8 +375,7 @@ def intercept_calls(module: nn.Module) -> None:
     if issubclass(user_class, _UnitCall):
         return
     if user_class not in _INTERCEPTED:
-        namespace = {"__module__": user_class.__module__, "__qualname__": user_class.__qualname__}
-        _INTERCEPTED[user_class] = type(user_class.__name__, (_UnitCall, user_class), namespace)
+        _INTERCEPTED[user_class] = _unit_class(user_class)
     module.__class__ = _INTERCEPTED[user_class]
 
 
@@ -366,4 +388,4 @@ def restore_calls(module: nn.Module) -> None:
     """Takes back `intercept_calls`."""
     _UNITS.discard(module)
     if isinstance(module, _UnitCall):
-        module.__class__ = type(module).__mro__[2]
+        module.__class__ = type(module)._user_class

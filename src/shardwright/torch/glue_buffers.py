@@ -22,6 +22,7 @@ from shardwright.torch.unit_map import UnitMap
 __all__ = ["BufferWatch", "GlueBuffers"]
 
 _Place = tuple[nn.Module, str]
+_FLAG = 64  # elements of a buffer whose content is compared, because `.data.fill_()` leaves no other mark
 
 
 class BufferWatch:
@@ -31,6 +32,7 @@ class BufferWatch:
         in_units = {id(sub) for unit in unit_map.modules.values() for sub in unit.modules()}
         self.places: dict[str, list[_Place]] = {}
         self._before: dict[str, tuple[Tensor, int]] = {}
+        self._flags: dict[str, Tensor] = {}
         for module in unit_map.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is None or buffer.is_meta or id(module) in in_units:
@@ -38,6 +40,8 @@ class BufferWatch:
                 name = unit_map.parameters[id(buffer)]
                 self.places.setdefault(name, []).append((module, key))
                 self._before[name] = (buffer, buffer._version)
+                if buffer.numel() <= _FLAG:
+                    self._flags[name] = buffer.detach().clone()
 
     def tensors(self) -> dict[str, Tensor]:
         """Buffers by first name."""
@@ -60,9 +64,18 @@ class BufferWatch:
         found = {}
         for name, (buffer, version) in self._before.items():
             from_units = has_value(buffer) or has_value(self.last(name)) or under_another_name(buffer)
-            if from_units or self.last(name) is not buffer or buffer._version != version:
+            if (
+                from_units
+                or self.last(name) is not buffer
+                or buffer._version != version
+                or self._is_switched(name, buffer)
+            ):
                 found[name] = from_units
         return found
+
+    def _is_switched(self, name: str, buffer: Tensor) -> bool:
+        before = self._flags.get(name)
+        return before is not None and not torch.allclose(before, buffer, rtol=0.0, atol=0.0, equal_nan=True)
 
     def replaced(self, is_value: Callable[[Any], bool]) -> dict[str, str]:
         """Names of the buffers whose place has a value of the graph now; of another shape, with both shapes.

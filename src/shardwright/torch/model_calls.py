@@ -6,6 +6,8 @@
     x = model.module.body(x)       has units inside       what runs between them is code of the model
     x = model.module.head(x)       has parameters         no unit, where no trace has come by
     x = model.module.double(x)     has neither            code of the step function, as x * 2 is
+    loss = model(batch, labels)    the model itself       code of the step function, where its own code reads
+                                                          values: the losses of detection in transformers
 """
 
 from collections.abc import Iterator
@@ -22,11 +24,12 @@ __all__ = ["model_calls_marked"]
 
 
 @contextmanager
-def model_calls_marked(model: nn.Module) -> Iterator[None]:
+def model_calls_marked(model: nn.Module, *, but_its_own: bool = False) -> Iterator[None]:
     """Tells the active handler when a `ReadingStep` calls a module of the model, and what it gave.
 
     Args:
         model: the user's own.
+        but_its_own: the forward of the model itself counts as code of the step function.
     """
     original = nn.Module.__call__
     own: set[int] = set()
@@ -41,6 +44,8 @@ def model_calls_marked(model: nn.Module) -> Iterator[None]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handler = active_handler()
         if handler is None or not in_step_code() or not is_of_model(module):
+            return original(module, *args, **kwargs)
+        if but_its_own and model in (module, *module.children()):
             return original(module, *args, **kwargs)
         handler.model_begins()
         with code_of_model():

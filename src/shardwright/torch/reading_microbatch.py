@@ -299,5 +299,6 @@ class ReadingMicrobatch(Microbatch):
         raise UsageError(
             f"{user_line()}: the model is called again behind a value that the step function has read, so "
             "that nobody could know what the stages have to do. Call the model first, and read values then; "
-            "or read them in another step function."
+            "or read them in another step function. Where the forward of the model reads one between its "
+            "modules, move that and what follows into a module of its own, which is placed whole."
         )

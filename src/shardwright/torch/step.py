@@ -27,6 +27,7 @@ def step(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
+    split_lists: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
@@ -36,6 +37,7 @@ def step(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
+    split_lists: Sequence[str] = (),
 ) -> Any:
     """Makes a function run once for each microbatch, pipelined over the stages.
 
@@ -48,6 +50,8 @@ def step(
         function: the step function.
         non_split_inputs: names of arguments that every microbatch gets whole.
         input_split_axes: name -> axis along which an argument is cut; 0 where it is not named.
+        split_lists: names of arguments that are lists with an item for each sample (texts, the targets of
+            detection), of which each microbatch gets its own.
 
     Example:
         >>> import shardwright.torch as sw
@@ -59,9 +63,17 @@ def step(
     """
     if function is None:
         return functools.partial(
-            step_function, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes
+            step_function,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            split_lists=split_lists,
         )
-    return step_function(function, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes)
+    return step_function(
+        function,
+        non_split_inputs=non_split_inputs,
+        input_split_axes=input_split_axes,
+        split_lists=split_lists,
+    )
 
 
 def step_function(
@@ -69,6 +81,7 @@ def step_function(
     *,
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
+    split_lists: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """What `step` does, with its options."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -78,7 +91,7 @@ def step_function(
         )
     parameters = inspect.signature(function).parameters
     takes_any_name = _named(parameters, Parameter.VAR_KEYWORD)
-    for name in (*non_split_inputs, *(input_split_axes or {})):
+    for name in (*non_split_inputs, *(input_split_axes or {}), *split_lists):
         if parameters and not takes_any_name and name not in parameters:
             raise UsageError(
                 f"{name} is not a parameter of {function.__name__}: it has {', '.join(parameters)}."
@@ -88,6 +101,7 @@ def step_function(
         further="".join(_named(parameters, Parameter.VAR_POSITIONAL)),
         non_split=frozenset(non_split_inputs),
         axes=dict(input_split_axes or {}),
+        lists=frozenset(split_lists),
     )
 
     called = ReadingStep(function)

@@ -60,12 +60,14 @@ class ReadingStep:
 
     Attributes:
         may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
+        has_forward: the forward of the model itself counts as its code: it reads values behind its modules.
     """
 
     def __init__(self, function: Callable[..., Any]):
         functools.update_wrapper(self, function)
         self._function = function
         self.may_read = _mentions_readers(function)
+        self.has_forward = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         token = _in_step_code.set(True)

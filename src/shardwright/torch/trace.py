@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,7 @@ def trace_step(
     agree_on_end: Callable[[float], float] | None = None,
     numbers: NumberReads | None = None,
     hooks: HookEffects | None = None,
+    units_may_change: bool = False,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -68,6 +69,7 @@ def trace_step(
             called by all of them; None for what this rank alone finds.
         numbers: watches those among the arguments.
         hooks: knows which hooks of modules change something.
+        units_may_change: the caller keeps modules whole that raise `DeferredReadError`, and tries again.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
@@ -84,6 +86,7 @@ def trace_step(
         count_memory,
         hooks,
         numbers,
+        units_may_change=units_may_change,
     )
     if not isinstance(function, ReadingStep):
         with (
@@ -92,12 +95,25 @@ def trace_step(
             _unprinted() if numbers is not None else nullcontext(),
         ):
             return _traced(run)
+    try:
+        return _traced_up_to_its_end(run, function, agree_on_end)
+    except DeferredReadError as error:
+        if function.has_forward or not _reads_itself(unit_map.model, error):
+            raise
+        function.has_forward = True
+        return _traced_up_to_its_end(run, function, agree_on_end)
+
+
+def _traced_up_to_its_end(
+    run: "_Run", function: ReadingStep, agree_on_end: Callable[[float], float] | None
+) -> Trace:
+    """Traces a step that may read values."""
     # print("loss", loss) has written the first word where the trace ends.
     with (
         nothing_compiled(),
         fake_failures_unlogged(),
         _unprinted(),
-        model_calls_marked(unit_map.model),
+        model_calls_marked(run.unit_map.model, but_its_own=function.has_forward),
     ):
         trace = _traced(run)
         end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
@@ -106,6 +122,12 @@ def trace_step(
         earlier = _traced(replace(run, ends_at=end))
         # It may end at a change in place before the read.
         return replace(earlier, end_line=trace.end_line or earlier.end_line, read_at=trace.read_at)
+
+
+def _reads_itself(model: nn.Module, error: DeferredReadError) -> bool:
+    """Whether code of the model reads, and of none of its modules: a loss in the model's own forward."""
+    inner = {id(module) for module in model.modules()} - {id(model)}
+    return not any(id(module) in inner for module in error.inside)
 
 
 @contextmanager
@@ -120,6 +142,8 @@ def _traced(run: "_Run") -> Trace:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
         return trace
+    if run.units_may_change:
+        _refuse_to_count(run, changed, attributes)
     # What free operations alone write, such as a table for long sequences, every rank can write for itself.
     free = {name for name, from_units in changed.items() if not from_units}
     if free:
@@ -138,6 +162,36 @@ def _traced(run: "_Run") -> Trace:
             counters |= found
 
 
+def _refuse_to_count(run: "_Run", changed: Mapping[str, bool], attributes: Sequence[Slot]) -> None:
+    """Refuses a module that looks at a buffer which it changes, and has no part that a stage could have.
+
+    Ranks could count with it, each for itself. But it may go another way in the next microbatch than in the
+    trace, as a codebook does that takes its first values from the first batch. As a unit it can.
+
+    Raises:
+        DeferredReadError: there is one.
+    """
+    modules = dict(run.unit_map.model.named_modules())
+    owners = {name: modules.get(name.rpartition(".")[0]) for name in changed}
+    leaf_buffers = {name for name, owner in owners.items() if _is_leaf(owner, run.unit_map.model)}
+    if not leaf_buffers:
+        return
+    try:
+        run.trace(state=changed.keys(), watched=attributes)
+    except DeferredReadError as error:
+        if error.buffers & leaf_buffers and _is_leaf(next(reversed(error.inside), None), run.unit_map.model):
+            raise
+
+
+def _is_leaf(module: object, model: nn.Module) -> bool:
+    """Whether it is a part of the model without parameters in modules inside it."""
+    return (
+        isinstance(module, nn.Module)
+        and module is not model
+        and all(next(child.parameters(), None) is None for child in module.children())
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A step function and its arguments; each call of `trace` runs it once."""
@@ -151,6 +205,7 @@ class _Run:
     hooks: HookEffects
     numbers: NumberReads | None = None
     ends_at: float = math.inf
+    units_may_change: bool = False
 
     def trace(
         self,

@@ -92,6 +92,7 @@ def trace_parts(
                     count_memory=count_memory,
                     agree_on_end=agree_on_end,
                     hooks=hooks,
+                    units_may_change=True,
                 )
                 with _left_out(m, part, splitter) if traces else nullcontext():
                     traces[m] = trace()
@@ -134,6 +135,5 @@ def _smallest_around(error: DeferredReadError, model: nn.Module, forced: set[int
     for module in reversed(error.inside):
         if id(module) in inner:
             assert isinstance(module, nn.Module)
-            if next(module.parameters(), None) is not None:
-                return module
+            return module
     return None

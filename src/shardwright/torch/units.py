@@ -64,14 +64,12 @@ class _Walk:
 
     def _is_unit(self, module: nn.Module, name: str, *, repeated: bool) -> bool:
         cost = self.costs.get(name, ModuleCost())
+        if cost.calls > 0 and id(module) in self.forced:
+            return True
         if cost.calls == 0 or not _has_parameters(module):
             return False
         share_of_stage = self.share(name) * self.num_stages
-        if (
-            cost.whole
-            or id(module) in self.forced
-            or (id(module) in self.preferred and share_of_stage <= 1.0)
-        ):
+        if cost.whole or (id(module) in self.preferred and share_of_stage <= 1.0):
             return True
         if not self._calls_inside(module):
             return True

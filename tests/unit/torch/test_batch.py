@@ -109,3 +109,28 @@ def test_a_step_output_that_is_taken_for_a_tensor_says_what_to_do():
 def test_a_step_output_that_is_taken_for_a_number_says_what_to_do(use):
     with pytest.raises(RuntimeError, match=r"Make one of them first: reduce_mean\(\) for a loss"):
         use(StepOutput([torch.tensor(1.0), torch.tensor(2.0)]))
+
+
+def test_a_list_with_an_item_for_each_sample_is_cut():
+    """Every microbatch had the targets of the first samples."""
+    x, targets = torch.arange(5), [{"boxes": torch.ones(number, 4)} for number in range(5)]
+    splitter = Splitter(names=("x", "targets", "texts"), lists=frozenset({"targets", "texts"}))
+    parts = splitter.split(((x, targets, list("abcde")), {}), 2)
+    assert [[len(target["boxes"]) for target in args[1]] for args, _ in parts] == [[0, 1, 2], [3, 4]]
+    assert [args[2] for args, _ in parts] == [["a", "b", "c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("targets", [[1, 2, 3], {"a": 1}])
+def test_a_list_without_an_item_for_each_sample_is_refused(targets):
+    with pytest.raises(UsageError, match="an item for each of the 4 samples of x, and is"):
+        Splitter(names=("x", "t"), lists=frozenset({"t"})).split(((torch.ones(4), targets), {}), 2)
+
+
+def test_a_list_that_may_belong_to_samples_is_pointed_out(caplog):
+    texts = Splitter(names=("x", "captions", "views"), non_split=frozenset({"kept"}))
+    batch = ((torch.ones(2), ["a", "b"], [torch.ones(2)] * 2), {"kept": ["a", "b"], "more": ["a"] * 3})
+    for _ in range(2):
+        assert texts.split(batch, 2)[1][0][1] == ["a", "b"]
+    (record,) = caplog.records
+    assert "captions is a list of 2 items" in record.getMessage()
+    assert 'split_lists=["captions"]' in record.getMessage()
