@@ -3,7 +3,8 @@
 It follows every operation, and knows of each tensor which ranks have its values:
 
 - what is computed from tensors of a rank is that rank's; what is computed from none of them, everybody's;
-- a number that the program reads, or that meets what another rank holds, is told to all ranks;
+- a number (a tensor of one element) that the program reads, or that meets what other ranks hold, is told to
+  all ranks;
 - whole tensors of several ranks cannot meet in one operation.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.comm.purpose import Purpose
+from shardwright.comm.rank_set import listed
 from shardwright.errors import UsageError
 from shardwright.torch._private import weak_storage
 from shardwright.torch.context import Context
@@ -37,6 +39,18 @@ _REMEDY = (
     "Train by replicas alone (pipeline_parallel_degree 1; with sharded_data_parallel_degree they share the "
     "memory), or with another optimizer."
 )
+
+
+_aten = torch.ops.aten
+# Comparisons, and what each is with left and right exchanged.
+_MIRRORED = {
+    _aten.eq.Tensor: _aten.eq.Tensor,
+    _aten.ne.Tensor: _aten.ne.Tensor,
+    _aten.lt.Tensor: _aten.gt.Tensor,
+    _aten.gt.Tensor: _aten.lt.Tensor,
+    _aten.le.Tensor: _aten.ge.Tensor,
+    _aten.ge.Tensor: _aten.le.Tensor,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._context = context
         self._whose = whose
+        self._all_ranks = frozenset(context.pipeline_ranks)
         self._held: dict[Any, Holding] = {}  # by `weak_storage`
 
     def holds(self, tensors: Sequence[Tensor | None], holding: Holding) -> None:
@@ -81,11 +96,16 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Lets go of what it knows of tensors that are no more."""
         self._held = {key: holding for key, holding in self._held.items() if not key.expired()}
 
-    def numbers_in(self, tree: Any) -> Any:
-        """The same, with the values of all numbers that one rank has; collective over the replica."""
-        items = [item for item in leaves(tree) if self._is_number_of_a_rank(item)]
-        values = self._values(items, "a number of a group") if items else {}
-        return map_tree(lambda item: values.get(id(item), item), tree)
+    def tell_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Gives all ranks the numbers in parameter groups that one rank has; collective over the replica."""
+        options = [
+            (group, name, value) for group in groups for name, value in group.items() if name != "params"
+        ]
+        numbers = [item for *_, value in options for item in leaves(value) if self._is_number_of_a_rank(item)]
+        values = self._values(numbers, "numbers of groups") if numbers else {}
+        for group, name, value in options:
+            if any(id(item) in values for item in leaves(value)):
+                group[name] = map_tree(lambda item: values.get(id(item), item), value)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -96,8 +116,13 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, holdings = self._brought_together(func, args, kwargs)
+        if func in _MIRRORED:
+            func, args = self._in_one_order(func, args)
+        written = written_tensors(func, args, kwargs)
+        args, kwargs, holdings = self._brought_together(func, args, kwargs, written)
         if not holdings:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._refuse_draw(func)
             return func(*args, **kwargs)
         ranks = _common(holdings)
         holding = Holding(holdings[0].name, ranks)
@@ -106,7 +131,6 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._told(func(*args, **kwargs) if is_here else None, holding, func)
         if torch.Tag.dynamic_output_shape in func.tags:
             self._refuse_shape(func, holding)
-        written = written_tensors(func, args, kwargs)
         self.holds([item for item in written if not isinstance(item, RemoteTensor)], holding)
         if not is_here:
             if kwargs.get("device") is not None:
@@ -116,29 +140,42 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.holds(tensors_in((result,)), holding)
         return result
 
+    def _in_one_order(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """A comparison that is the same on all ranks: Python asks a stand-in first, left or right."""
+        left, right = (self._holding(item) for item in args)
+        if left is None or right is None or min(left.ranks) <= min(right.ranks):
+            return func, args
+        return _MIRRORED[func], (args[1], args[0])
+
     def _brought_together(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Holding]]:
-        """The arguments, with the values of numbers where tensors of several ranks meet, and who has them."""
+        """The arguments, with the values of numbers that ranks need and do not have; and who has the rest.
+
+        They need them where tensors of several ranks meet: each rank that has a whole tensor, or one that is
+        written. What everybody has stays everybody's when a number is added to it.
+        """
         tensors = tensors_in((*args, *kwargs.values()))
         holdings = [self._holding(tensor) for tensor in tensors]
         of_ranks = [holding for holding in holdings if holding is not None]
-        if len(of_ranks) == len(tensors) < 2:
+        if not of_ranks or len(tensors) == 1:
             return args, kwargs, of_ranks
-        written = {id(tensor) for tensor in written_tensors(func, args, kwargs)}
-        meet = not _common(of_ranks)
-        # What everybody has stays everybody's when a number is added to it.
-        everybodys = any(h is None and id(t) in written for t, h in zip(tensors, holdings, strict=True))
-        if of_ranks and (meet or everybodys):
-            numbers = [t for t in tensors if self._is_number_of_a_rank(t) and id(t) not in written]
-            values = self._values(numbers, str(func)) if numbers else {}
+        changed = {id(tensor) for tensor in written}
+        numbers, rest = [], []
+        for tensor, holding in zip(tensors, holdings, strict=True):
+            if id(tensor) in changed or (holding is not None and not _is_number(tensor)):
+                rest.append(holding)
+            elif holding is not None:
+                numbers.append(tensor)
+        common = _common(of_ranks)
+        if common and all(common >= (self._all_ranks if who is None else who.ranks) for who in rest):
+            return args, kwargs, of_ranks
+        if numbers:
+            values = self._values(numbers, str(func))
             args, kwargs = map_arguments(lambda tensor: values.get(id(tensor), tensor), args, kwargs)
-            of_ranks = [
-                holding
-                for tensor in tensors
-                if id(tensor) not in values and (holding := self._holding(tensor)) is not None
-            ]
-        if of_ranks and not _common(of_ranks):
+        of_ranks = [holding for holding in rest if holding is not None]
+        common = _common(of_ranks)
+        if of_ranks and not (common and all(common >= holding.ranks for holding in of_ranks)):
             self._refuse(func, of_ranks)
         return args, kwargs, of_ranks
 
@@ -149,55 +186,56 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if key is None else self._held.get(key)
 
     def _is_number_of_a_rank(self, item: Any) -> bool:
-        return isinstance(item, Tensor) and item.dim() == 0 and self._holding(item) is not None
+        return isinstance(item, Tensor) and _is_number(item) and self._holding(item) is not None
 
     def _values(self, numbers: Sequence[Tensor], what: str) -> dict[int, Tensor]:
         """The values of numbers by their id, each from its first rank; collective over the replica."""
         distinct = list({id(number): number for number in numbers}.values())
-        holdings = [self._holding(number) for number in distinct]
-        sources = [min(holding.ranks) for holding in holdings if holding is not None]
+        holdings = [holding for number in distinct if (holding := self._holding(number)) is not None]
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
         mine = [
-            number.detach().double() if source == self._context.rank else zero
-            for number, source in zip(distinct, sources, strict=True)
+            number.detach().double().reshape(()) if min(holding.ranks) == self._context.rank else zero
+            for number, holding in zip(distinct, holdings, strict=True)
         ]
-        rows = self._gathered(torch.stack(mine), sources, what)
+        told = self._from_holders(torch.stack(mine), holdings, what)
         return {
-            id(number): rows[self._place(source), number_in_row].to(number.dtype)
-            for number_in_row, (number, source) in enumerate(zip(distinct, sources, strict=True))
+            id(number): value.to(number.dtype).reshape(number.shape)
+            for number, value in zip(distinct, told, strict=True)
         }
 
     def _told(self, value: Any, holding: Holding, func: Any) -> Any:
         """A number that the program reads, on all ranks."""
-        source = min(holding.ranks)
         kinds: list[type] = [bool, int, float]
         own = [0.0, 0.0] if value is None else [float(value), float(kinds.index(type(value)))]
         row = torch.tensor(own, dtype=torch.float64, device=self._context.device)
-        told, kind = self._gathered(row, [source], str(func))[
-            self._context.pipeline_ranks.index(source)
-        ].tolist()
+        told, kind = self._from_holders(row, [holding, holding], str(func)).tolist()
         return kinds[int(kind)](told)
 
-    def _place(self, rank: int) -> int:
-        return self._context.pipeline_ranks.index(rank)
-
-    def _gathered(self, row: Tensor, sources: Sequence[int], what: str) -> Tensor:
-        """Rows of all ranks of the replica: (ranks, numbers).
+    def _from_holders(self, numbers: Tensor, holdings: Sequence[Holding], what: str) -> Tensor:
+        """Numbers (n,), each from its first rank.
 
         Raises:
             UsageError: ranks are at different places of the program.
         """
-        assert self._context.replica is not None
+        replica = self._context.replica
+        assert replica is not None
+        sources = [min(holding.ranks) for holding in holdings]
         place = float(crc32(f"{what} {sources}".encode()))
-        with_place = torch.cat([row, row.new_tensor([place])])
-        rows = self._context.replica.gather(with_place, Purpose.UPDATE)
-        if any(other != place for other in rows[:, -1].tolist()):
+        row = torch.cat([numbers, numbers.new_tensor([place])])
+        if len(set(sources)) == 1:  # who does not wait for others is ahead of them
+            replica.broadcast([row], sources[0], Purpose.UPDATE)
+            told, places = row[:-1], row[-1:]
+        else:
+            rows = replica.gather(row, Purpose.UPDATE)
+            of_sources = [self._context.pipeline_ranks.index(source) for source in sources]
+            told, places = rows[of_sources, range(len(sources))], rows[:, -1]
+        if any(other != place for other in places.tolist()):
             raise UsageError(
                 f"{user_line()}: ranks compute different things in {self._whose}, which runs over the "
-                "parameters of all stages on all ranks. It must not ask which rank it is on, nor draw "
-                "random numbers to decide what it does."
+                "parameters of all stages on all ranks. It must not ask which rank it is on; and one that "
+                "computes from parameters in its __init__ is made before the first call of a step function."
             )
-        return rows[:, :-1]
+        return told
 
     def _refuse_shape(self, func: Any, holding: Holding) -> NoReturn:
         raise UsageError(
@@ -205,15 +243,26 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{holding.name}, which other ranks do not have. {_REMEDY}"
         )
 
+    def _refuse_draw(self, func: Any) -> NoReturn:
+        raise UsageError(
+            f"{user_line()}: {self._whose} draws random numbers in {func} that belong to no parameter, and "
+            "runs over the parameters of all stages on all ranks, which would draw others. Draw them like a "
+            f"parameter (torch.rand_like). {_REMEDY}"
+        )
+
     def _refuse(self, func: Any, holdings: Sequence[Holding]) -> NoReturn:
         first = holdings[0]
-        other = next(h for h in holdings if not h.ranks & first.ranks)
+        other = next(holding for holding in holdings if holding.ranks != first.ranks)
         raise UsageError(
             f"{user_line()}: {self._whose} brings together values of {first.name} (rank "
-            f"{min(first.ranks)}) and of {other.name} (rank {min(other.ranks)}) in {func}. Over the stages "
-            "of a pipeline it can have numbers of all of them, such as norms, but not whole tensors. "
-            f"{_REMEDY}"
+            f"{listed(sorted(first.ranks))}) and of {other.name} (rank {listed(sorted(other.ranks))}) in "
+            f"{func}. Over the stages of a pipeline it can have numbers of all of them, such as norms, but "
+            f"not whole tensors. {_REMEDY}"
         )
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.numel() == 1 and not tensor.is_complex()
 
 
 def _common(holdings: Sequence[Holding]) -> frozenset[int]:

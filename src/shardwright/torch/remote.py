@@ -96,6 +96,11 @@ class RemoteTensor(torch.Tensor):
             return torch.empty(0, dtype=self.dtype, device=self.device).type()
         return super().type(dtype, non_blocking, **kwargs)
 
+    def __format__(self, format_spec: str) -> str:
+        if self.dim() == 0 and self.told_device is not None:  # its holder reads it, too
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)
+
     def refuse(self) -> NoReturn:
         """Refuses what cannot be done without values.
 
