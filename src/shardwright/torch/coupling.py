@@ -6,9 +6,8 @@ would make another update on each rank, and another one than for the whole model
 parameters of all stages (`joint_update`), which takes longer.
 
 One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
-Any other unknown optimizer is tried before its first update, on small parameters: two copies of it make some
-steps, which differ in the gradients of all parameters but the first. Where the first one comes out otherwise,
-or a number of the groups, parameters are coupled. Where no copy can make a step, a warning says so.
+Any other unknown optimizer is tried before its first update (`optimizer_trial`). Where no copy of it can make
+a step, a warning says so, and a wrapped optimizer is run over all stages: that is right for both kinds.
 
 An optimizer may also deal its parameters out to all ranks, and gather what they have made of them (Muon): in
 the `step` of a wrapped one that goes over the replicas of a stage (`replica_collectives`).
@@ -20,70 +19,39 @@ of which nobody hears. Another optimizer steps inside of one of them::
     sam.second_step()   goes back, and calls sgd.step() ──► who calls? ──► sam is tried, with all its methods
 """
 
-import contextlib
-import copy
-import functools
 import inspect
 import logging
-import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Sequence
 from types import FrameType, FunctionType
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from typing import NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
-from shardwright.torch.glue import plain_torch
-from shardwright.torch.python_random import python_random_kept
-from shardwright.torch.replica_collectives import num_collectives, over_replicas
-from shardwright.torch.tree import leaves
+from shardwright.torch.optimizer_trial import Arguments, Trial, trial
 
-__all__ = [
-    "Trial",
-    "coupled_around",
-    "is_coupled",
-    "refuse_coupling",
-    "refuse_parts_of_the_world",
-    "trial",
-]
+__all__ = ["coupled_around", "is_coupled", "refuse_coupling", "refuse_parts_of_the_world"]
 
 log = logging.getLogger(__name__)
 
-_STEPS = 10
-_LEAST_RATE = 1.0
-_OTHERS = 2  # parameters in each group beside its first
-_MOST_PER_DIM = 4
-_MOST_LETTERS = 200  # of an error
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 _tried: "WeakKeyDictionary[Optimizer, dict[str, Trial]]" = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What was found out of an optimizer.
-
-    Attributes:
-        couples: the update of a parameter, or a number of the groups, depends on several parameters.
-        collects: it calls collectives of `torch.distributed`.
-        problem: why it cannot be tried; empty where it can.
-    """
-
-    couples: bool = False
-    collects: bool = False
-    problem: str = ""
+_untried: "WeakSet[Optimizer]" = WeakSet()  # of which a warning has said that they could not be tried
 
 
 def is_coupled(
-    optimizer: Optimizer, method: str = "step", *, groups: Sequence[Sequence[Tensor]] | None = None
+    optimizer: Optimizer,
+    method: str = "step",
+    *,
+    groups: Sequence[Sequence[Tensor]] | None = None,
+    arguments: Arguments = ((), {}),
+    if_unknown: bool = False,
 ) -> bool:
     """Whether an optimizer's updates need all parameters, where this rank has some; tried once.
 
@@ -91,29 +59,49 @@ def is_coupled(
         optimizer: the script's own.
         method: by which it changes parameters.
         groups: the parameters of its groups on all ranks, so that all find the same; None for those it has.
+        arguments: of the method.
+        if_unknown: what is to be said of `step` where it cannot be tried. Another method is taken for
+            what those are that could be tried.
     """
     if not is_initialized() or context().mesh.pipeline == 1:
         return False
     if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
         return False
-    return _trial_of(optimizer, method, groups).couples
+    found = _trial_of(optimizer, method, groups, arguments)
+    if not found.problem:
+        return found.couples
+    if method != "step":
+        return any(other.couples for other in _tried[optimizer].values())
+    if optimizer not in _untried:
+        _untried.add(optimizer)
+        if context().rank == 0:
+            log.warning(
+                "%s could not be tried on small parameters (%s), and %s.",
+                type(optimizer).__name__,
+                found.problem,
+                _RUN_OVER_ALL if if_unknown else _TAKEN_FOR_HARMLESS,
+            )
+    return if_unknown
+
+
+_RUN_OVER_ALL = "is run over the parameters of all stages: that is right for any, and takes longer"
+_TAKEN_FOR_HARMLESS = (
+    "is taken for an optimizer that treats each parameter by itself. If it needs all of them, for a norm or "
+    "a step size, it is wrong over the stages of a pipeline: train by replicas alone then "
+    "(pipeline_parallel_degree 1)"
+)
 
 
 def _trial_of(
-    optimizer: Optimizer, method: str = "step", groups: Sequence[Sequence[Tensor]] | None = None
+    optimizer: Optimizer,
+    method: str = "step",
+    groups: Sequence[Sequence[Tensor]] | None = None,
+    arguments: Arguments = ((), {}),
 ) -> Trial:
     """Tries it once."""
     tried = _tried.setdefault(optimizer, {})
     if method not in tried:
-        found = tried[method] = trial(optimizer, method, groups)
-        if found.problem and method == "step" and context().rank == 0:
-            log.warning(
-                "%s could not be tried on small parameters (%s), and is taken for an optimizer that treats "
-                "each parameter by itself. If it needs all of them, for a norm or a step size, it is wrong "
-                "over the stages of a pipeline: train by replicas alone then (pipeline_parallel_degree 1).",
-                type(optimizer).__name__,
-                found.problem,
-            )
+        tried[method] = trial(optimizer, method, groups, arguments)
     return tried[method]
 
 
@@ -198,139 +186,3 @@ def _own_methods(kind: type[Optimizer]) -> list[str]:
         if all(each.default is not each.empty or each.kind in _VARIADIC for each in others):
             found.append(name)
     return ["step", *found]
-
-
-def trial(
-    optimizer: Optimizer, method: str = "step", groups: Sequence[Sequence[Tensor]] | None = None
-) -> Trial:
-    """Tries whether an optimizer couples parameters.
-
-    It is called without a closure, and with one where that fails.
-
-    >>> trial(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
-    Trial(couples=False, collects=False, problem='')
-    """
-    given = [group["params"] for group in optimizer.param_groups] if groups is None else groups
-    firsts = [next(iter(group), torch.empty(_MOST_PER_DIM, _MOST_PER_DIM)) for group in given]
-    problem = ""
-    for closes, dtype in product((False, True), (torch.float64, torch.float32)):  # float64 shows a small rate
-        with (
-            plain_torch(),
-            over_replicas(sends=False),
-            python_random_kept(),
-            warnings.catch_warnings(),
-            torch.random.fork_rng(devices=_devices(optimizer)),
-        ):
-            warnings.simplefilter("ignore")
-            calls_before = num_collectives()
-            run = functools.partial(_steps_of_copy, optimizer, method, firsts, dtype, closes=closes)
-            try:
-                (first, numbers), (again, other_numbers) = run(others=1.0), run(others=-0.2)
-            except Exception as error:  # whatever one raises on parameters that it was not made for
-                problem = problem or f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
-                continue
-        alike = torch.allclose(first, again, rtol=0.0, atol=0.0, equal_nan=True)
-        couples = not alike or str(numbers) != str(other_numbers)
-        return Trial(couples, collects=num_collectives() > calls_before)
-    inside = [trial(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    return next((found for found in inside if found.couples), Trial(problem=problem))
-
-
-def _steps_of_copy(
-    optimizer: Optimizer,
-    method: str,
-    firsts: Sequence[Tensor],
-    dtype: torch.dtype,
-    *,
-    others: float,
-    closes: bool,
-) -> tuple[Tensor, dict[str, Any]]:
-    """What becomes of the first parameter, and of the numbers of the groups.
-
-    Args:
-        optimizer: of which a copy is made.
-        method: called in each step.
-        firsts: the first parameter of each group.
-        dtype: of the parameters.
-        others: how far the gradients of the other parameters keep to a direction, in every step.
-        closes: give it a closure that computes gradients.
-    """
-    torch.manual_seed(0)
-    groups = [
-        _small_group(group, like, dtype) for group, like in zip(optimizer.param_groups, firsts, strict=True)
-    ]
-    real = [group["params"] for group in optimizer.param_groups]
-    made = _small_copy(optimizer, groups, {id(p): place for place, own in enumerate(real) for p in own})
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    directions = [torch.randn_like(parameter) for parameter in parameters]
-
-    def closure() -> Tensor:
-        for parameter, direction in zip(parameters, directions, strict=True):
-            along = direction if parameter is parameters[0] else others * direction
-            parameter.grad = along + torch.randn_like(parameter) / 2
-        return torch.ones((), dtype=dtype)
-
-    for _ in range(_STEPS):
-        closure()
-        getattr(type(optimizer), method)(made, *([closure] if closes else []))
-    numbers = {
-        name: value.tolist() if isinstance(value, Tensor) else value
-        for group in reversed(made.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
-    return parameters[0].detach(), numbers
-
-
-def _small_group(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """A group of the same options, with small parameters of the shape of one."""
-    shape = [min(size, _MOST_PER_DIM) for size in like.shape]
-    device = "cpu" if like.is_meta else like.device
-    small = [nn.Parameter(torch.randn(shape, dtype=dtype, device=device)) for _ in range(1 + _OTHERS)]
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    if isinstance(options.get("lr"), int | float):  # a schedule that begins with next to nothing hides much
-        options["lr"] = max(float(options["lr"]), _LEAST_RATE)
-    return {**options, "params": small}
-
-
-def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]], places: Mapping[int, int]) -> Any:
-    """An optimizer of the same class and settings, without anything that belongs to the model.
-
-    What cannot be copied it lacks, and what has parameters of the model, but for lists of them, so that
-    nothing it does reaches the script's own.
-
-    Args:
-        optimizer: the script's own.
-        groups: with small parameters.
-        places: of a real parameter, by its id: the number of its group.
-    """
-    made = object.__new__(type(optimizer))
-    found: dict[str, Any] = {"param_groups": groups, "state": defaultdict(dict)}
-    for name, value in vars(optimizer).items():
-        if name in found:
-            continue
-        if name.startswith("_optimizer_"):
-            found[name] = OrderedDict()  # hooks
-        elif isinstance(value, Optimizer):  # as SAM has
-            found[name] = _small_copy(value, groups, places)
-        elif isinstance(value, list) and value and all(isinstance(item, nn.Parameter) for item in value):
-            used = {places[id(item)] for item in value if id(item) in places} or range(len(groups))
-            found[name] = [small for place in sorted(used) for small in groups[place]["params"]]
-        elif isinstance(value, FunctionType):
-            if not hasattr(type(optimizer), name):  # a scheduler has put its own step() there
-                found[name] = value
-        elif not any(isinstance(item, nn.Parameter) and id(item) in places for item in _tensors_of(value)):
-            with contextlib.suppress(Exception):  # whatever an object raises that is not to be copied
-                found[name] = copy.deepcopy(value)
-    vars(made).update(found)
-    return made
-
-
-def _tensors_of(value: Any) -> list[Any]:
-    return list(value.parameters()) if isinstance(value, nn.Module) else leaves(value)
-
-
-def _devices(optimizer: Optimizer) -> list[torch.device]:
-    """Those with generators of their own."""
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
-    return [device for device in devices if device.type == "cuda"]

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shardwright.errors import UsageError
+from shardwright.comm.purpose import Purpose
+from shardwright.errors import NonFiniteError, UsageError
 from shardwright.torch.clipping import clip_grad_norm_
-from shardwright.torch.context import context, is_initialized
+from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.coupling import (
     coupled_around,
     is_coupled,
@@ -24,7 +25,7 @@ from shardwright.torch.coupling import (
     refuse_parts_of_the_world,
 )
 from shardwright.torch.glue import refuse_inside_step
-from shardwright.torch.joint_update import JointUpdate
+from shardwright.torch.joint_update import AllOfGroup, JointUpdate
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
@@ -84,8 +85,9 @@ class DistributedOptimizer(Optimizer):
             )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
-        self._all_parameters: list[list[nn.Parameter]] = []
+        self._all_groups: list[AllOfGroup] = []
         self._joint: JointUpdate | None = None
+        self._joint_step: bool | None = None
         self.clock = UpdateClock()
         self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
@@ -114,8 +116,8 @@ class DistributedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
-        if inspect.ismethod(found) and not hasattr(Optimizer, name) and self._is_coupled(name):
-            return self._over_all_stages(found)  # first_step() of SAM changes parameters
+        if inspect.ismethod(found) and not hasattr(Optimizer, name) and _has_stages():
+            return self._over_stages_if_needed(name, found)  # first_step() of SAM changes parameters
         return found
 
     def __repr__(self) -> str:
@@ -131,7 +133,7 @@ class DistributedOptimizer(Optimizer):
         is_joint = False
         if not self.sees_rows:
             refuse_parts_of_the_world(self.optimizer, wrapped=True)
-            is_joint = self._is_coupled("step")
+            is_joint = self._step_is_joint()
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -150,19 +152,53 @@ class DistributedOptimizer(Optimizer):
             self.optimizer.step()
         return None
 
-    def _is_coupled(self, method: str) -> bool:
-        """Whether a method must be run over the parameters of all stages."""
-        return is_coupled(self.optimizer, method, groups=self._all_parameters or None)
+    def _step_is_joint(self) -> bool:
+        """Whether `step` is run over the parameters of all stages; all ranks find the same."""
+        current = context() if is_initialized() else None
+        if current is None or current.replica is None or not _has_stages():
+            return False
+        if current.model is None or not current.model.partitioned:
+            return False
+        if self._joint_step is None:
+            coupled = is_coupled(
+                self.optimizer, groups=self._all_parameters, if_unknown=not self._shares(current)
+            )
+            row = torch.tensor([float(coupled)], dtype=torch.float64, device=current.device)
+            self._joint_step = bool(current.replica.gather(row, Purpose.UPDATE).any())
+        return self._joint_step
 
-    def _over_all_stages(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, run over the parameters of all stages."""
+    def _over_stages_if_needed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, run over the parameters of all stages if it needs all."""
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
+            arguments = (args, kwargs)
+            if not is_coupled(self.optimizer, name, groups=self._all_parameters, arguments=arguments):
+                return method(*args, **kwargs)
+            if _leaves_out():
+                raise NonFiniteError(
+                    "the gradients of the last step are not finite, and its update is to be left out "
+                    f"(on_nonfinite). {name}() of {type(self.optimizer).__name__} may be part of an update, "
+                    "and cannot be left out alone. Leave out all of them where the loss of a step is not "
+                    "finite."
+                )
+            if (model := context().model) is not None:
+                model.step_end.numbers.note(self.optimizer)
             with self._joint_update(), _stepping():
                 return method(*args, **kwargs)
 
         return run
+
+    @property
+    def _all_parameters(self) -> list[Sequence[nn.Parameter]] | None:
+        """Those of each group, also of other ranks; None before the model is placed."""
+        return [everything for _, everything in self._all_groups] or None
+
+    @staticmethod
+    def _shares(current: Context) -> bool:
+        """Whether replicas share the parameters, or the work on them."""
+        replicas = current.model.replicas if current.model is not None else None
+        return replicas is not None and not (replicas.sharding is None and replicas.updated_parts is None)
 
     def _joint_update(self) -> AbstractContextManager[None]:
         """Has the optimizer see the parameters of all stages: it needs all.
@@ -174,7 +210,7 @@ class DistributedOptimizer(Optimizer):
         model = current.model
         if model is None or not model.partitioned:
             return nullcontext()
-        if model.replicas.sharding is not None or model.replicas.updated_parts is not None:
+        if self._shares(current):
             refuse_coupling(
                 self.optimizer,
                 "The settings have ranks share parameters or updates, too (sharded_data_parallel_degree, "
@@ -183,7 +219,7 @@ class DistributedOptimizer(Optimizer):
                 "settings, or with an optimizer that treats each parameter by itself.",
             )
         if self._joint is None:
-            self._joint = JointUpdate(self.optimizer, self._all_parameters, current)
+            self._joint = JointUpdate(self.optimizer, self._all_groups, current)
         return self._joint.running()
 
     def _clip(self) -> None:
@@ -403,8 +439,8 @@ class DistributedOptimizer(Optimizer):
         waited = None if self._to_load is None else self.state_dict()  # with the options of now
         if waited is not None and _NAMES not in waited:  # of the whole model, by position
             self.load_state_dict(waited)
-        new_groups = self.optimizer.param_groups[len(self._all_parameters) :]
-        self._all_parameters += [list(group["params"]) for group in new_groups]
+        new_groups = self.optimizer.param_groups[len(self._all_groups) :]
+        self._all_groups += [(group, list(group["params"])) for group in new_groups]
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in identifiers:
@@ -452,6 +488,10 @@ def _refuse_other_part(theirs: dict[str, int] | None) -> None:
             f"than it has here ({mine}): ranks share it. Save it on every rank, for example in a file with "
             "sw.rank() in its name, and load on each rank its own."
         )
+
+
+def _has_stages() -> bool:
+    return is_initialized() and context().mesh.pipeline > 1
 
 
 def _leaves_out() -> bool:
