@@ -45,11 +45,15 @@ class GroupNumbers:
 
     Args:
         context: the run.
+
+    Attributes:
+        compares_updates: ranks make equally many; else it is told on all of them.
     """
 
     def __init__(self, context: Context):
         self._context = context
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.compares_updates = True
         self._unwrapped: list[ref[Optimizer]] = []
         self._num_known = 0
         self._apart: set[_Key] = set()  # on the ranks of a pipeline
@@ -130,7 +134,7 @@ class GroupNumbers:
 
     def _numbers(self, *, skip: Collection[_Key] = ()) -> Iterator[tuple[_Key, Any]]:
         for place, optimizer in enumerate(self._optimizers()):
-            if (place, 0, _UPDATES) not in skip:
+            if self.compares_updates and (place, 0, _UPDATES) not in skip:
                 yield (place, 0, _UPDATES), self._updates.get(optimizer, 0)
             for number, group in enumerate(optimizer.param_groups):
                 for name in sorted(group):

@@ -83,7 +83,8 @@ class RemoteTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where it is said to be."""
-        return self.told_device or torch.device("meta")
+        device: torch.device = self.told_device or Tensor.device.__get__(self)
+        return device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

@@ -150,7 +150,9 @@ class SingleEngine:
         """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
         if self._context.data_group is not None and function not in self._looked_at:
             self._looked_at.add(function)
-            point_out_foreign_behind(loss, self._model.get_module())
+            sharding = self._model.replicas.sharding
+            shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
+            point_out_foreign_behind(loss, [*self._model.get_module().parameters(), *shared])
 
     def _plan(
         self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter

@@ -39,14 +39,14 @@ def point_out_foreign(
             )
 
 
-def point_out_foreign_behind(loss: Tensor, model: nn.Module) -> None:
+def point_out_foreign_behind(loss: Tensor, parameters: Iterable[Tensor]) -> None:
     """Warns of trained parameters behind a loss that are not the model's, where there are replicas.
 
     Args:
         loss: of a microbatch.
-        model: the whole model.
+        parameters: of the whole model, and what computes in their place.
     """
-    known = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in parameters}
     pending = [loss.grad_fn]
     seen: set[Any] = set()
     while pending:

@@ -44,6 +44,7 @@ class Joining:
                 "the state of the optimizer, so that each update needs all of them. Give all replicas the "
                 "same number of batches: shardwright.torch.distributed_sampler does."
             )
+        model.step_end.numbers.compares_updates = False
         self._model = model
         self._throws = throws
         self._run_last: Callable[[], Any] | None = None
