@@ -54,6 +54,18 @@ class Embeds(Stack):
         return super().forward(self.embedding((x * 3).long().clamp(0, 9)))
 
 
+def trainer(sw: Any) -> Callable[[Any, Tensor], Any]:
+    """A step function with a loss of all outputs."""
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    return train
+
+
 def batches(number: int, num_replicas: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """One batch for each replica, equal on all ranks."""
     torch.manual_seed(100 + number)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import WIDTH, Stack, batches, start
+from test_changes_between_steps import WIDTH, Stack, batches, start, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,16 +16,6 @@ from shardwright.testing import RanksFailedError, run_ranks
 DP = {"data_parallel_degree": 2}
 SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
 BOTH = {"pipeline_parallel_degree": 2, **DP}
-
-
-def trainer(sw: Any) -> Any:
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    return train
 
 
 def with_gradients(optimizer: Optimizer) -> list[Any]:

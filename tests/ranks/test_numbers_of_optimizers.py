@@ -5,23 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, batches, start
-from torch import Tensor
+from test_changes_between_steps import Stack, batches, start, trainer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 DP = {"data_parallel_degree": 2}
-
-
-def trainer(sw: Any) -> Any:
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    return train
 
 
 def of_all_replicas(own: float, remedy: str) -> float:
@@ -116,17 +105,20 @@ def test_a_schedule_that_is_the_same_everywhere():
     assert len(set(run_ranks(with_schedule, 2, "schedule", {}))) == 1
 
 
+class Counts(torch.optim.SGD):
+    """Counts the updates of each group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
 def numbers_of_stages() -> None:
     """Stages have other learning rates from the start, and one has no parameter in the second group."""
     sw, _, model = start(Stack, {})
     module = model.module
-
-    class Counts(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                if any(p.grad is not None for p in group["params"]):
-                    group["count"] = group.get("count", 0) + 1
-            super().step()
 
     groups: list[dict[str, Any]] = [
         {"params": list(module.blocks.parameters()), "lr": 0.1 * (1 + sw.pp_rank()), "count": 0},

@@ -1,13 +1,12 @@
 """States that are saved, replicas that must agree, runs that follow one another: each once went wrong."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_changes_between_steps import QUIET, Stack, apart, batches, start
+from test_changes_between_steps import QUIET, Stack, apart, batches, start, trainer
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
@@ -16,17 +15,6 @@ from zoo_modules import Stack as Blocks
 
 from choices import in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
-
-
-def trainer(sw: Any) -> Callable[[Any, Tensor], Any]:
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    return train
-
 
 # ---- states ----------------------------------------------------------------------------------------------
 
