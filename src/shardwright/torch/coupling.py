@@ -35,9 +35,15 @@ from shardwright.errors import UsageError
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.optimizer_trial import Arguments, Trial, trial
 
-__all__ = ["coupled_around", "is_coupled", "refuse_coupling", "refuse_parts_of_the_world"]
+__all__ = ["ELEMENTWISE", "coupled_around", "is_coupled", "refuse_coupling", "refuse_parts_of_the_world"]
 
 log = logging.getLogger(__name__)
+
+# Optimizers that treat every element of a parameter by itself, so that some rows are all that they need.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
+)
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

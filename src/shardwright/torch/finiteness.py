@@ -21,13 +21,13 @@ from shardwright.comm.rank_set import listed
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
 from shardwright.torch.clipping import own_part
-from shardwright.torch.context import Context
+from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.grad_scaler import losses_were_scaled
 
 if TYPE_CHECKING:
     from shardwright.torch.model import DistributedModel
 
-__all__ = ["Finiteness"]
+__all__ = ["Finiteness", "leaves_update_out"]
 
 _MOST_IN_A_ROW = 20
 _MOST_NAMES = 3
@@ -189,6 +189,12 @@ class Finiteness:
         reporter.observer.status(
             f"shardwright: the update of step {step} is left out{told} ({self.num_skipped} so far)"
         )
+
+
+def leaves_update_out() -> bool:
+    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
+    model = context().model if is_initialized() else None
+    return model is not None and model.step_end.finiteness.leaves_out
 
 
 def _share(parts: Sequence[Tensor], place: int, num_places: int) -> list[Tensor]:

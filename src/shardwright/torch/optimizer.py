@@ -1,8 +1,6 @@
 """The optimizer of a rank: the user's own, with the parameters that live here."""
 
-import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -11,34 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from shardwright.comm.purpose import Purpose
-from shardwright.errors import NonFiniteError, UsageError
+from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
-from shardwright.torch.context import Context, context, is_initialized
-from shardwright.torch.coupling import (
-    coupled_around,
-    is_coupled,
-    refuse_coupling,
-    refuse_parts_of_the_world,
-)
+from shardwright.torch.context import context, is_initialized
+from shardwright.torch.coupling import ELEMENTWISE, refuse_parts_of_the_world
+from shardwright.torch.finiteness import leaves_update_out
 from shardwright.torch.glue import refuse_inside_step
-from shardwright.torch.joint_update import AllOfGroup, JointUpdate
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
 from shardwright.torch.replica_collectives import over_replicas
+from shardwright.torch.unwrapped_optimizers import stepping
 from shardwright.torch.update_clock import UpdateClock
+from shardwright.torch.updates_over_stages import UpdatesOverStages, has_stages
 
-__all__ = ["DistributedOptimizer", "refuse_optimizers_inside_steps"]
-
-# Optimizers that treat every element of a parameter by itself, so that some rows are all that they need.
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
-)
+__all__ = ["DistributedOptimizer"]
 
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"
@@ -85,9 +71,7 @@ class DistributedOptimizer(Optimizer):
             )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
-        self._all_groups: list[AllOfGroup] = []
-        self._joint: JointUpdate | None = None
-        self._joint_step: bool | None = None
+        self._over_stages = UpdatesOverStages(optimizer)
         self.clock = UpdateClock()
         self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
@@ -116,8 +100,8 @@ class DistributedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
-        if inspect.ismethod(found) and not hasattr(Optimizer, name) and _has_stages():
-            return self._over_stages_if_needed(name, found)  # first_step() of SAM changes parameters
+        if inspect.ismethod(found) and not hasattr(Optimizer, name) and has_stages():
+            return self._over_stages.method(name, found)  # first_step() of SAM changes parameters
         return found
 
     def __repr__(self) -> str:
@@ -128,12 +112,12 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        if _leaves_out():
+        if leaves_update_out():
             return None
-        is_joint = False
+        over_stages: AbstractContextManager[None] = nullcontext()
         if not self.sees_rows:
             refuse_parts_of_the_world(self.optimizer, wrapped=True)
-            is_joint = self._step_is_joint()
+            over_stages = self._over_stages.around_step()
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -145,82 +129,12 @@ class DistributedOptimizer(Optimizer):
             self._lent_to_scaler(),
             self._own_rows(),
             self._own_parts(),
-            self._joint_update() if is_joint else nullcontext(),
-            _stepping(),
+            over_stages,
+            stepping(),
             nullcontext() if self.sees_rows else over_replicas(sends=True, kind="replicas"),
         ):
             self.optimizer.step()
         return None
-
-    def _step_is_joint(self) -> bool:
-        """Whether `step` is run over the parameters of all stages; all ranks find the same."""
-        current = context() if is_initialized() else None
-        if current is None or current.replica is None or not _has_stages():
-            return False
-        if current.model is None or not current.model.partitioned:
-            return False
-        if self._joint_step is None:
-            coupled = is_coupled(
-                self.optimizer, groups=self._all_parameters, if_unknown=not self._shares(current)
-            )
-            row = torch.tensor([float(coupled)], dtype=torch.float64, device=current.device)
-            self._joint_step = bool(current.replica.gather(row, Purpose.UPDATE).any())
-        return self._joint_step
-
-    def _over_stages_if_needed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, run over the parameters of all stages if it needs all."""
-
-        @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            arguments = (args, kwargs)
-            if not is_coupled(self.optimizer, name, groups=self._all_parameters, arguments=arguments):
-                return method(*args, **kwargs)
-            if _leaves_out():
-                raise NonFiniteError(
-                    "the gradients of the last step are not finite, and its update is to be left out "
-                    f"(on_nonfinite). {name}() of {type(self.optimizer).__name__} may be part of an update, "
-                    "and cannot be left out alone. Leave out all of them where the loss of a step is not "
-                    "finite."
-                )
-            if (model := context().model) is not None:
-                model.step_end.numbers.note(self.optimizer)
-            with self._joint_update(), _stepping():
-                return method(*args, **kwargs)
-
-        return run
-
-    @property
-    def _all_parameters(self) -> list[Sequence[nn.Parameter]] | None:
-        """Those of each group, also of other ranks; None before the model is placed."""
-        return [everything for _, everything in self._all_groups] or None
-
-    @staticmethod
-    def _shares(current: Context) -> bool:
-        """Whether replicas share the parameters, or the work on them."""
-        replicas = current.model.replicas if current.model is not None else None
-        return replicas is not None and not (replicas.sharding is None and replicas.updated_parts is None)
-
-    def _joint_update(self) -> AbstractContextManager[None]:
-        """Has the optimizer see the parameters of all stages: it needs all.
-
-        Raises:
-            UsageError: replicas share the parameters, or the work on them.
-        """
-        current = context()
-        model = current.model
-        if model is None or not model.partitioned:
-            return nullcontext()
-        if self._shares(current):
-            refuse_coupling(
-                self.optimizer,
-                "The settings have ranks share parameters or updates, too (sharded_data_parallel_degree, "
-                "shard_optimizer_state, bf16 or fp16).",
-                "Train by replicas or shards alone (pipeline_parallel_degree 1), by stages without these "
-                "settings, or with an optimizer that treats each parameter by itself.",
-            )
-        if self._joint is None:
-            self._joint = JointUpdate(self.optimizer, self._all_groups, current)
-        return self._joint.running()
 
     def _clip(self) -> None:
         """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
@@ -252,7 +166,7 @@ class DistributedOptimizer(Optimizer):
     @property
     def sees_rows(self) -> bool:
         """Whether the wrapped optimizer is shown the rows of this rank, where ranks share parameters."""
-        return type(self.optimizer) in _ELEMENTWISE
+        return type(self.optimizer) in ELEMENTWISE
 
     @contextmanager
     def _own_rows(self) -> Iterator[None]:
@@ -277,7 +191,7 @@ class DistributedOptimizer(Optimizer):
             yield
             return
         if parts.num_parts > 1 and not self.sees_rows:
-            names = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+            names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise UsageError(
                 "shard_optimizer_state cuts parameters, and "
                 f"{type(self.optimizer).__name__} may look at whole ones. Use one of "
@@ -439,8 +353,7 @@ class DistributedOptimizer(Optimizer):
         waited = None if self._to_load is None else self.state_dict()  # with the options of now
         if waited is not None and _NAMES not in waited:  # of the whole model, by position
             self.load_state_dict(waited)
-        new_groups = self.optimizer.param_groups[len(self._all_groups) :]
-        self._all_groups += [(group, list(group["params"])) for group in new_groups]
+        self._over_stages.note_new_groups()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in identifiers:
@@ -490,75 +403,9 @@ def _refuse_other_part(theirs: dict[str, int] | None) -> None:
         )
 
 
-def _has_stages() -> bool:
-    return is_initialized() and context().mesh.pipeline > 1
-
-
-def _leaves_out() -> bool:
-    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
-    model = context().model if is_initialized() else None
-    return model is not None and model.step_end.finiteness.leaves_out
-
-
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _brief(names: list[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-
-
-class _Stepping:
-    wrapped = False
-
-
-@contextmanager
-def _stepping() -> Iterator[None]:
-    """Says that a wrapped optimizer steps."""
-    before, _Stepping.wrapped = _Stepping.wrapped, True
-    try:
-        yield
-    finally:
-        _Stepping.wrapped = before
-
-
-def _look_at_unwrapped(optimizer: Optimizer) -> None:
-    """Keeps an optimizer of the model from updating other things than the settings ask for."""
-    model = context().model if is_initialized() else None
-    if model is None or _Stepping.wrapped:
-        return
-    own = {id(parameter) for parameter in model.get_module().parameters()}
-    found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
-    if not found:
-        return
-    is_first = model.step_end.numbers.note(optimizer)
-    if type(optimizer) not in _ELEMENTWISE:
-        refuse_parts_of_the_world(optimizer, wrapped=False)
-    is_joint = type(optimizer) not in _ELEMENTWISE and is_coupled(optimizer)
-    needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
-    if needs_all is not None:
-        refuse_coupling(
-            needs_all,
-            "It is not wrapped.",
-            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages, unless "
-            "its step wants a closure: that needs replicas (pipeline_parallel_degree 1).",
-        )
-    if _leaves_out():
-        for parameter in found:
-            parameter.grad = None  # which leaves it as it is
-    elif model.replicas.updated_parts is not None:
-        raise UsageError(
-            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
-            "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."
-        )
-
-
-def refuse_optimizers_inside_steps() -> RemovableHandle:
-    """Has every optimizer refuse to step inside a step function, also one that is not wrapped."""
-
-    def refuse(optimizer: Optimizer, *_: Any) -> None:
-        refuse_inside_step("optimizer.step() is called", _REMEDY)
-        _look_at_unwrapped(optimizer)
-
-    handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
-    return handle

@@ -12,10 +12,10 @@ from shardwright.torch.backward_outside import backward_of_results_refused
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.grad_scaler import scalers_agree, scaling_noted
-from shardwright.torch.optimizer import refuse_optimizers_inside_steps
 from shardwright.torch.reporting import Reporter
 from shardwright.torch.roll_call import prepare
 from shardwright.torch.sums_over_ranks import metrics_over_replicas, sums_pointed_out
+from shardwright.torch.unwrapped_optimizers import refuse_optimizers_inside_steps
 
 __all__ = ["begin", "init", "shutdown"]
 
