@@ -7,7 +7,7 @@ for its shape, or for its gradient, does not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +17,24 @@ from shardwright.torch.functions import OF_GRADIENT, is_metadata
 from shardwright.torch.sharded_tensor import ShardedTensor
 from shardwright.torch.tree import leaves, map_tree
 
-if TYPE_CHECKING:
-    from shardwright.torch.sharded_parameter import ShardedParameter
-
 __all__ = ["AbsentParameter", "Bring", "absent_arguments_brought", "becomes_absent", "becomes_present"]
 
 Bring = Callable[[Sequence[Tensor]], None]
 """Has all rows of the parameters among some tensors at hand."""
 
 _PLACE = "_shardwright_absent"
+
+
+class Shown(Protocol):
+    """What shows a parameter in its forms: see `ShardedParameter`."""
+
+    @property
+    def parameter(self) -> Tensor:
+        """In its present form."""
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that has the gradient."""
 
 
 def _accessors(*names: str) -> set[Any]:
@@ -97,7 +106,7 @@ def _parameter_of(item: Any) -> Any:
     return vars(item)[_PLACE][0].parameter if isinstance(item, AbsentParameter) else item
 
 
-def becomes_absent(parameter: Tensor, sharded: "ShardedParameter", bring: Bring) -> None:
+def becomes_absent(parameter: Tensor, sharded: Shown, bring: Bring) -> None:
     """Has a parameter bring its rows when they are needed.
 
     Args:

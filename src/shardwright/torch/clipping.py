@@ -20,8 +20,10 @@ from shardwright.torch.context import context, is_initialized
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.joint_update import is_running
+from shardwright.torch.model import wrapped_model
+from shardwright.torch.sharded_tensor import own_part
 
-__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages", "own_part"]
+__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
 
 _REMEDY = "Clip between it and optimizer.step()."
 
@@ -97,12 +99,12 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
     """Whether they are of the model that is spread over stages; a rank may have none of those asked for."""
     if not is_initialized():
         return False
-    current = context()
-    if current.model is None or not current.model.partitioned:
+    current, model = context(), wrapped_model()
+    if model is None or not model.partitioned:
         return False
-    if current.pipeline_group is None and current.model.replicas.sharding is None:
+    if current.pipeline_group is None and model.replicas.sharding is None:
         return False
-    own = {id(parameter.grad) for parameter in current.model.local_parameters()}
+    own = {id(parameter.grad) for parameter in model.local_parameters()}
     return not gradients or any(id(gradient) in own for gradient in gradients)
 
 
@@ -115,10 +117,10 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
         norm_type: which p-norm.
         asked: the parameters whose gradients they are, with those of other ranks; empty where nobody knows.
     """
-    current = context()
+    current, model = context(), wrapped_model()
     counted = gradients
-    if current.model is not None and current.model.partitioned:
-        others = {id(parameter.grad) for parameter in current.model.counted_elsewhere()}
+    if model is not None and model.partitioned:
+        others = {id(parameter.grad) for parameter in model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in others]
     cut = [gradient for gradient in counted if own_part(gradient) is not gradient]
     total = _power_sum([g for g in counted if own_part(g) is g], norm_type, current.device)
@@ -145,7 +147,7 @@ def _name_of_one_alone(asked: Sequence[Tensor]) -> str:
 
     Lists such as the groups of an optimizer have other parameters on each rank: the norm is of all of them.
     """
-    model = context().model
+    model = wrapped_model()
     if model is None or not model.partitioned or len(asked) != 1:
         return ""
     with_gradient = [p for p in model.local_parameters() if p.grad is not None]
@@ -167,12 +169,6 @@ def _refuse_another(alone: str, numbers: Sequence[float]) -> None:
             "max_norm); or one after the other on all ranks, those of other ranks, too: "
             "for p in model.parameters(): clip_grad_norm_(p, max_norm)."
         )
-
-
-def own_part(gradient: Tensor) -> Tensor:
-    """The rows of this rank, where ranks share a gradient."""
-    part: Tensor = getattr(gradient, "local", gradient)
-    return part
 
 
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

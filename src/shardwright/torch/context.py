@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,14 @@ from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
 from shardwright.printable import shown
 from shardwright.problems import join
-
-if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
-    from shardwright.torch.optimizer import DistributedOptimizer
-    from shardwright.torch.reporting import Reporter
+from shardwright.torch.roles import Reports, WrappedModel, WrappedOptimizer
 
 __all__ = ["Context", "context", "following", "is_initialized", "set_context"]
 
 declare(Plan)
 
 _T = TypeVar("_T")
+_ContextT = TypeVar("_ContextT", bound="Context")
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
 
 
@@ -102,12 +99,12 @@ class Context:
     world: SmallCollectives | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None
-    reporter: "Reporter | None" = None
+    reporter: Reports | None = None
     blame: Blame | None = None
     whereabouts: Whereabouts | None = None
     roll_call: RollCall | None = None
-    model: "DistributedModel | None" = None
-    optimizers: "list[DistributedOptimizer]" = field(default_factory=list)
+    model: WrappedModel | None = None
+    optimizers: list[WrappedOptimizer] = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)
     _alone: dist.ProcessGroup | None = None
 
@@ -237,7 +234,7 @@ def _object(variable: str, found: Any) -> Mapping[str, Any]:
     )
 
 
-def make_context(config: Config, plan: Plan | None) -> Context:
+def make_context(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
     """Finds the ranks, joins them, and lays them out."""
     from shardwright.comm.environment import detect
     from shardwright.comm.process_group import init_process_group
@@ -259,7 +256,7 @@ def make_context(config: Config, plan: Plan | None) -> Context:
         plan.check_world(world_size)
         config = following(plan, config, warns=rank == 0)
     mesh = config.resolve_world(world_size)
-    made = Context(
+    made = kind(
         config=config,
         mesh=mesh,
         rank=rank,

@@ -54,10 +54,10 @@ from shardwright.torch.residency import Residency, release_remote
 from shardwright.torch.scripted_code import scripted_functions_intercepted
 from shardwright.torch.split_backward import split_modules
 from shardwright.torch.synchronised_norms import SynchronisedNorms
+from shardwright.torch.trained_model import TrainedModel
 from shardwright.torch.unit_map import refuse_unknown_units
 
 if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
     from shardwright.torch.planning import Planner
 
 __all__ = ["PipelineEngine"]
@@ -79,7 +79,7 @@ class PipelineEngine:
     def __init__(
         self,
         context: Context,
-        model: "DistributedModel",
+        model: TrainedModel,
         planner: "Planner",
         materialiser: Materialiser,
     ):

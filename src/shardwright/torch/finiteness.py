@@ -11,7 +11,6 @@ tell each other at the end of a step anyway. Only where it is not finite, ranks 
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,12 @@ from shardwright.comm.process_group import tell_all
 from shardwright.comm.rank_set import listed
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
-from shardwright.torch.clipping import own_part
-from shardwright.torch.context import Context, context, is_initialized
+from shardwright.torch.context import Context
 from shardwright.torch.grad_scaler import losses_were_scaled
+from shardwright.torch.sharded_tensor import own_part
+from shardwright.torch.trained_model import TrainedModel
 
-if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
-
-__all__ = ["Finiteness", "leaves_update_out"]
+__all__ = ["Finiteness"]
 
 _MOST_IN_A_ROW = 20
 _MOST_NAMES = 3
@@ -49,7 +46,7 @@ class Finiteness:
         num_skipped: how many steps had such gradients.
     """
 
-    def __init__(self, context: Context, model: "DistributedModel"):
+    def __init__(self, context: Context, model: TrainedModel):
         self._context = context
         self._model = model
         self._in_a_row = 0
@@ -189,12 +186,6 @@ class Finiteness:
         reporter.observer.status(
             f"shardwright: the update of step {step} is left out{told} ({self.num_skipped} so far)"
         )
-
-
-def leaves_update_out() -> bool:
-    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
-    model = context().model if is_initialized() else None
-    return model is not None and model.step_end.finiteness.leaves_out
 
 
 def _share(parts: Sequence[Tensor], place: int, num_places: int) -> list[Tensor]:

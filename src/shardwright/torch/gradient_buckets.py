@@ -1,12 +1,13 @@
 """Gradients that are reduced in one message."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.two_hop_sum import TwoHopSum
@@ -15,9 +16,52 @@ from shardwright.shard_layout import ShardLayout
 from shardwright.torch.precision import gradient_dtype
 
 if TYPE_CHECKING:
-    from shardwright.torch.reducer import Reduced
+    from shardwright.torch.sharded_parameter import ShardedParameter
 
-__all__ = ["Bucket", "ShardedBucket", "SummedBucket", "flags_of", "gradient_of", "hand_out"]
+__all__ = ["Bucket", "Reduced", "ShardedBucket", "SummedBucket", "flags_of", "gradient_of", "hand_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A parameter whose gradient is summed over several ranks.
+
+    Attributes:
+        parameter: the parameter.
+        stages: stages of this rank that use it.
+        group: the ranks that hold it, in all replicas.
+        late: reduced after the last backward: several stages, or several names, contribute to it.
+        spare: no stage used it when the plan was made.
+        sharded: where each rank keeps some rows of it: gets the sum of those.
+    """
+
+    parameter: nn.Parameter
+    stages: frozenset[int]
+    group: dist.ProcessGroup
+    late: bool = False
+    spare: bool = False
+    sharded: "ShardedParameter | None" = None
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that gets the gradient of a batch."""
+        return self.parameter if self.sharded is None else self.sharded.holder
+
+    @property
+    def signature(self) -> tuple[bool, torch.dtype]:
+        """What decides whether it is reduced, and with which others."""
+        return self.parameter.requires_grad, self.parameter.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameter."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the batch has given it one."""
+        return self.holder.grad is not None or (
+            self.sharded is not None and self.sharded.gradient is not None
+        )
 
 
 class Bucket(Protocol):
@@ -30,7 +74,7 @@ class Bucket(Protocol):
         members: whose gradients.
     """
 
-    members: "Sequence[Reduced]"
+    members: Sequence[Reduced]
 
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them.
@@ -61,7 +105,7 @@ class SummedBucket:
         group: the ranks that have them.
     """
 
-    def __init__(self, members: "Sequence[Reduced]", group: dist.ProcessGroup):
+    def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup):
         self.members = members
         self._group = group
         self._buffer: Tensor | None = None
@@ -117,7 +161,7 @@ class ShardedBucket:
 
     def __init__(
         self,
-        members: "Sequence[Reduced]",
+        members: Sequence[Reduced],
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
         quantiser: BlockQuantiser | None = None,
@@ -207,11 +251,11 @@ def _divided_before(dtype: torch.dtype, *groups: dist.ProcessGroup | None) -> in
     return prod(dist.get_world_size(group) for group in groups if group is not None)
 
 
-def flags_of(members: "Sequence[Reduced]") -> list[float]:
+def flags_of(members: Sequence[Reduced]) -> list[float]:
     return [0.0 if member.holder.grad is None else 1.0 for member in members]
 
 
-def gradient_of(member: "Reduced") -> Tensor:
+def gradient_of(member: Reduced) -> Tensor:
     holder = member.holder
     gradient = holder.grad
     if gradient is None:
@@ -237,7 +281,7 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
     pieces[-(-flat.numel() // size) :] = 0
 
 
-def hand_out(totals: Tensor, members: "Sequence[Reduced]", flags: Sequence[float]) -> None:
+def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float]) -> None:
     """Puts sums into the gradients.
 
     Args:

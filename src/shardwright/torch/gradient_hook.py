@@ -16,7 +16,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.gradient_buckets import flags_of, gradient_of, hand_out
 
 if TYPE_CHECKING:
-    from shardwright.torch.reducer import Reduced
+    from shardwright.torch.gradient_buckets import Reduced
 
 __all__ = ["GradientHook", "GradientsOfBucket", "HookedBucket"]
 

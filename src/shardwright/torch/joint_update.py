@@ -27,6 +27,7 @@ from shardwright.comm.rank_set import listed
 from shardwright.errors import UsageError
 from shardwright.torch.context import Context
 from shardwright.torch.joint_program import Holding, JointProgram
+from shardwright.torch.model import wrapped_model
 from shardwright.torch.optimizer_trial import inner_optimizers
 from shardwright.torch.remote import RemoteTensor
 from shardwright.torch.tree import leaves, map_tree
@@ -109,7 +110,7 @@ class JointUpdate:
         parameters = [parameter for _, everything in self._groups for parameter in everything]
         if len(parameters) == len(self._holdings):
             return
-        model = self._context.model
+        model = wrapped_model()
         assert model is not None
         names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
         for parameter in parameters:

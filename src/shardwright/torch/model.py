@@ -16,9 +16,8 @@ from shardwright.comm.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.batch import Arguments, Splitter
-from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.compiled_modules import without_compilers, without_prefixes
-from shardwright.torch.context import Context, context
+from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.cores import OwnCores
 from shardwright.torch.delayed_initialization import refuse_half_built
 from shardwright.torch.engine import PipelineEngine
@@ -34,13 +33,13 @@ from shardwright.torch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.loss_checks import refuse_no_tensor
 from shardwright.torch.loss_scaler import LossScaler
 from shardwright.torch.materialise import Materialiser
-from shardwright.torch.optimizer import DistributedOptimizer
 from shardwright.torch.own_errors import point_out_in_run
 from shardwright.torch.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.remade_buffers import first_kinds
 from shardwright.torch.replicas import Replicas
 from shardwright.torch.residency import Residency, refuse_released
+from shardwright.torch.roles import WrappedOptimizer
 from shardwright.torch.roll_call import call_together, meet, ranks_with_the_model
 from shardwright.torch.scripted_code import without_scripted
 from shardwright.torch.sendable import refuse_unsendable
@@ -51,7 +50,7 @@ from shardwright.torch.step_end import StepEnd
 from shardwright.torch.tracer import Tracer
 from shardwright.torch.uneven_data import STEP, TogetherUntil, out_of_data
 
-__all__ = ["DistributedModel"]
+__all__ = ["DistributedModel", "wrapped_model"]
 
 log = logging.getLogger(__name__)
 
@@ -569,7 +568,7 @@ class DistributedModel(nn.Module):
         while self._when_settled:
             self._when_settled.pop(0)()
 
-    def takes(self, optimizer: DistributedOptimizer) -> None:
+    def takes(self, optimizer: WrappedOptimizer) -> None:
         """Checks an optimizer, and leaves it the parameters of this rank once they are known."""
         self._scale_as_wanted(optimizer)
         if self._residency is None:
@@ -577,7 +576,7 @@ class DistributedModel(nn.Module):
         else:
             optimizer.keep(self.local_parameter_ids())
 
-    def _scale_as_wanted(self, optimizer: DistributedOptimizer) -> None:
+    def _scale_as_wanted(self, optimizer: WrappedOptimizer) -> None:
         """Scales losses as an optimizer asks for; the last one that does, decides."""
         if self.scaling is not None and optimizer.scaler_wanted is not None:
             self.scaling.scaler = optimizer.scaler_wanted
@@ -592,7 +591,6 @@ class DistributedModel(nn.Module):
         self.get_module().register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda _, state, *rest: self._refuse_part(state)
         )
-        norm_over_stages()
         unchanged = not (self._state_to_load or self._post_partition_hooks or self._when_settled)
         if self._state_to_load is not None:
             self.load_state_dict(self._state_to_load, strict=False)
@@ -679,3 +677,10 @@ def _copy(value: Any) -> Any:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
+
+
+def wrapped_model() -> DistributedModel | None:
+    """The model of the present run; None before one is wrapped."""
+    model = context().model if is_initialized() else None
+    assert model is None or isinstance(model, DistributedModel)
+    return model

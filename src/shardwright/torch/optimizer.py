@@ -14,13 +14,13 @@ from shardwright.errors import UsageError
 from shardwright.torch.clipping import clip_grad_norm_
 from shardwright.torch.context import context, is_initialized
 from shardwright.torch.coupling import ELEMENTWISE, refuse_parts_of_the_world
-from shardwright.torch.finiteness import leaves_update_out
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.loss_scaler import LossScaler
+from shardwright.torch.model import wrapped_model
 from shardwright.torch.optimizer_names import state_by_name
 from shardwright.torch.registration import in_order
 from shardwright.torch.replica_collectives import over_replicas
-from shardwright.torch.unwrapped_optimizers import stepping
+from shardwright.torch.unwrapped_optimizers import leaves_update_out, stepping
 from shardwright.torch.update_clock import UpdateClock
 from shardwright.torch.updates_over_stages import UpdatesOverStages, has_stages
 
@@ -75,10 +75,9 @@ class DistributedOptimizer(Optimizer):
         self.clock = UpdateClock()
         self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
-            current = context()
-            current.optimizers.append(self)
-            if current.model is not None:
-                current.model.takes(self)
+            context().optimizers.append(self)
+            if (model := wrapped_model()) is not None:
+                model.takes(self)
 
     # What schedulers, scalers and scripts read or change is the wrapped optimizer's own.
     @property
@@ -121,7 +120,7 @@ class DistributedOptimizer(Optimizer):
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
-        if is_initialized() and (model := context().model) is not None:
+        if (model := wrapped_model()) is not None:
             model.step_end.numbers.note(self.optimizer)
         self._clip()
         with (
@@ -138,14 +137,14 @@ class DistributedOptimizer(Optimizer):
 
     def _clip(self) -> None:
         """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         most = context().config.sdp_gradient_clipping if is_initialized() else None
         if most is not None and model is not None and model.replicas.sharding is not None:
             clip_grad_norm_(self._parameters(), most)
 
     @property
     def _scaler(self) -> LossScaler | None:
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         return None if model is None or model.scaling is None else model.scaling.scaler
 
     @property
@@ -171,7 +170,7 @@ class DistributedOptimizer(Optimizer):
     @contextmanager
     def _own_rows(self) -> Iterator[None]:
         """Shows the wrapped optimizer what this rank keeps of shared parameters, if that is all it needs."""
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         if model is None or not self.sees_rows or model.replicas.sharding is None:
             yield
             return
@@ -185,7 +184,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: it must see whole parameters.
         """
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         parts = None if model is None else model.replicas.updated_parts
         if model is None or parts is None:
             yield
@@ -233,7 +232,7 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, of which this rank keeps its own parameters."""
         self.optimizer.add_param_group(param_group)
-        if is_initialized() and (model := context().model) is not None:
+        if (model := wrapped_model()) is not None:
             model.takes(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,7 +305,7 @@ class DistributedOptimizer(Optimizer):
             group.update(options)
 
     def _waits_for_placement(self, *, named: bool, fits: bool) -> bool:
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         if model is None:
             return named and is_initialized()
         if model.partitioned:
@@ -316,7 +315,7 @@ class DistributedOptimizer(Optimizer):
 
     def _parameter_names(self) -> list[str]:
         """Names of the parameters, in their order; empty as long as no model is wrapped."""
-        model = context().model if is_initialized() else None
+        model = wrapped_model()
         if model is None:
             return []
         names = {id(parameter): name for name, parameter in model.local_named_parameters()}

@@ -12,7 +12,7 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, stage_of_label
 from shardwright.torch.context import Context
-from shardwright.torch.reducer import Reduced
+from shardwright.torch.gradient_buckets import Reduced
 from shardwright.torch.residency import Residency
 
 __all__ = ["CallPlacement", "SharingGroups", "call_placement", "reduced_parameters", "synchronise"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.agreement import Agreement
@@ -24,11 +24,9 @@ from shardwright.torch.residency import Residency
 from shardwright.torch.source_line import line_of
 from shardwright.torch.step_code import asks_for_types
 from shardwright.torch.trace import trace_step
+from shardwright.torch.trained_model import TrainedModel
 from shardwright.torch.unit_map import UnitMap
 from shardwright.torch.watched_numbers import NumberMatters, NumberPath, NumberReads
-
-if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
 
 __all__ = ["KnownTrace", "ProgramMaker"]
 
@@ -61,7 +59,7 @@ class ProgramMaker:
     """
 
     def __init__(
-        self, context: Context, model: "DistributedModel", agreement: Agreement, attributes: AttributeWatch
+        self, context: Context, model: TrainedModel, agreement: Agreement, attributes: AttributeWatch
     ):
         self._context = context
         self._model = model

@@ -13,8 +13,7 @@ them, and find out first which of them have gradients at all.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -25,57 +24,11 @@ from shardwright.bucket_size import size_of_buckets
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.bucket_order import BucketOrder, Turn
-from shardwright.torch.gradient_buckets import Bucket, ShardedBucket, SummedBucket
+from shardwright.torch.gradient_buckets import Bucket, Reduced, ShardedBucket, SummedBucket
 from shardwright.torch.gradient_hook import GradientHook, HookedBucket
 from shardwright.torch.split_backward import notify_gradients
 
-if TYPE_CHECKING:
-    from shardwright.torch.sharded_parameter import ShardedParameter
-
-__all__ = ["GradientReducer", "Reduced", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """A parameter whose gradient is summed over several ranks.
-
-    Attributes:
-        parameter: the parameter.
-        stages: stages of this rank that use it.
-        group: the ranks that hold it, in all replicas.
-        late: reduced after the last backward: several stages, or several names, contribute to it.
-        spare: no stage used it when the plan was made.
-        sharded: where each rank keeps some rows of it: gets the sum of those.
-    """
-
-    parameter: nn.Parameter
-    stages: frozenset[int]
-    group: dist.ProcessGroup
-    late: bool = False
-    spare: bool = False
-    sharded: "ShardedParameter | None" = None
-
-    @property
-    def holder(self) -> Tensor:
-        """The tensor that gets the gradient of a batch."""
-        return self.parameter if self.sharded is None else self.sharded.holder
-
-    @property
-    def signature(self) -> tuple[bool, torch.dtype]:
-        """What decides whether it is reduced, and with which others."""
-        return self.parameter.requires_grad, self.parameter.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole parameter."""
-        return self.parameter.numel() * self.parameter.element_size()
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the batch has given it one."""
-        return self.holder.grad is not None or (
-            self.sharded is not None and self.sharded.gradient is not None
-        )
+__all__ = ["GradientReducer", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
 
 
 class GradientReducer:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwright.comm.process_group import tell_all
 from shardwright.comm.purpose import Purpose
@@ -28,6 +27,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import non_persistent_buffers_of
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
+from shardwright.torch.roles import WrappedOptimizer
 
 __all__ = ["agree_on_registration", "in_order"]
 
@@ -52,7 +52,7 @@ class _Table:
     groups: list[list[list[str]]]
 
     @classmethod
-    def of(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> "_Table":
+    def of(cls, model: nn.Module, optimizers: Sequence[WrappedOptimizer]) -> "_Table":
         """Looks at all modules, under each of their names."""
         found = list(_modules(model))
         names: dict[int, list[str]] = {}

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
-from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import Context
 from shardwright.torch.delayed_initialization import is_recorded
 from shardwright.torch.failure import first_cause_named
+from shardwright.torch.gradient_buckets import Reduced
 from shardwright.torch.gradient_hook import GradientHook
 from shardwright.torch.precision import gradient_dtype, low_precision
-from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.reducer import GradientReducer
 from shardwright.torch.shardable import can_be_sharded
 from shardwright.torch.updated_parts import UpdatedParts
 from shardwright.units import format_bytes
@@ -74,7 +74,6 @@ class Replicas:
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         with torch.inference_mode(False):  # the first step may be an evaluation
             self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
-        norm_over_stages()
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
         """Names of parameters that take no memory before they are shared.

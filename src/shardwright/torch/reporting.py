@@ -1,13 +1,11 @@
 """Tells the observer what happened: which plan, which steps, which timeline."""
 
 import atexit
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.codec import declare
 from shardwright.comm.process_group import tell_all
 from shardwright.observe.console import Phase
@@ -70,6 +68,8 @@ class Reporter:
         pipeline_s: Sequence[float],
         memory: Sequence[int],
         skipped: int = 0,
+        gradient_error: float | None = None,
+        parameter_error: float | None = None,
     ) -> None:
         """A training step ended; collective.
 
@@ -80,6 +80,8 @@ class Reporter:
             pipeline_s: on each rank, from the first action to the last.
             memory: peak bytes of each rank.
             skipped: how many updates were left out so far.
+            gradient_error: what packing gradients has lost, relative to what was packed; None without.
+            parameter_error: the same of parameters.
         """
         context = self._context
         self.num_steps += 1
@@ -89,7 +91,6 @@ class Reporter:
         # None for microbatches that the step function has left out; many numbers where it gave gradients.
         losses = [float(loss.double().mean()) for loss in step.losses or () if loss is not None]
         num_replicas = context.mesh.data
-        replicas = context.model.replicas if context.model is not None else None
         observer.step_done(
             StepRecord(
                 step=number,
@@ -106,8 +107,8 @@ class Reporter:
                 learning_rate=_learning_rate(context),
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
-                gradient_error=_lost_in(replicas.gradient_quantiser) if replicas else None,
-                parameter_error=_lost_in(replicas.parameter_quantiser) if replicas else None,
+                gradient_error=gradient_error,
+                parameter_error=parameter_error,
             )
         )
         self._write_down(seconds, memory, samples=step.samples)
@@ -221,12 +222,3 @@ def _learning_rate(context: Context) -> float | None:
     groups = (group for optimizer in context.optimizers for group in optimizer.param_groups)
     rate = next(groups, {}).get("lr")
     return None if rate is None else float(rate)
-
-
-def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
-    """What packing has lost since the last step, relative to what was packed; None where that overflowed."""
-    if quantiser is None:
-        return None
-    lost = quantiser.relative_error
-    quantiser.reset()
-    return lost if math.isfinite(lost) else None

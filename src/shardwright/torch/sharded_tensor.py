@@ -20,7 +20,7 @@ from shardwright.torch.operator_schema import is_written, one_by_one, takes_seve
 from shardwright.torch.source_line import user_line
 from shardwright.torch.tree import leaves, map_tree
 
-__all__ = ["ShardedTensor"]
+__all__ = ["ShardedTensor", "own_part"]
 
 # Functions beside those that PyTorch calls pointwise.
 _KEEPS_ROWS = frozenset(
@@ -286,3 +286,9 @@ def _own_rows(item: ShardedTensor, whole: Tensor) -> Tensor:
     mesh, placements = item.dtensor.device_mesh, item.dtensor.placements
     replicated = DTensor.from_local(whole, mesh, run_check=False)
     return replicated.redistribute(mesh, placements).to_local()
+
+
+def own_part(gradient: Tensor) -> Tensor:
+    """The rows of this rank, where ranks share a gradient."""
+    part: Tensor = getattr(gradient, "local", gradient)
+    return part

@@ -20,18 +20,19 @@ from shardwright.torch.context import Context
 from shardwright.torch.engine_run import EngineRun, detached, num_tokens, to_device
 from shardwright.torch.functions import gradient_of_backward
 from shardwright.torch.glue import batch_running, plain_torch, set_active_handler
+from shardwright.torch.gradient_buckets import Reduced
 from shardwright.torch.loss_checks import refuse_second_backward, refuse_several_numbers, refuse_untrained
 from shardwright.torch.memory_in_use import memory_in_use
 from shardwright.torch.one_stage import recompute_as_wished
-from shardwright.torch.reducer import GradientReducer, Reduced, refuse_accumulation_hooks
+from shardwright.torch.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.registration import agree_on_registration
 from shardwright.torch.replica_buffers import ReplicaBuffers
 from shardwright.torch.step_parameters import point_out_foreign_behind
 from shardwright.torch.synchronised_norms import SynchronisedNorms
+from shardwright.torch.trained_model import TrainedModel
 from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
     from shardwright.torch.planning import Planner
 
 __all__ = ["SingleEngine"]
@@ -48,7 +49,7 @@ class SingleEngine:
         planner: makes the plan from the first batch; None where none is wanted.
     """
 
-    def __init__(self, context: Context, model: "DistributedModel", planner: "Planner | None" = None):
+    def __init__(self, context: Context, model: TrainedModel, planner: "Planner | None" = None):
         self._context = context
         self._model = model
         self._planner = planner

@@ -9,11 +9,13 @@ from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.plan import Plan
 from shardwright.torch.backward_outside import backward_of_results_refused
+from shardwright.torch.clipping import norm_over_stages
 from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
 from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.grad_scaler import scalers_agree, scaling_noted
 from shardwright.torch.reporting import Reporter
 from shardwright.torch.roll_call import prepare
+from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 from shardwright.torch.unwrapped_optimizers import refuse_optimizers_inside_steps
 
@@ -57,7 +59,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
 
 def begin(settings: Config, plan: Plan | None) -> None:
     """Starts a run with settings that are known, and a plan to follow if there is one."""
-    made = make_context(settings, plan)
+    made = make_context(settings, plan, kind=ScriptRun)
     prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
@@ -68,6 +70,7 @@ def begin(settings: Config, plan: Plan | None) -> None:
         made.cleanup.enter_context(sums_pointed_out(made))
         metrics_over_replicas()
     if made.mesh.pipeline > 1 or made.mesh.shard > 1:
+        norm_over_stages()
         made.cleanup.enter_context(scalers_agree())
     set_context(made)
     if settings.seed is not None:

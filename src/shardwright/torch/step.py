@@ -9,11 +9,11 @@ from typing import Any, overload
 from shardwright.errors import UsageError
 from shardwright.torch.batch import Splitter
 from shardwright.torch.compiled_code import uncompiled
-from shardwright.torch.context import context
 from shardwright.torch.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.glue import active_handler
 from shardwright.torch.joint_update import is_running
 from shardwright.torch.optimizer_trial import is_trying
+from shardwright.torch.script_run import script_run
 from shardwright.torch.step_code import ReadingStep
 from shardwright.torch.step_output import gather_outputs
 
@@ -111,8 +111,8 @@ def step_function(
     @uncompiled
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        current = context()
-        if current.model is None:
+        model = script_run().model
+        if model is None:
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
@@ -121,8 +121,8 @@ def step_function(
                 "a step function is called inside of an optimizer that updates the parameters of all stages. "
                 "Call it from the training loop, before optimizer.step()."
             )
-        refuse_wrapped_model((*args, *kwargs.values()), current.model)
-        return gather_outputs(current.model.run_step(called, (args, kwargs), splitter))
+        refuse_wrapped_model((*args, *kwargs.values()), model)
+        return gather_outputs(model.run_step(called, (args, kwargs), splitter))
 
     return run
 

@@ -9,13 +9,14 @@
 All ranks see the same rows, so that they report, go on or end alike, before any of them makes an update.
 """
 
+import math
 import sys
 import time
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import torch
 
+from shardwright.comm.block_quantiser import BlockQuantiser
 from shardwright.comm.devices_in_use import uses_gpus
 from shardwright.comm.purpose import Purpose
 from shardwright.errors import ShardwrightError
@@ -24,9 +25,8 @@ from shardwright.torch.engine_run import EngineRun
 from shardwright.torch.finiteness import Finiteness
 from shardwright.torch.frozen_alike import frozen_otherwise
 from shardwright.torch.group_numbers import GroupNumbers
-
-if TYPE_CHECKING:
-    from shardwright.torch.model import DistributedModel
+from shardwright.torch.reporting import Reporter
+from shardwright.torch.trained_model import TrainedModel
 
 __all__ = ["Column", "StepEnd"]
 
@@ -63,7 +63,7 @@ class StepEnd:
         numbers: what optimizers update with.
     """
 
-    def __init__(self, context: Context, model: "DistributedModel"):
+    def __init__(self, context: Context, model: TrainedModel):
         self._context = context
         self._model = model
         self.finiteness = Finiteness(context, model)
@@ -82,7 +82,7 @@ class StepEnd:
                 must make the same updates have other numbers.
         """
         reporter = self._context.reporter
-        assert reporter is not None
+        assert isinstance(reporter, Reporter)
         losses = run.losses or ()
         looked = self.finiteness.look(losses)
         plain, on_device = self.numbers.digests()
@@ -108,6 +108,8 @@ class StepEnd:
             pipeline_s=pipeline_s.tolist(),
             memory=[int(num_bytes) for num_bytes in memory.tolist()],
             skipped=self.finiteness.num_skipped,
+            gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
+            parameter_error=_lost_in(self._model.replicas.parameter_quantiser),
         )
         if self._context.whereabouts is not None:
             self._context.whereabouts.steps = reporter.num_steps
@@ -125,3 +127,12 @@ def _memory() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
+    """What packing has lost since the last step, relative to what was packed; None where that overflowed."""
+    if quantiser is None:
+        return None
+    lost = quantiser.relative_error
+    quantiser.reset()
+    return lost if math.isfinite(lost) else None

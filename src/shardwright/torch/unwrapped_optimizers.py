@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwright.errors import UsageError
-from shardwright.torch.context import context, is_initialized
 from shardwright.torch.coupling import (
     ELEMENTWISE,
     coupled_around,
@@ -22,10 +21,10 @@ from shardwright.torch.coupling import (
     refuse_coupling,
     refuse_parts_of_the_world,
 )
-from shardwright.torch.finiteness import leaves_update_out
 from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.model import wrapped_model
 
-__all__ = ["refuse_optimizers_inside_steps", "stepping"]
+__all__ = ["leaves_update_out", "refuse_optimizers_inside_steps", "stepping"]
 
 
 def refuse_optimizers_inside_steps() -> RemovableHandle:
@@ -37,6 +36,12 @@ def refuse_optimizers_inside_steps() -> RemovableHandle:
 
     handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
     return handle
+
+
+def leaves_update_out() -> bool:
+    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
+    model = wrapped_model()
+    return model is not None and model.step_end.finiteness.leaves_out
 
 
 class _Stepping:
@@ -55,7 +60,7 @@ def stepping() -> Iterator[None]:
 
 def _look_at(optimizer: Optimizer) -> None:
     """Keeps an optimizer of the model from updating other things than the settings ask for."""
-    model = context().model if is_initialized() else None
+    model = wrapped_model()
     if model is None or _Stepping.wrapped:
         return
     own = {id(parameter) for parameter in model.get_module().parameters()}

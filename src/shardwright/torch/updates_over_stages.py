@@ -13,9 +13,10 @@ from shardwright.comm.purpose import Purpose
 from shardwright.errors import NonFiniteError
 from shardwright.torch.context import Context, context, is_initialized
 from shardwright.torch.coupling import is_coupled, refuse_coupling
-from shardwright.torch.finiteness import leaves_update_out
 from shardwright.torch.joint_update import AllOfGroup, JointUpdate
-from shardwright.torch.unwrapped_optimizers import stepping
+from shardwright.torch.model import wrapped_model
+from shardwright.torch.replicas import Replicas
+from shardwright.torch.unwrapped_optimizers import leaves_update_out, stepping
 
 __all__ = ["UpdatesOverStages", "has_stages"]
 
@@ -52,10 +53,13 @@ class UpdatesOverStages:
         current = context() if is_initialized() else None
         if current is None or current.replica is None or not has_stages():
             return nullcontext()
-        if current.model is None or not current.model.partitioned:
+        model = wrapped_model()
+        if model is None or not model.partitioned:
             return nullcontext()
         if self._step_is_joint is None:
-            coupled = is_coupled(self._optimizer, groups=self._parameters, if_unknown=not _shares(current))
+            coupled = is_coupled(
+                self._optimizer, groups=self._parameters, if_unknown=not _shares(model.replicas)
+            )
             row = torch.tensor([float(coupled)], dtype=torch.float64, device=current.device)
             self._step_is_joint = bool(current.replica.gather(row, Purpose.UPDATE).any())
         return self._over_all(current) if self._step_is_joint else nullcontext()
@@ -75,10 +79,9 @@ class UpdatesOverStages:
                     "and cannot be left out alone. Leave out all of them where the loss of a step is not "
                     "finite."
                 )
-            current = context()
-            if current.model is not None:
-                current.model.step_end.numbers.note(self._optimizer)
-            with self._over_all(current), stepping():
+            if (model := wrapped_model()) is not None:
+                model.step_end.numbers.note(self._optimizer)
+            with self._over_all(context()), stepping():
                 return method(*args, **kwargs)
 
         return run
@@ -89,9 +92,10 @@ class UpdatesOverStages:
         return [everything for _, everything in self._groups] or None
 
     def _over_all(self, current: Context) -> AbstractContextManager[None]:
-        if current.model is None or not current.model.partitioned:
+        model = wrapped_model()
+        if model is None or not model.partitioned:
             return nullcontext()
-        if _shares(current):
+        if _shares(model.replicas):
             refuse_coupling(
                 self._optimizer,
                 "The settings have ranks share parameters or updates, too (sharded_data_parallel_degree, "
@@ -104,7 +108,6 @@ class UpdatesOverStages:
         return self._joint.running()
 
 
-def _shares(current: Context) -> bool:
+def _shares(replicas: Replicas) -> bool:
     """Whether replicas share the parameters, or the work on them."""
-    replicas = current.model.replicas if current.model is not None else None
-    return replicas is not None and not (replicas.sharding is None and replicas.updated_parts is None)
+    return not (replicas.sharding is None and replicas.updated_parts is None)

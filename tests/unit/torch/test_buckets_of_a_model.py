@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.reducer import GradientReducer, Reduced
+from shardwright.torch.gradient_buckets import Reduced
+from shardwright.torch.reducer import GradientReducer
 
 MIB = 2**20
 

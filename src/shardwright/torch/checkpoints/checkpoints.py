@@ -31,11 +31,11 @@ from shardwright.torch.checkpoints.save_signals import SaveSignals
 from shardwright.torch.checkpoints.snapshot import take_snapshot
 from shardwright.torch.checkpoints.state_objects import StateObjects
 from shardwright.torch.checkpoints.writer import CONFIG, PLAN, Draft, SaveUnderWay
-from shardwright.torch.context import context
 from shardwright.torch.failure import first_cause_named
 from shardwright.torch.glue import refuse_inside_step
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.roll_call import meet
+from shardwright.torch.script_run import script_run
 
 __all__ = ["Checkpoints"]
 
@@ -91,7 +91,7 @@ class Checkpoints:
         signals: Iterable[str] = ("SIGTERM", "SIGUSR1", "SIGINT"),
         on_failed_save: Literal["raise", "warn"] = "raise",
     ):
-        current = context()
+        current = script_run()
         if current.model is None:
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before sw.Checkpoints.")
         for name, value in (("every", every), ("keep", keep)):

@@ -6,15 +6,15 @@ from typing import Any
 from torch import nn
 
 from shardwright.errors import CheckpointError
-from shardwright.torch.context import context
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.script_run import script_run
 
 __all__ = ["check_extra_states", "own_extra_states", "set_extra_states"]
 
 
 def own_extra_states(model: DistributedModel) -> dict[str, Any]:
     """States of the modules that this rank runs, by name of the module; one rank saves each."""
-    if context().data_rank:
+    if script_run().data_rank:
         return {}
     return {
         name: module.get_extra_state() for name, module in _with_extra_states(model) if model.runs_here(name)

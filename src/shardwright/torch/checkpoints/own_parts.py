@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.context import context
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.script_run import script_run
 from shardwright.torch.sharded_parameter import ShardedParameter
 from shardwright.torch.sharded_tensor import ShardedTensor
 
@@ -137,7 +137,7 @@ class _Turns:
     """Which rank saves what several have: the one that has the least to do so far."""
 
     def __init__(self) -> None:
-        mesh, data_rank = context().mesh, context().data_rank
+        mesh, data_rank = script_run().mesh, script_run().data_rank
         group, place = divmod(data_rank, mesh.shard)
         self._mine = {_Have.ALL: data_rank, _Have.SAME_ROWS: group, _Have.SHARD_GROUP: place}
         self._loads = {

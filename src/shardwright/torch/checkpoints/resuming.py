@@ -21,13 +21,15 @@ from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.extra_states import check_extra_states, set_extra_states
 from shardwright.torch.checkpoints.own_loading import check_fits, load_model, load_optimizer_state
 from shardwright.torch.checkpoints.random_states import further_generators, set_generators
+from shardwright.torch.checkpoints.remade_buffers import remake
 from shardwright.torch.checkpoints.snapshot import optimizer_prefix
 from shardwright.torch.checkpoints.stored import dtype_of, read_part
 from shardwright.torch.checkpoints.writer import PLAN, STATE
-from shardwright.torch.context import Context, following
+from shardwright.torch.context import following
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.remade_buffers import BufferKind, remake
+from shardwright.torch.remade_buffers import BufferKind
+from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]
 
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def open_verified(
-    context: Context, folder: CheckpointFolder, name: str | None, *, allow_older: bool
+    context: ScriptRun, folder: CheckpointFolder, name: str | None, *, allow_older: bool
 ) -> SavedCheckpoint | None:
     """Opens a checkpoint, and compares all checksums; collective over all ranks, which share that work.
 
@@ -95,7 +97,7 @@ def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...
     return commits[: names.index(name) + 1]
 
 
-def _opened(context: Context, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint:
+def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint:
     """The checkpoint.
 
     Raises:
@@ -156,7 +158,7 @@ class Resumed:
         waits: the first step loads what this rank has of it.
     """
 
-    def __init__(self, context: Context, model: DistributedModel, saved: SavedCheckpoint, *, strict: bool):
+    def __init__(self, context: ScriptRun, model: DistributedModel, saved: SavedCheckpoint, *, strict: bool):
         self._context = context
         self._model = model
         self._saved = saved

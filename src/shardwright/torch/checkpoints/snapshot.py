@@ -21,11 +21,11 @@ from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.extra_states import own_extra_states
 from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
 from shardwright.torch.checkpoints.random_states import generator_states
+from shardwright.torch.checkpoints.remade_buffers import remade_buffers
 from shardwright.torch.checkpoints.stored import stored
-from shardwright.torch.context import Context
 from shardwright.torch.model import DistributedModel
 from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.remade_buffers import remade_buffers
+from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
 
@@ -74,7 +74,7 @@ def optimizer_prefix(number: int) -> str:
 
 
 def take_snapshot(
-    context: Context,
+    context: ScriptRun,
     model: DistributedModel,
     states: Mapping[str, Any],
     *,
@@ -138,7 +138,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _optimizer_document(
-    context: Context,
+    context: ScriptRun,
     model: DistributedModel,
     optimizer: DistributedOptimizer,
     prefix: str,

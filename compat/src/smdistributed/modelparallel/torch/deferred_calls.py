@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.torch.context import Context
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["model_is_there", "when_model_is_there"]
@@ -14,7 +14,7 @@ __all__ = ["model_is_there", "when_model_is_there"]
 class _Waiting:
     """Calls that wait for the model of a run."""
 
-    run: Context | None = None
+    run: ScriptRun | None = None
     calls: list[Callable[[Any], None]] = field(default_factory=list)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.context import Context
 from shardwright.torch.model import DistributedModel
+from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.shardable import can_be_sharded
 from smdistributed.modelparallel.torch.state_mod import current_run
 
@@ -82,7 +82,7 @@ def part_of(parameter: nn.Parameter, model: DistributedModel, *, in_float32: boo
         return part.float() if in_float32 else part
 
 
-def _range_of(parameter: nn.Parameter, run: Context) -> range:
+def _range_of(parameter: nn.Parameter, run: ScriptRun) -> range:
     """The elements of this rank's part, of the parameter in one dimension."""
     num_shards, shard = run.mesh.shard, run.data_rank % run.mesh.shard
     unit = 1

@@ -12,8 +12,8 @@ import shardwright.torch as sw
 from shardwright.comm.environment import detect
 from shardwright.comm.process_group import group_of, init_process_group
 from shardwright.errors import ConfigError, UsageError, library_named
-from shardwright.torch.context import Context, context
 from shardwright.torch.glue import batch_is_running
+from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
 from smdistributed.modelparallel.launcher_parameters import contradictions
 from smdistributed.modelparallel.torch.partition_file import settings_with_partition
@@ -45,7 +45,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         return
     sw.init(settings_with_partition(configuration.settings, configuration.values))
     let_trainer_load()
-    current = context()
+    current = script_run()
     current.cleanup.enter_context(library_named("smp"))
     try:
         remarks = [*configuration.remarks, *_remarks_on(current, configuration)]
@@ -58,7 +58,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
             warnings.warn(remark, stacklevel=2)
 
 
-def _remarks_on(current: Context, configuration: Configuration) -> list[str]:
+def _remarks_on(current: ScriptRun, configuration: Configuration) -> list[str]:
     """What a user should know of settings whose effect depends on ranks and devices."""
     remarks = contradictions(os.environ, local_size=current.local_size)
     values = configuration.values
@@ -81,7 +81,7 @@ def _remarks_on(current: Context, configuration: Configuration) -> list[str]:
     return remarks
 
 
-def _prepare_groups(current: Context, configuration: Configuration) -> None:
+def _prepare_groups(current: ScriptRun, configuration: Configuration) -> None:
     """Makes groups that scripts ask for, or use without asking."""
     if not dist.is_initialized():  # a single rank; scripts call torch.distributed.barrier() on it, too
         backend = "gloo" if current.device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from shardwright.torch.context import Context
+from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["local_named_modules"]
 
 
 def local_named_modules(
-    model: nn.Module, run: Context, *, partitioned: bool
+    model: nn.Module, run: ScriptRun, *, partitioned: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules of this rank, by their names; all of them as long as the model is whole.
 
@@ -29,7 +29,7 @@ def local_named_modules(
             yield name, module
 
 
-def _ranks_of_units(run: Context) -> dict[str, int]:
+def _ranks_of_units(run: ScriptRun) -> dict[str, int]:
     """Name of a unit -> the pipeline rank that calls it first, in the order of the calls."""
     found: dict[str, int] = {}
     for stage in run.plan.stages if run.plan is not None else ():

@@ -19,8 +19,8 @@ from typing import Any
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run
 
@@ -100,7 +100,7 @@ def load(
     return load_file(found, map_location, mmap=bool(kwargs.get("mmap")), pickle_module=module)
 
 
-def _own_file(run: Context, path: Path) -> Path:
+def _own_file(run: ScriptRun, path: Path) -> Path:
     """The file that a rank in the place of this one has saved."""
     shards = run.config.shard_optimizer_state or run.mesh.shard > 1
     names = [path.name + _suffix(run, v3=v3) for v3 in ((True, False) if shards else (False, True))]
@@ -116,7 +116,7 @@ def _own_file(run: Context, path: Path) -> Path:
     )
 
 
-def _refuse_other_ranks(run: Context, path: Path) -> None:
+def _refuse_other_ranks(run: ScriptRun, path: Path) -> None:
     """Refuses parts of another number of partitions, of which some would be left out."""
     saved = {int(part.name[len(path.name) + 1 :].split("_")[0]) for part in _parts_of(path)}
     if saved and max(saved) + 1 != run.mesh.pipeline:
@@ -132,7 +132,7 @@ def _parts_of(path: Path) -> list[Path]:
     return sorted(part for part in there if pattern.fullmatch(part.name))
 
 
-def _suffix(run: Context, *, v3: bool) -> str:
+def _suffix(run: ScriptRun, *, v3: bool) -> str:
     return f"_{run.pipeline_rank}_0" + (f"_{run.data_rank}" if v3 else "")
 
 

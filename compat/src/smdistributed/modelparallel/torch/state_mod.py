@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.errors import UsageError
-from shardwright.torch.context import Context, context, is_initialized
+from shardwright.torch.context import is_initialized
+from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, Settings
 from smdistributed.modelparallel.torch.exceptions import NotInitializedError
 
@@ -124,7 +125,7 @@ class State:
 state = State()
 
 
-def _as_it_is(current: Context, values: Mapping[str, Any]) -> dict[str, Any]:
+def _as_it_is(current: ScriptRun, values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that a plan or the command line may have decided otherwise than the script."""
     config, mesh = current.config, current.mesh
     found = {
@@ -139,7 +140,7 @@ def _as_it_is(current: Context, values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def current_run() -> Context:
+def current_run() -> ScriptRun:
     """The run that ``smp.init`` began.
 
     Raises:
@@ -150,4 +151,4 @@ def current_run() -> Context:
             "smdistributed.modelparallel is not initialised: smp.init() was not called. Call it first, once "
             "on every rank, before models, optimizers and questions about ranks."
         )
-    return context()
+    return script_run()

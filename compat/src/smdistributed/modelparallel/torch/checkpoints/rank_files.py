@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import CorruptCheckpointError
-from shardwright.torch.context import Context
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import (
     optimizer_state_in,
     sharded_contents,
@@ -28,7 +28,7 @@ __all__ = ["contents_of_this_rank", "model_state", "optimizer_state"]
 _OF_16_BITS = ("fp32_master_params", "loss_scaler")
 
 
-def contents_of_this_rank(run: Context, model: Any, optimizer: Any) -> dict[str, Any]:
+def contents_of_this_rank(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, Any]:
     """What this rank writes, by name of the file.
 
     Collective over the ranks with the same stage, where they share something.
@@ -50,7 +50,7 @@ def contents_of_this_rank(run: Context, model: Any, optimizer: Any) -> dict[str,
     return contents
 
 
-def model_state(run: Context, folder: Path) -> dict[str, Any]:
+def model_state(run: ScriptRun, folder: Path) -> dict[str, Any]:
     """What this rank loads into its model."""
     if run.mesh.shard > 1:
         return {**weights_in(folder, run.pipeline_rank)[0], "_smp_is_partial": True}
@@ -58,7 +58,7 @@ def model_state(run: Context, folder: Path) -> dict[str, Any]:
     return state
 
 
-def optimizer_state(run: Context, folder: Path, *, shared_too: bool) -> dict[str, Any] | None:
+def optimizer_state(run: ScriptRun, folder: Path, *, shared_too: bool) -> dict[str, Any] | None:
     """What this rank loads into its optimizer; None where that was not saved, or is not wanted.
 
     Args:
@@ -87,24 +87,24 @@ def optimizer_state(run: Context, folder: Path, *, shared_too: bool) -> dict[str
     return {**load_file(path, "cpu"), **of_16_bits}
 
 
-def _shares_state(run: Context) -> bool:
+def _shares_state(run: ScriptRun) -> bool:
     return run.config.shard_optimizer_state and run.mesh.data > 1
 
 
-def _model_file(run: Context) -> str:
+def _model_file(run: ScriptRun) -> str:
     return f"model_{run.pipeline_rank}_0.pt"
 
 
-def _optimizer_file(run: Context) -> str:
+def _optimizer_file(run: ScriptRun) -> str:
     return f"optimizer_{_own_numbers(run)}.pt"
 
 
-def _fp16_file(run: Context) -> str:
+def _fp16_file(run: ScriptRun) -> str:
     if run.mesh.shard > 1:
         stage = f"{run.pipeline_rank}_" if run.mesh.pipeline > 1 else ""
         return f"fp16_states_{stage}{run.data_rank % run.mesh.shard}.pt"
     return f"fp16_states_{_own_numbers(run)}.pt"
 
 
-def _own_numbers(run: Context) -> str:
+def _own_numbers(run: ScriptRun) -> str:
     return f"{run.pipeline_rank}_0" + (f"_{run.data_rank}" if _shares_state(run) else "")

@@ -11,8 +11,8 @@ from shardwright.checkpoint.reading import reading
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.torch.checkpoints.resuming import problem_of
-from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
+from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.source_line import stacklevel_of_user
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
@@ -85,7 +85,7 @@ def resume_from_checkpoint(
 
 
 def _resume_full(
-    run: Context, root: Path, tag: str, *, strict: bool, translate: Callable[[Any], Any] | None
+    run: ScriptRun, root: Path, tag: str, *, strict: bool, translate: Callable[[Any], Any] | None
 ) -> Any:
     path, content = run.from_first_rank(lambda: FullCheckpoints(root).find(tag))
 
@@ -98,7 +98,7 @@ def _resume_full(
     return None if content is None else load_file(content, "cpu")
 
 
-def _opened(run: Context, root: Path, tag: str) -> PartialCheckpoint:
+def _opened(run: ScriptRun, root: Path, tag: str) -> PartialCheckpoint:
     """Opens a checkpoint whose files were compared with their checksums; ranks share that work."""
     chosen = run.from_first_rank(lambda: CheckpointFolder(root).partial(tag).path)
     opened: list[PartialCheckpoint] = []
@@ -115,7 +115,7 @@ def _opened(run: Context, root: Path, tag: str) -> PartialCheckpoint:
     return opened[0]
 
 
-def _lock_partition(run: Context, checkpoint: PartialCheckpoint) -> bool:
+def _lock_partition(run: ScriptRun, checkpoint: PartialCheckpoint) -> bool:
     """Has the units run where they ran when it was saved; returns whether they do.
 
     They do not where this run was partitioned before: by its first step, or by a file.

@@ -22,8 +22,8 @@ from torch import Tensor
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.manifest import FileEntry
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
@@ -84,7 +84,7 @@ def save_checkpoint(
         _save_full(run, Path(path), tag, model, user_content, translate=translate_if_full)
 
 
-def _check(run: Context, partial: bool, model: Any, optimizer: Any, keep: Any) -> None:
+def _check(run: ScriptRun, partial: bool, model: Any, optimizer: Any, keep: Any) -> None:
     if model is not None and model is not state.model:
         raise UsageError(
             f"smp.save_checkpoint gets a {type(model).__name__} that is not the wrapped model. Pass what "
@@ -111,7 +111,7 @@ def _check(run: Context, partial: bool, model: Any, optimizer: Any, keep: Any) -
         )
 
 
-def _on_first_rank(run: Context, make: Callable[[], _T]) -> _T:
+def _on_first_rank(run: ScriptRun, make: Callable[[], _T]) -> _T:
     """What the first rank makes, on every rank; all fail with what it fails with; collective.
 
     Raises:
@@ -137,7 +137,7 @@ class _PartialSave:
         disk: how files are written.
     """
 
-    def __init__(self, run: Context, path: Path, tag: str, disk: Disk):
+    def __init__(self, run: ScriptRun, path: Path, tag: str, disk: Disk):
         self._run = run
         self._tag = tag
         self._folder = CheckpointFolder(path, disk=disk)
@@ -232,7 +232,9 @@ class _PartialSave:
         )
 
 
-def _save_full(run: Context, path: Path, tag: str, model: Any, user_content: Any, *, translate: bool) -> None:
+def _save_full(
+    run: ScriptRun, path: Path, tag: str, model: Any, user_content: Any, *, translate: bool
+) -> None:
     """Saves the whole model; collective over all ranks."""
     found: Mapping[str, Any] = {}
     if run.data_rank < run.mesh.shard:  # the ranks that have one whole model

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.context import Context
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.checkpoints.flat_shards import flat_part, parameters_in
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.groups import CommGroup
@@ -54,7 +54,7 @@ _Groups = list[list[tuple[str, nn.Parameter]]]
 # ---- saving ----
 
 
-def sharded_contents(run: Context, model: Any, optimizer: Any) -> dict[str, Any]:
+def sharded_contents(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, Any]:
     """What this rank writes, by name of the file; collective over the ranks with the same stage.
 
     Args:
@@ -88,7 +88,7 @@ def sharded_contents(run: Context, model: Any, optimizer: Any) -> dict[str, Any]
     return contents
 
 
-def _optimizer_file(run: Context, shard: int) -> str:
+def _optimizer_file(run: ScriptRun, shard: int) -> str:
     stage = f"{run.pipeline_rank}_" if run.mesh.pipeline > 1 else ""
     return f"optimizer_{stage}{shard}.pt"
 
@@ -141,7 +141,7 @@ def _own_flat(
     return part if part.dtype is torch.float64 else part.float()
 
 
-def _state_of(run: Context, model: Any, optimizer: Any) -> dict[str, Any]:
+def _state_of(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, Any]:
     """The optimizer's state of this rank's rows, but for the weights."""
     entries = parts_of(model, optimizer)
     updated = model.replicas.updated_parts

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwright.torch.clipping import gradient_norm
-from shardwright.torch.context import context, is_initialized
+from shardwright.torch.model import wrapped_model
 from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
 __all__ = ["FusedLAMB"]
@@ -109,7 +109,7 @@ def _scale(parameters: list[Tensor], most: float) -> Tensor:
 
 def _are_of_the_model(parameters: list[Tensor]) -> bool:
     """Whether they are of the wrapped model, of which other ranks have others; here there may be none."""
-    model = context().model if is_initialized() else None
+    model = wrapped_model()
     if model is None or not model.partitioned:
         return False
     own = model.local_parameter_ids()

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 import shardwright.torch as sw
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.context import Context
 from shardwright.torch.roll_call import meet
+from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
 from smdistributed.modelparallel.torch.groups import CommGroup
@@ -160,7 +160,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         if scaler is not None and run.model is not None and run.model.scaling is not None:
             run.model.scaling.scaler.restore(scaler)
 
-    def _is_of_here(self, run: Context, names: Sequence[str] | None) -> bool:
+    def _is_of_here(self, run: ScriptRun, names: Sequence[str] | None) -> bool:
         """Whether a partial state is of the parameters of this rank, and so on all ranks of the replica."""
         same = list(names or ()) == self._parameter_names()
         if run.mesh.pipeline == 1:
@@ -169,7 +169,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         return all(allgather(same, CommGroup.MP_GROUP))
 
     def _of_all_ranks(
-        self, run: Context, names: Sequence[str], entries: Entries
+        self, run: ScriptRun, names: Sequence[str], entries: Entries
     ) -> tuple[list[str], Entries]:
         """Brings together what the ranks of the replica have loaded: names of parameters, and state."""
         if run.mesh.pipeline == 1:
@@ -178,7 +178,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         together = {name: entry for _, found in of_ranks for name, entry in found.items()}
         return [name for known, _ in of_ranks for name in known], together
 
-    def _refuse_unknown(self, run: Context, known: Sequence[str]) -> None:
+    def _refuse_unknown(self, run: ScriptRun, known: Sequence[str]) -> None:
         """Refuses a state that leaves out parameters of this rank."""
         missing = sorted(set(self._names_here(run)) - set(known))
         if missing:
@@ -206,7 +206,7 @@ class OptimizerStates(sw.DistributedOptimizer):
                 found[name] = entry
         return found
 
-    def _take_own(self, run: Context, entries: Entries, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _take_own(self, run: ScriptRun, entries: Entries, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the state of the parameters of this rank from that of all."""
         model = run.model
         assert model is not None
@@ -224,7 +224,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         super().load_state_dict({"state": state, "param_groups": self._groups_here(groups)})
         self._set_masters(run, masters)
 
-    def _set_masters(self, run: Context, masters: Mapping[int, Tensor]) -> None:
+    def _set_masters(self, run: ScriptRun, masters: Mapping[int, Tensor]) -> None:
         updated = None if run.model is None else run.model.replicas.updated_parts
         if updated is not None and updated.keeps_masters:
             parameters = self._parameters()
@@ -274,7 +274,7 @@ class OptimizerStates(sw.DistributedOptimizer):
             return {}
         return {id(parameter): name for name, parameter in model.get_module().named_parameters()}
 
-    def _names_here(self, run: Context) -> list[str]:
+    def _names_here(self, run: ScriptRun) -> list[str]:
         names = self._names_of_model()
         return [names.get(id(parameter), "") for parameter in self._parameters()]
 
@@ -285,19 +285,19 @@ class OptimizerStates(sw.DistributedOptimizer):
 
     # ---- forms ----
 
-    def _is_spread(self, run: Context) -> bool:
+    def _is_spread(self, run: ScriptRun) -> bool:
         """Whether other ranks have state that this one has not."""
         model = run.model
         return model is not None and model.settled and (run.mesh.pipeline > 1 or _is_shared(run))
 
-    def _entries_here(self, run: Context) -> Entries:
+    def _entries_here(self, run: ScriptRun) -> Entries:
         return put_together([self._parts_here(run)])
 
-    def _parts_here(self, run: Context) -> Entries:
+    def _parts_here(self, run: ScriptRun) -> Entries:
         assert run.model is not None
         return parts_of(run.model, self, names=self._names_of_model())
 
-    def _masters_here(self, run: Context) -> dict[int, Tensor]:
+    def _masters_here(self, run: ScriptRun) -> dict[int, Tensor]:
         updated = None if run.model is None else run.model.replicas.updated_parts
         found = {} if updated is None else {n: updated.master(p) for n, p in enumerate(self._parameters())}
         return {number: master.detach() for number, master in found.items() if master is not None}
@@ -367,7 +367,7 @@ class OptimizerStates(sw.DistributedOptimizer):
             )
 
 
-def _is_shared(run: Context) -> bool:
+def _is_shared(run: ScriptRun) -> bool:
     """Whether replicas have different parts of the state."""
     updated = None if run.model is None else run.model.replicas.updated_parts
     return run.mesh.shard > 1 or (updated is not None and updated.num_parts > 1)

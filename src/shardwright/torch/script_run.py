@@ -1,0 +1,31 @@
+"""A run as the script has made it: with its model, its optimizers and its reporter."""
+
+from shardwright.errors import UsageError
+from shardwright.torch.context import Context, context
+from shardwright.torch.model import DistributedModel
+from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.reporting import Reporter
+
+__all__ = ["ScriptRun", "script_run"]
+
+
+class ScriptRun(Context):
+    """A run, with the classes that play the roles of `shardwright.torch.roles`."""
+
+    __slots__ = ()
+
+    model: DistributedModel | None
+    optimizers: list[DistributedOptimizer]  # type: ignore[assignment]
+    reporter: Reporter | None
+
+
+def script_run() -> ScriptRun:
+    """The current run.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    current = context()
+    if not isinstance(current, ScriptRun):
+        raise UsageError("this run was not begun by a script. Call shardwright.torch.init().")
+    return current
