@@ -29,7 +29,7 @@ from shardwright.config import Config
 from shardwright.plan import align
 from shardwright.planner import Candidates, estimate_profile, make_plan, microbatch_counts
 from shardwright.schedule import build_schedule, chain_edges, place_stages, simulate, unit_costs
-from shardwright.torch.inspection import trace_model
+from shardwright.torch.units.dry_run import trace_model
 
 _BATCH = 64
 

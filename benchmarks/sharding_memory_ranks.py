@@ -12,7 +12,7 @@ from torch import Tensor
 import shardwright.torch as sw
 from memory_limit import join
 from sharding_ranks import GPT, VOCABULARY
-from shardwright.torch.sharded_tensor import ShardedTensor
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 
 __all__ = ["Kept", "kept_by_a_rank", "train_inside"]
 

@@ -17,7 +17,7 @@ from shardwright.planner.explain import predict
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Demands, Workload
 from shardwright.schedule import place_stages
-from shardwright.torch.context import context, set_context
+from shardwright.torch.run.context import context, set_context
 
 __all__ = ["STAGES_PER_RANK", "Ours"]
 
@@ -58,7 +58,7 @@ class Ours:
 
         self._train_step = train_step
         planner = _fixed(stages) if stages else make_plan
-        with mock.patch("shardwright.torch.planning.make_plan", planner):
+        with mock.patch("shardwright.torch.measuring.planning.make_plan", planner):
             self.step()
 
     @property

@@ -326,7 +326,7 @@ def differences_of_plans(
         iterations.append(Iteration(batch_size=batches[-1], length=length, train=False))
         case = Case(config=config, iterations=iterations)
         try:
-            with patch("shardwright.torch.planning.make_plan", drawn.planner()):
+            with patch("shardwright.torch.measuring.planning.make_plan", drawn.planner()):
                 lines = differences(recipe, case)
         except Exception as error:
             # Units that must share a stage cannot be placed apart by hand.

@@ -92,7 +92,7 @@ def on_hosts(ranks_per_host: int) -> None:
 
     rank = int(os.environ["RANK"])
     if ranks_per_host < 4:
-        import shardwright.torch.parcel as parcel
+        import shardwright.torch.sharding.parcel as parcel
 
         parcel._SIZE = 1
     connect.this_host = lambda: f"host {rank // ranks_per_host}"

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from shardwright.comm.small_collectives import SmallCollectives
 from shardwright.testing import run_ranks
-from shardwright.torch.batch import BatchBroadcast
-from shardwright.torch.layout import order_of
+from shardwright.torch.batch.batch import BatchBroadcast
+from shardwright.torch.pytorch.layout import order_of
 
 
 def batches():

@@ -14,8 +14,8 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
-from shardwright.torch.context import context
-from shardwright.torch.inspection import plan_model
+from shardwright.torch.run.context import context
+from shardwright.torch.units.dry_run import plan_model
 
 LINK = Link(latency_s=1e-6, bandwidth_Bps=1e9)
 CLUSTER = Cluster(device=Device(name="test"), ranks_per_node=2, intra_node=LINK, inter_node=LINK)

@@ -66,7 +66,7 @@ def test_it_trains_as_otherwise(ranks, settings):
 def memory_of_a_rank(settings):
     """The most elements of parameters that had memory at once, beside what they all are."""
     import shardwright.torch as sw
-    import shardwright.torch.sharding as sharding
+    import shardwright.torch.sharding.sharding as sharding
 
     sw.init({**QUIET, **settings})
     with sw.delay_param_initialization():

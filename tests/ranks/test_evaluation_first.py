@@ -9,7 +9,7 @@ from test_changes_between_steps import Stack, batches, start
 from torch import Tensor, nn
 
 from shardwright.testing import run_ranks
-from shardwright.torch.context import context
+from shardwright.torch.run.context import context
 
 CONFIG = {"pipeline_parallel_degree": 2}
 AROUND: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

@@ -9,7 +9,7 @@ from shardwright.testing import run_ranks
 
 def whole_gradients_at_once(settings):
     """The most buckets whose whole gradients were there at once, and how many there were."""
-    import shardwright.torch.gradient_buckets as gradient_buckets
+    import shardwright.torch.replicas.gradient_buckets as gradient_buckets
 
     held, most = [], 0
 

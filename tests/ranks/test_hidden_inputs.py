@@ -17,9 +17,9 @@ from zoo_modules import CLASSES, WIDTH
 
 from choices import in_every_run, in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 SHARED = "has left in an object, a list or a variable"

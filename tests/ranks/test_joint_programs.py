@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.optimizer_trial import trial
+from shardwright.torch.optimizer.optimizer_trial import trial
 
 
 class Rated(Optimizer):

@@ -294,7 +294,7 @@ def test_a_step_that_reads_nothing_takes_no_further_messages() -> None:
     def run() -> tuple[int, int]:
         import shardwright.torch as sw
         from shardwright.comm.value_board import ValueBoard
-        from shardwright.torch.agreement import Agreement
+        from shardwright.torch.execution.agreement import Agreement
 
         asked = [0, 0]
         for kind, name, place in ((Agreement, "on_any", 0), (ValueBoard, "put", 1)):

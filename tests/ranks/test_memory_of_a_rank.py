@@ -52,7 +52,7 @@ def microbatches_alive(kind, num_microbatches):
     """The most microbatches with a living activation on this rank, and what the schedule says."""
     import shardwright.torch as sw
     from shardwright.planner.memory import in_flight
-    from shardwright.torch.context import context
+    from shardwright.torch.run.context import context
 
     sw.init({**QUIET, "pipeline": kind, "microbatches": num_microbatches})
     model = sw.DistributedModel(nn.Sequential(*(Marked() for _ in range(32))))
@@ -110,7 +110,7 @@ class Wide(nn.Module):
 def peak_of_a_step(settings):
     """The plan's peak and the measured one for this rank, and how many units are recomputed on it."""
     import shardwright.torch as sw
-    from shardwright.torch.context import context
+    from shardwright.torch.run.context import context
 
     sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 4, **settings})
     with torch.profiler.profile(
@@ -178,7 +178,7 @@ def test_what_was_sent_and_received_is_let_go():
     def run():
         import shardwright.torch as sw
         from shardwright.comm.transport import Transport
-        from shardwright.torch.executor import Executor
+        from shardwright.torch.execution.executor import Executor
 
         sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 16})
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))

@@ -120,7 +120,7 @@ def reads_an_array_on_one_rank(model: Any, x: Tensor, y: Tensor, step: int) -> A
 def train(function: Callable[..., Any], **settings: Any) -> Any:
     """The results of each step, and in which of them anything was traced."""
     import shardwright.torch as sw
-    from shardwright.torch import program_maker
+    from shardwright.torch.execution import program_maker
 
     shown.clear()
     num_traces, plain_trace = 0, program_maker.trace_step

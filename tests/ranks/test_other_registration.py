@@ -18,7 +18,7 @@ import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
-from shardwright.torch.context import context
+from shardwright.torch.run.context import context
 
 NAMES = ["audio", "depth", "pose", "text", "video"]
 QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 2, "timeout_s": 30}

@@ -15,8 +15,8 @@ import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.plan import Plan
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.context import context
-from shardwright.torch.tree import flatten
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.run.context import context
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
@@ -108,7 +108,7 @@ class CountsWhereTheBatchSays(Stack):
 
 def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list[str]]:
     """How often steps traced what the planner had not, for how many microbatches, and `differences`."""
-    import shardwright.torch.program_maker as program_maker
+    import shardwright.torch.execution.program_maker as program_maker
 
     traced: list[object] = []
     asked: list[object] = []

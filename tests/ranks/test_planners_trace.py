@@ -14,9 +14,9 @@ from transparency import Recipe
 from zoo import TRANSFORMERS, ZOO, classify, features
 from zoo_modules import Block, Stack
 
-from shardwright.torch.recording import Trace
-from shardwright.torch.tracing import trace_parts
-from shardwright.torch.tree import flatten
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.units.model_traces import trace_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 

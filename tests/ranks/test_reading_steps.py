@@ -473,7 +473,7 @@ def test_the_error_of_a_step_is_not_hidden_by_that_of_telling_others() -> None:
     """The store did not answer when the values were to be put up: its error was all that was seen."""
 
     def run() -> tuple[str, list[str]]:
-        from shardwright.torch.value_bundles import OwnValues
+        from shardwright.torch.execution.value_bundles import OwnValues
 
         def unanswered(self: OwnValues) -> None:
             raise OSError("the store does not answer")
@@ -505,7 +505,7 @@ def reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
 
 
 def test_values_may_be_read_in_later_calls_alone() -> None:
-    from shardwright.torch.step_code import ReadingStep
+    from shardwright.torch.interception.step_code import ReadingStep
 
     assert not ReadingStep(reads_later).may_read
     assert ReadingStep(reads_all).may_read
@@ -818,7 +818,7 @@ def test_ranks_trace_together_or_not_at_all() -> None:
 
     def run() -> tuple[int, list[float]]:
         import shardwright.torch as sw
-        from shardwright.torch import program_maker
+        from shardwright.torch.execution import program_maker
 
         sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
         torch.manual_seed(0)

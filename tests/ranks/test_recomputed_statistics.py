@@ -13,7 +13,10 @@ from zoo_modules import WIDTH, Stack
 
 from shardwright.errors import TraceError
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.recomputed_statistics import refuse_recomputed_vectors, warn_of_recomputed_buffers
+from shardwright.torch.tracing.recomputed_statistics import (
+    refuse_recomputed_vectors,
+    warn_of_recomputed_buffers,
+)
 
 LENGTH = 12
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.testing import run_ranks, run_ranks_outcomes
-from shardwright.torch.trace_guard import Unchanged
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.counting.trace_guard import Unchanged
+from shardwright.torch.parameters.unit_map import UnitMap
 
 QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 4, "timeout_s": 30}
 DATA = {"data_parallel_degree": 2}

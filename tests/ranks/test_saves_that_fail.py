@@ -381,7 +381,7 @@ def test_a_rank_that_cannot_read_is_no_reason_to_take_an_older_one(
 
     def run() -> str:
         from shardwright.torch.checkpoints.resuming import open_verified
-        from shardwright.torch.context import context
+        from shardwright.torch.run.context import context
 
         _, checkpoints, _ = _started(tmp_path)
         for step in (1, 2):

@@ -15,8 +15,8 @@ import shardwright.torch as sw
 from choices import in_every_run
 from shardwright.schedule import Kind
 from shardwright.testing import run_ranks
-from shardwright.torch import split_backward
-from shardwright.torch.context import context
+from shardwright.torch.backward import split_backward
+from shardwright.torch.run.context import context
 
 
 class Linears(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.errors import PlanError
-from shardwright.torch.tree import flatten
+from shardwright.torch.pytorch.tree import flatten
 
 __all__ = ["EVALUATION", "TOO_SMALL", "Case", "Iteration", "Recipe", "differences", "differences_by_case"]
 

@@ -18,8 +18,8 @@ from zoo import ZOO
 
 import shardwright
 from shardwright.observe.report.write import packed_library
-from shardwright.torch.rng import get_state, set_state
-from shardwright.torch.tracing import trace_parts
+from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.units.model_traces import trace_parts
 
 # Engines import ray, which starts a thread: a process with threads cannot be forked.
 _NOT_FOR_RANKS = tuple(f"shardwright.{name}" for name in ("cli", "__main__", "testing", "launch.engines"))

@@ -15,8 +15,8 @@ from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of
 from shardwright.plan import identity
 from shardwright.planner.profile_file import MeasuredProfile
-from shardwright.torch.measured_model import MeasuredModel
-from shardwright.torch.plan_here import Training, measure_here, plan_here
+from shardwright.torch.measuring.measured_model import MeasuredModel
+from shardwright.torch.on_this_machine.plan_here import Training, measure_here, plan_here
 
 __all__ = ["main", "profile_of"]
 

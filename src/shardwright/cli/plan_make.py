@@ -228,7 +228,7 @@ def _plan(
 ) -> Plan:
     # Here, because they import torch: the checks above answer before.
     from shardwright.cli.factory import advice_on_meta, build
-    from shardwright.torch.inspection import plan_model
+    from shardwright.torch.units.dry_run import plan_model
 
     console = Console()
     with console.phase(f"building {factory}"):

@@ -121,7 +121,7 @@ def _traced(factory: str, build_on: str) -> "LayerChain":
     from shardwright.cli.factory import advice_on_meta, build
     from shardwright.observe.console import Console
     from shardwright.topology.traced_chain import chain_of
-    from shardwright.torch.inspection import trace_model
+    from shardwright.torch.units.dry_run import trace_model
 
     console = Console()
     with console.phase(f"building {factory}"):

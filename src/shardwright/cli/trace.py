@@ -28,7 +28,7 @@ def trace(factory: Factory, stages: Stages = 2, build_on: BuildOn = "meta", as_j
     """
     # Here, because they import torch: --help answers before.
     from shardwright.cli.factory import advice_on_meta, build
-    from shardwright.torch.inspection import trace_model
+    from shardwright.torch.units.dry_run import trace_model
 
     console = Console()
     with console.phase(f"building {factory}"):

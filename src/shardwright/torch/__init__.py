@@ -1,19 +1,19 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
 from shardwright.comm.backend import register_backend
-from shardwright.torch.activation_checkpointing import set_activation_checkpointing
+from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
+from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.checkpoints.checkpoints import Checkpoints
-from shardwright.torch.clipping import clip_grad_norm_
-from shardwright.torch.context import is_initialized
-from shardwright.torch.data import distributed_sampler, seed_everything
-from shardwright.torch.data_loader import ReplicaLoader, data_loader
-from shardwright.torch.delayed_initialization import delay_param_initialization
-from shardwright.torch.grad_scaler import GradScaler
-from shardwright.torch.inspection import trace_model
-from shardwright.torch.manual_partition import partition, set_partition
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.ranks import (
+from shardwright.torch.loss_scale.grad_scaler import GradScaler
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.clipping import clip_grad_norm_
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
+from shardwright.torch.parameters.manual_partition import partition, set_partition
+from shardwright.torch.run.context import is_initialized
+from shardwright.torch.run.data import distributed_sampler, seed_everything
+from shardwright.torch.run.data_loader import ReplicaLoader, data_loader
+from shardwright.torch.run.ranks import (
     barrier,
     dp_rank,
     dp_size,
@@ -35,7 +35,7 @@ from shardwright.torch.ranks import (
 )
 from shardwright.torch.startup import init, shutdown
 from shardwright.torch.step import step
-from shardwright.torch.step_output import StepOutput
+from shardwright.torch.units.dry_run import trace_model
 
 __all__ = [
     "Checkpoints",

@@ -1,16 +1,16 @@
 """A run as the script has made it: with its model, its optimizers and its reporter."""
 
 from shardwright.errors import UsageError
-from shardwright.torch.context import Context, context
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.reporting import Reporter
+from shardwright.torch.measuring.reporting import Reporter
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.run.context import Context, context
 
 __all__ = ["ScriptRun", "script_run"]
 
 
 class ScriptRun(Context):
-    """A run, with the classes that play the roles of `shardwright.torch.roles`."""
+    """A run, with the classes that play the roles of `shardwright.torch.run.roles`."""
 
     __slots__ = ()
 

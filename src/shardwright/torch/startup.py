@@ -8,16 +8,16 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.plan import Plan
-from shardwright.torch.backward_outside import backward_of_results_refused
-from shardwright.torch.clipping import norm_over_stages
-from shardwright.torch.context import context, is_initialized, make_context, set_context, settings_from
-from shardwright.torch.data import samplers_checked, seed_everything
-from shardwright.torch.grad_scaler import scalers_agree, scaling_noted
-from shardwright.torch.reporting import Reporter
-from shardwright.torch.roll_call import prepare
+from shardwright.torch.interception.backward_outside import backward_of_results_refused
+from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_noted
+from shardwright.torch.measuring.reporting import Reporter
+from shardwright.torch.optimizer.clipping import norm_over_stages
+from shardwright.torch.optimizer.unwrapped_optimizers import refuse_optimizers_inside_steps
+from shardwright.torch.run.context import context, is_initialized, make_context, set_context, settings_from
+from shardwright.torch.run.data import samplers_checked, seed_everything
+from shardwright.torch.run.joint_calls import prepare
+from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 from shardwright.torch.script_run import ScriptRun
-from shardwright.torch.sums_over_ranks import metrics_over_replicas, sums_pointed_out
-from shardwright.torch.unwrapped_optimizers import refuse_optimizers_inside_steps
 
 __all__ = ["begin", "init", "shutdown"]
 

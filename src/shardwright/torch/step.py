@@ -7,15 +7,15 @@ from inspect import Parameter
 from typing import Any, overload
 
 from shardwright.errors import UsageError
-from shardwright.torch.batch import Splitter
-from shardwright.torch.compiled_code import uncompiled
-from shardwright.torch.foreign_wrappers import refuse_wrapped_model
-from shardwright.torch.glue import active_handler
-from shardwright.torch.joint_update import is_running
-from shardwright.torch.optimizer_trial import is_trying
+from shardwright.torch.batch.batch import Splitter
+from shardwright.torch.batch.step_output import gather_outputs
+from shardwright.torch.interception.compiled_code import uncompiled
+from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
+from shardwright.torch.interception.glue import active_handler
+from shardwright.torch.interception.step_code import ReadingStep
+from shardwright.torch.optimizer.joint_update import is_running
+from shardwright.torch.optimizer.optimizer_trial import is_trying
 from shardwright.torch.script_run import script_run
-from shardwright.torch.step_code import ReadingStep
-from shardwright.torch.step_output import gather_outputs
 
 __all__ = ["step"]
 

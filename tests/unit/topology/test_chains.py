@@ -54,7 +54,7 @@ def test_a_traced_transformer_costs_about_what_its_closed_form_says():
     import torch
 
     from shardwright.topology.traced_chain import chain_of
-    from shardwright.torch.inspection import trace_model
+    from shardwright.torch.units.dry_run import trace_model
 
     config = transformers.GPT2Config(n_embd=1600, n_layer=12, n_head=25, vocab_size=50257)
     with torch.device("meta"):

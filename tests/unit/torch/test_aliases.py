@@ -1,7 +1,7 @@
 import torch
 
-from shardwright.torch.aliases import follow_changes, view_of
-from shardwright.torch.recording import Change, Step, View
+from shardwright.torch.tracing.aliases import follow_changes, view_of
+from shardwright.torch.tracing.trace_data import Change, Step, View
 
 
 def step(*, reads=(), changes=()):

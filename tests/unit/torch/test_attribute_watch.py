@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shardwright.torch.attribute_watch import AttributeWatch
+from shardwright.torch.python_state.attribute_watch import AttributeWatch
 
 
 def watched(model: nn.Module) -> AttributeWatch:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UsageError
-from shardwright.torch.batch import Splitter
-from shardwright.torch.step_output import StepOutput, gather_outputs
+from shardwright.torch.batch.batch import Splitter
+from shardwright.torch.batch.step_output import StepOutput, gather_outputs
 
 
 @given(st.integers(1, 12), st.integers(1, 12))

@@ -12,9 +12,9 @@ import torch
 
 from shardwright.comm.seal import ForgedError, Seal
 from shardwright.errors import LaunchError, UsageError
-from shardwright.torch.batch import _describe
-from shardwright.torch.batch_header import outline, read_header, written_header
-from shardwright.torch.tree import flatten
+from shardwright.torch.batch.batch import _describe
+from shardwright.torch.batch.batch_header import outline, read_header, written_header
+from shardwright.torch.pytorch.tree import flatten
 
 SEAL = Seal(b"key")
 Pair = namedtuple("Pair", ["left", "right"])

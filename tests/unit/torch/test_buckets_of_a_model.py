@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.gradient_buckets import Reduced
-from shardwright.torch.reducer import GradientReducer
+from shardwright.torch.replicas.gradient_buckets import Reduced
+from shardwright.torch.replicas.reducer import GradientReducer
 
 MIB = 2**20
 

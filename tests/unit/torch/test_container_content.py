@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.container_content import content_of, has_content, put_content, versions_of
+from shardwright.torch.pytorch.container_content import content_of, has_content, put_content, versions_of
 
 items = st.integers(0, 5)
 containers = st.lists(items) | st.dictionaries(items, items) | st.sets(items)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.torch import delay_param_initialization
-from shardwright.torch.delayed_initialization import is_recorded, recorded_values
+from shardwright.torch.parameters.delayed_initialization import is_recorded, recorded_values
 
 
 class Initialised(nn.Module):

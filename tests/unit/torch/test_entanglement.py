@@ -10,9 +10,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import TraceError
-from shardwright.torch.discover import discover
-from shardwright.torch.entanglement import Entanglement
-from shardwright.torch.units import choose_units
+from shardwright.torch.units.entanglement import Entanglement
+from shardwright.torch.units.module_costs import discover
+from shardwright.torch.units.unit_choice import choose_units
 
 WIDTH = 4
 

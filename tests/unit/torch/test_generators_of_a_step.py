@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceError
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.recording import Trace
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.tracing.trace_data import Trace
 
 WIDTH = 4
 

@@ -6,10 +6,10 @@ from torch import nn
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.homes import home_stages
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.program.homes import home_stages
+from shardwright.torch.tracing.trace import trace_step
 
 WIDTH = 4
 

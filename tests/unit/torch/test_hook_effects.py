@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
-from shardwright.torch.measure import measure_class
-from shardwright.torch.tracing import trace_parts
+from shardwright.torch.measuring.measure import measure_class
+from shardwright.torch.units.model_traces import trace_parts
 
 CPU = torch.device("cpu")
 WIDTH = 64

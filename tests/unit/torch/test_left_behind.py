@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import TraceError
-from shardwright.torch.discover import discover
-from shardwright.torch.left_behind import NothingLeftBehind
-from shardwright.torch.tensor_contents import TensorContents
+from shardwright.torch.python_state.left_behind import NothingLeftBehind
+from shardwright.torch.pytorch.tensor_contents import TensorContents
+from shardwright.torch.units.module_costs import discover
 
 _TABLES: dict[int, Tensor] = {}
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.torch import measure
-from shardwright.torch import model as model_module
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.measure import _timing, measure_class
-from shardwright.torch.recording import Sample
-from shardwright.torch.samples import copy_of_module
-from shardwright.torch.split_backward import split_modules
-from shardwright.torch.trace import trace_step
-from shardwright.torch.tree import flatten
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.backward.split_backward import split_modules
+from shardwright.torch.counting.stand_in_data import copy_of_module
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.measuring import measure
+from shardwright.torch.measuring.measure import _timing, measure_class
+from shardwright.torch.model import distributed_model as model_module
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.tracing.trace_data import Sample
 
 CPU = torch.device("cpu")
 

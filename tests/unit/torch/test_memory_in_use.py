@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from shardwright.torch import memory_in_use
-from shardwright.torch.memory_in_use import memory_in_use as in_use
+from shardwright.torch.pytorch import memory_in_use
+from shardwright.torch.pytorch.memory_in_use import memory_in_use as in_use
 
 MIB = 2**20
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")

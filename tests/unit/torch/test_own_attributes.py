@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.attribute_use import Access, AttributeUse
-from shardwright.torch.own_attributes import OwnAttributes
-from shardwright.torch.program import _read_in
+from shardwright.torch.execution.own_attributes import OwnAttributes
+from shardwright.torch.program.program import _read_in
+from shardwright.torch.python_state.attribute_use import Access, AttributeUse
 
 
 def program(

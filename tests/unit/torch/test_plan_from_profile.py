@@ -10,7 +10,7 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
 from shardwright.planner.profile_file import MeasuredProfile
-from shardwright.torch.inspection import plan_model, trace_model
+from shardwright.torch.units.dry_run import plan_model, trace_model
 
 CLUSTER = Cluster(
     device=Device(name="cpu"),

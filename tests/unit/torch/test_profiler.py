@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwright.config import Config
-from shardwright.torch.measure import Timing
-from shardwright.torch.profiler import Profiler, rounds_of, typical
+from shardwright.torch.measuring.measure import Timing
+from shardwright.torch.measuring.profiler import Profiler, rounds_of, typical
 
 
 def timing(forward_s, backward_s):

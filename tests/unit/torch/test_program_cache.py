@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.program_cache import (
+from shardwright.torch.program.program_cache import (
     _NUMBERS_TOLD,
     _SIGNATURES_KEPT,
     _TRIED_IN_VAIN,
     ProgramCache,
     signature_of,
 )
-from shardwright.torch.tree import flatten
-from shardwright.torch.watched_numbers import NumberReads
+from shardwright.torch.python_state.watched_numbers import NumberReads
+from shardwright.torch.pytorch.tree import flatten
 
 
 def signature(*args):

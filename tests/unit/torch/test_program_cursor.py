@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.deferred import DeferredTensor
-from shardwright.torch.instructions import Instruction, Place
-from shardwright.torch.program_cursor import ProgramCursor
-from shardwright.torch.tree import leaves
+from shardwright.torch.execution.program_cursor import ProgramCursor
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.program.instructions import Instruction, Place
+from shardwright.torch.pytorch.tree import leaves
 
 FREE, HERE, ELSEWHERE = Place.FREE, Place.HERE, Place.ELSEWHERE
 A_DRAW: Any = object()

@@ -14,8 +14,8 @@ from shardwright.plan import (
     StagePrediction,
 )
 from shardwright.planner import RunKind
-from shardwright.torch import run_history
-from shardwright.torch.run_history import RunHistory, RunRecorder
+from shardwright.torch.measuring import run_history
+from shardwright.torch.measuring.run_history import RunHistory, RunRecorder
 
 
 def plan_of(step_s, *, correction=1.0):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
 
 WIDTH = 4
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.torch.split_backward import put_off_weights, split_modules, unsplit
+from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
 
 SPLIT = {
     "linear": (nn.Linear(6, 5), (3, 6)),

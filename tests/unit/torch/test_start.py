@@ -9,7 +9,7 @@ import pytest
 import shardwright.torch as sw
 from shardwright.comm import process_group
 from shardwright.comm.launch_environment import LaunchEnvironment
-from shardwright.torch.context import context
+from shardwright.torch.run.context import context
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwright.torch.step_code import ReadingStep, asks_for_types
+from shardwright.torch.interception.step_code import ReadingStep, asks_for_types
 
 
 def helper(loss: Tensor) -> Any:

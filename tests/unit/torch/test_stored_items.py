@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.torch.stored_items import stores_item
+from shardwright.torch.python_state.stored_items import stores_item
 
 
 class Holder:

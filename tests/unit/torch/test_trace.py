@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwright.errors import DeferredReadError, TraceError, UsageError
-from shardwright.torch.glue import active_handler, intercept_calls, plain_torch
-from shardwright.torch.recording import Trace
-from shardwright.torch.samples import copy_of_object
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.counting.stand_in_data import copy_of_object
+from shardwright.torch.interception.glue import active_handler, intercept_calls, plain_torch
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.tracing.trace_data import Trace
 
 WIDTH = 4
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from shardwright.torch.tree import flatten, leaves, map_tree
+from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 
 Point = namedtuple("Point", "x y")
 

@@ -7,9 +7,9 @@ from torch import nn
 
 import shardwright.torch as sw
 from shardwright.observe import read_json_lines
-from shardwright.torch.context import context
-from shardwright.torch.update_clock import UpdateClock
-from shardwright.torch.update_rate import update_rate
+from shardwright.torch.run.context import context
+from shardwright.torch.run.update_clock import UpdateClock
+from shardwright.torch.run.update_rate import update_rate
 
 
 def test_a_clock_adds_up_until_it_is_asked():

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.value_bundles import OwnValues, TakenValues
+from shardwright.torch.execution.value_bundles import OwnValues, TakenValues
 
 SMALL, LARGE = 0, 1  # values
 

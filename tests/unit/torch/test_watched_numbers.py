@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.tree import flatten
-from shardwright.torch.watched_numbers import (
+from shardwright.torch.python_state.watched_numbers import (
     NumberMatters,
     NumberReads,
     WatchedNumber,
     note_used,
     numbers_among,
 )
+from shardwright.torch.pytorch.tree import flatten
 
 
 def watched(*values: Any) -> tuple[NumberReads, list[Any]]:

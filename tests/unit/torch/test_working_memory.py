@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from shardwright.torch._private import new_fake_mode
-from shardwright.torch.hook_effects import HookEffects
-from shardwright.torch.tree import flatten
-from shardwright.torch.working_memory import WorkingMemory, working_memory
+from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 
 ROWS, WIDTH = 64, 16
 UNIT = ROWS * WIDTH * 4

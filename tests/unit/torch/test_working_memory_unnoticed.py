@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.torch.glue import intercept_calls
-from shardwright.torch.trace import trace_step
-from shardwright.torch.unit_map import UnitMap
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tracing.trace import trace_step
 
 
 def shape_of_result(layer: nn.Module, step) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.torch.discover import discover
-from shardwright.torch.written_elsewhere import names_written_elsewhere
+from shardwright.torch.python_state.written_elsewhere import names_written_elsewhere
+from shardwright.torch.units.module_costs import discover
 
 stops = False
 

@@ -31,10 +31,10 @@ from shardwright.torch.checkpoints.save_signals import SaveSignals
 from shardwright.torch.checkpoints.snapshot import take_snapshot
 from shardwright.torch.checkpoints.state_objects import StateObjects
 from shardwright.torch.checkpoints.writer import CONFIG, PLAN, Draft, SaveUnderWay
-from shardwright.torch.failure import first_cause_named
-from shardwright.torch.glue import refuse_inside_step
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.roll_call import meet
+from shardwright.torch.interception.glue import refuse_inside_step
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import script_run
 
 __all__ = ["Checkpoints"]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.errors import CheckpointError
-from shardwright.torch.model import DistributedModel
+from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import script_run
 
 __all__ = ["check_extra_states", "own_extra_states", "set_extra_states"]

@@ -11,8 +11,8 @@ from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.own_parts import MASTER, box_of_rows, boxes_of_update, sharded_of
 from shardwright.torch.checkpoints.stored import read_into, read_part
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
 __all__ = ["check_fits", "load_model", "load_optimizer_state"]
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.script_run import script_run
-from shardwright.torch.sharded_parameter import ShardedParameter
-from shardwright.torch.sharded_tensor import ShardedTensor
+from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 
 __all__ = [
     "MASTER",

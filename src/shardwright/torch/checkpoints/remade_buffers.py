@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.functions import RELEASED
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.remade_buffers import BufferKind
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.pytorch.functions import RELEASED
 
 __all__ = ["remade_buffers", "remake"]
 

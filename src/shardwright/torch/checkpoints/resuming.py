@@ -25,10 +25,10 @@ from shardwright.torch.checkpoints.remade_buffers import remake
 from shardwright.torch.checkpoints.snapshot import optimizer_prefix
 from shardwright.torch.checkpoints.stored import dtype_of, read_part
 from shardwright.torch.checkpoints.writer import PLAN, STATE
-from shardwright.torch.context import following
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.remade_buffers import BufferKind
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.run.context import following
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]

@@ -23,8 +23,8 @@ from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimi
 from shardwright.torch.checkpoints.random_states import generator_states
 from shardwright.torch.checkpoints.remade_buffers import remade_buffers
 from shardwright.torch.checkpoints.stored import stored
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]

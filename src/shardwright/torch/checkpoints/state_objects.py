@@ -12,7 +12,7 @@ from shardwright.checkpoint.manifest import is_plain_name
 from shardwright.errors import UsageError
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.stored import stored
-from shardwright.torch.model import DistributedModel
+from shardwright.torch.model.distributed_model import DistributedModel
 
 __all__ = ["StateObjects"]
 

@@ -21,8 +21,8 @@ from shardwright.comm.process_group import seal_of_session
 from shardwright.comm.roll_call import Call
 from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError, UsageError
-from shardwright.torch.failure import first_cause_named
-from shardwright.torch.roll_call import meet, meet_each
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import meet, meet_each
 from smdistributed.modelparallel.torch.groups import CommGroup, RankType, kind_of, members
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.model import DistributedModel
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.parameters.shardable import can_be_sharded
 from shardwright.torch.script_run import ScriptRun
-from shardwright.torch.shardable import can_be_sharded
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["PartOfParameter", "describe_parts", "part_of"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.torch.glue import refuse_inside_step
+from shardwright.torch.interception.glue import refuse_inside_step
 from smdistributed.modelparallel.torch.optimizer import DistributedOptimizer
 from smdistributed.modelparallel.torch.state_mod import current_run
 

@@ -12,7 +12,7 @@ import shardwright.torch as sw
 from shardwright.comm.environment import detect
 from shardwright.comm.process_group import group_of, init_process_group
 from shardwright.errors import ConfigError, UsageError, library_named
-from shardwright.torch.glue import batch_is_running
+from shardwright.torch.interception.glue import batch_is_running
 from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
 from smdistributed.modelparallel.launcher_parameters import contradictions

@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright import cpu_mode
 from shardwright.errors import UsageError
-from shardwright.torch.backward_outside import BackwardWatch
-from shardwright.torch.glue import active_handler
-from shardwright.torch.gradient_hook import GradientHook
-from shardwright.torch.loss_checks import refuse_no_tensor
+from shardwright.torch.interception.backward_outside import BackwardWatch
+from shardwright.torch.interception.glue import active_handler
+from shardwright.torch.interception.loss_checks import refuse_no_tensor
+from shardwright.torch.replicas.gradient_hook import GradientHook
 from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts

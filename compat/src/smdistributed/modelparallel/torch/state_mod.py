@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.errors import UsageError
-from shardwright.torch.context import is_initialized
+from shardwright.torch.run.context import is_initialized
 from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, Settings
 from smdistributed.modelparallel.torch.exceptions import NotInitializedError

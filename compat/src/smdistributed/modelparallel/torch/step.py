@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwright.comm.environment import detect
+from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.step import step_function
-from shardwright.torch.step_output import StepOutput
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["StepOutput", "step"]

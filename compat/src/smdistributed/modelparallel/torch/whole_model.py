@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.glue import restore_calls
+from shardwright.torch.interception.glue import restore_calls
 
 __all__ = ["gather_on_host", "transient_buffers"]
 

@@ -11,9 +11,9 @@ from shardwright.checkpoint.reading import reading
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.torch.checkpoints.resuming import problem_of
-from shardwright.torch.roll_call import meet
+from shardwright.torch.pytorch.source_line import stacklevel_of_user
+from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
-from shardwright.torch.source_line import stacklevel_of_user
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,

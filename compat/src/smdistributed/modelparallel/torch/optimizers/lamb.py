@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.torch.clipping import gradient_norm
-from shardwright.torch.model import wrapped_model
+from shardwright.torch.model.distributed_model import wrapped_model
+from shardwright.torch.optimizer.clipping import gradient_norm
 from smdistributed.modelparallel.torch.optimizers.fused import FusedOptimizer
 
 __all__ = ["FusedLAMB"]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recomputed_around_units
 
 from shardwright.errors import UsageError
-from shardwright.torch.activation_checkpointing import call_recomputed
-from shardwright.torch.glue import active_handler
+from shardwright.torch.backward.activation_checkpointing import call_recomputed
+from shardwright.torch.interception.glue import active_handler
 from smdistributed.modelparallel.torch.module_proxy import unproxied
 from smdistributed.modelparallel.torch.recomputation import runs_of
 from smdistributed.modelparallel.torch.state_mod import current_run

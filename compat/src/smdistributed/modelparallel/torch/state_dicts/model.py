@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import shardwright.torch as sw
-from shardwright.torch.roll_call import meet
+from shardwright.torch.run.joint_calls import meet
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.deferred_calls import model_is_there
 from smdistributed.modelparallel.torch.groups import CommGroup

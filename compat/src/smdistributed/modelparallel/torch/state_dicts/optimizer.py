@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import shardwright.torch as sw
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.roll_call import meet
+from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there

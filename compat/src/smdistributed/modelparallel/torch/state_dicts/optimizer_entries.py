@@ -23,9 +23,9 @@ from shardwright.torch.checkpoints.own_parts import (
     has_rows,
     sharded_of,
 )
-from shardwright.torch.model import DistributedModel
-from shardwright.torch.optimizer import DistributedOptimizer
-from shardwright.torch.sharded_tensor import ShardedTensor
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 
 __all__ = ["MASTER", "Entries", "Part", "own_part", "parts_of", "put_together"]
 

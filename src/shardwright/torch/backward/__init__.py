@@ -1,0 +1,1 @@
+"""The backward of a unit: recomputed, or cut in two."""

@@ -1,0 +1,92 @@
+"""What an engine gives back for one batch, and what all engines need."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.observe.timeline import Row
+from shardwright.schedule import Edge, Schedule
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.pytorch.tree import flatten
+
+__all__ = ["BatchResult", "Engine", "detached", "num_tokens", "to_device"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """One batch.
+
+    Attributes:
+        results: what the step function returned, by microbatch.
+        losses: what was given to ``backward``, by microbatch; None for an evaluation.
+        samples: in the batch of this replica.
+        tokens: in the batch of this replica; None if it is not made of tokens.
+        flops: of the model's forward for the batch; 0 where they were not counted.
+        row: what this rank did, action by action.
+        memory: bytes in use at the end of each of them; empty where nobody asked.
+        schedule: the order of work; None where it is none that has a name.
+        edges: transfers between stages, with bytes.
+    """
+
+    results: list[Any]
+    losses: list[Tensor] | None
+    samples: int
+    tokens: int | None
+    flops: float = 0.0
+    row: Row = ()
+    memory: Sequence[int] = ()
+    schedule: Schedule | None = None
+    edges: Sequence[Edge] = ()
+
+    @property
+    def pipeline_s(self) -> float:
+        """Seconds from the first action of this rank to its last."""
+        return self.row[-1][2] - self.row[0][1] if self.row else 0.0
+
+
+class Engine(Protocol):
+    """Runs a step function on the microbatches of a batch.
+
+    Attributes:
+        reduced: ids of the parameters whose gradients are reduced.
+    """
+
+    @property
+    def reduced(self) -> set[int]: ...
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+        """Collective over all ranks."""
+        ...
+
+
+def num_tokens(arguments: Arguments) -> int | None:
+    """Tokens in a batch: entries of its first tensor; None if that is not a matrix of whole numbers."""
+    for item in flatten(arguments)[0]:
+        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
+            whole = item.dtype in (torch.int64, torch.int32)
+            return item.numel() if whole and item.dim() == 2 else None
+    return None
+
+
+def to_device(arguments: Arguments, device: torch.device) -> Arguments:
+    """Moves the tensors of a batch, where they are elsewhere."""
+    if device.type == "cpu":
+        return arguments
+    items, structure = flatten(arguments)
+    moved = [
+        item.to(device, non_blocking=True)
+        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+        else item
+        for item in items
+    ]
+    args, kwargs = structure.rebuild(moved)
+    return args, kwargs
+
+
+def detached(tree: Any) -> Any:
+    """The same tree with tensors that have no autograd history."""
+    items, structure = flatten(tree)
+    return structure.rebuild([item.detach() if isinstance(item, Tensor) else item for item in items])

@@ -1,0 +1,1 @@
+"""What calls cost: FLOPs, bytes, random draws, hooks."""

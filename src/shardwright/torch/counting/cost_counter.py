@@ -1,0 +1,372 @@
+"""Counts what a traced call costs: FLOPs, bytes kept for the backward, random draws, parameters touched."""
+
+import functools
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shardwright.torch._private import FakeTensor, HigherOrderOperator, storage_key
+from shardwright.torch.counting.repeated_writes import RepeatedWrites
+from shardwright.torch.counting.traced_draws import TracedDraws
+from shardwright.torch.interception.deferred import spec_of
+from shardwright.torch.pytorch.reductions import is_batch_norm_in_training, reduced_elements
+from shardwright.torch.randomness.rng import Draw, describe_draw
+
+__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class", "tensors_in"]
+
+aten = torch.ops.aten
+
+
+class Counts(NamedTuple):
+    """Counts of a stretch of operations.
+
+    Attributes:
+        flops: floating-point operations.
+        draws: operations that took random numbers.
+        reads: operations that looked at values.
+    """
+
+    flops: int = 0
+    draws: int = 0
+    reads: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":  # type: ignore[override]
+        return Counts(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+class Watch(Protocol):
+    """Sees every operation of a call."""
+
+    def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
+        """An operation has run, and may have drawn random numbers."""
+
+    def rehearsed(self, arguments: Sequence[Any], result: Any) -> None:
+        """An operation has run in a call that the step function does not make."""
+
+    def wrote(self, tensor: Tensor) -> None:
+        """An operation has written to this tensor."""
+
+
+class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts while it is active; enter it inside the fake mode, so that it sees operations first.
+
+    Args:
+        names: id of a parameter or buffer -> its name.
+        watch: is shown every operation, too.
+        row: tells which random numbers are drawn in the row of a plain loop; all, unless given.
+
+    Attributes:
+        flops: floating-point operations; a multiply-add counts as two.
+        saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
+        draws: operations that took random numbers in the row of a plain loop, in order.
+        random: random numbers were drawn, in the row or not.
+        parameters: names of the parameters and buffers that were read.
+        written: memory of parameters, buffers and other tensors that was written to (`storage_key`).
+        views: memory of a fake tensor -> that of the real tensor of which it is a view.
+        repeats: which of the memory that was written to ``torch.utils.checkpoint`` writes to again.
+        reduced: of how many elements operations have made one number.
+        normalises: a batch norm has computed statistics.
+        reads_data: an operation looked at values, or took the shape of its result from them.
+    """
+
+    # Else PyTorch refuses operators that are given functions (flex attention) where a mode is active.
+    supports_higher_order_operators = True
+
+    _so_far = Counts()
+    _active: "list[CostCounter]" = []  # noqa: RUF012  (one stack for all counters)
+
+    @staticmethod
+    def active() -> "CostCounter | None":
+        """The innermost counter that is active, if any."""
+        return CostCounter._active[-1] if CostCounter._active else None
+
+    @staticmethod
+    def so_far() -> Counts:
+        """What all counters have counted so far: differences tell what happened in between."""
+        return CostCounter._so_far
+
+    def __init__(
+        self,
+        names: Mapping[int, str] | None = None,
+        watch: Watch | None = None,
+        row: TracedDraws | None = None,
+    ):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.draws: list[Draw] = []
+        self.random = False
+        self.parameters: set[str] = set()
+        self.written: set[int] = set()
+        self.views: dict[int, int] = {}
+        self.repeats = RepeatedWrites()
+        self.reads_data = False
+        self.reduced: set[int] = set()
+        self.normalises = False
+        self._names = names or {}
+        self._watch = watch
+        self._row = row
+        self._saved: dict[int, int] = {}
+        self._stand_ins: dict[int, tuple[Tensor, Tensor | None]] = {}  # memory of a view -> the real tensor
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def ignore(self, storages: Collection[int]) -> None:
+        """Takes back what was counted as saved for these storages: it is somebody else's memory."""
+        for key in storages:
+            self._saved.pop(key, None)
+
+    def saves(self, storage: int) -> bool:
+        """Whether autograd keeps this storage."""
+        return storage in self._saved
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes kept for the backward."""
+        return sum(self._saved.values())
+
+    def __enter__(self) -> "CostCounter":
+        self._hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        CostCounter._active.append(self)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        CostCounter._active.pop()
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__()
+        # The history of what was computed holds this object, and must not hold all others by it.
+        self._watch = None
+        self._stand_ins.clear()
+        self.repeats.forget()
+
+    @contextmanager
+    def keeping_only(self, inputs: list[Tensor]) -> Iterator[None]:
+        """Counts these tensors as kept, and nothing of what is computed inside: that is recomputed."""
+        for tensor in inputs:
+            self._pack(tensor)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        if self._names:
+            self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
+            self._note_written(func, args, kwargs)
+            self.repeats.ran(tensors_in(args))
+        draw = describe_draw(func, args, kwargs)
+        in_row = draw is not None and (self._row is None or self._row.has(draw))
+        result = func(*args, **kwargs)
+        if self._names and getattr(func, "is_view", False):
+            self._note_stand_in(args, result)
+        reads = _reads_data(func, args)
+        self.reads_data = self.reads_data or reads
+        self.reduced.add(reduced_elements(func, args))
+        self.normalises = self.normalises or is_batch_norm_in_training(func, args)
+        if self._watch is not None:
+            self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
+        if draw is not None:
+            self._note_draw(draw, in_row=in_row)
+        count = _FLOPS.get(func.overloadpacket)
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        self.flops += flops
+        if flops or reads or draw is not None:
+            CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
+        return result
+
+    def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Counts an operator that is given functions by what it is given and gives."""
+        result = func(*args, **kwargs)
+        self.parameters.update(self._names[id(t)] for t in tensors_in(args) if id(t) in self._names)
+        if self._watch is not None:
+            self._watch.ran((*args, *kwargs.values()), result, draws=False)
+        if func.name() == "flex_attention":
+            flops = _attention_flops(*args, out_val=result)
+            self.flops += flops
+            CostCounter._so_far += Counts(flops)
+        return result
+
+    def _note_draw(self, draw: Draw, *, in_row: bool) -> None:
+        self.random = True
+        if in_row:
+            self.draws.append(draw)
+            if self._row is not None:
+                self._row.drawn(draw)
+        elif self._row is not None:
+            self._row.drawn_elsewhere(draw)
+
+    def _note_written(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        written = []
+        for tensor in _written(func, args, kwargs):
+            own, _ = self._stand_ins.get(storage_key(tensor), (tensor, None))
+            written.append(storage_key(own))
+            if self._watch is not None:
+                self._watch.wrote(own)
+        if written:
+            self.written.update(written)
+            self.repeats.wrote(written)
+
+    def _note_stand_in(self, args: Any, result: Any) -> None:
+        """A view of a real tensor is a fake one, with memory of its own."""
+        for own in tensors_in(args):
+            if not isinstance(own, FakeTensor):
+                for fake in tensors_in((result,)):
+                    if isinstance(fake, FakeTensor):
+                        self._stand_ins[storage_key(fake)] = own, fake
+                        self.views[storage_key(fake)] = storage_key(own)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if not isinstance(base, nn.Parameter) and id(base) not in self._names:
+            self._saved[storage_key(tensor)] = _num_bytes(tensor)
+        return tensor
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """What the memory of a tensor holds, which may be more than the tensor."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.values().nbytes  # of the other sparse ones; their indices are mostly fewer
+
+
+def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, and in lists among them."""
+    for argument in arguments:
+        for item in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(item, Tensor):
+                yield item
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The arguments that an operation writes to."""
+    positions, names = _written_arguments(func)
+    if func in _WRITE_STATISTICS and args[5]:
+        positions = (3, 4)
+    found = [args[position] for position in positions if position < len(args)]
+    return tensors_in([*found, *(kwargs[name] for name in names if name in kwargs)])
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that an operation writes to, as its schema says."""
+    schema = getattr(func, "_schema", None)
+    arguments = list(enumerate(schema.arguments)) if schema is not None else []
+    written = [
+        (i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+    return tuple(position for position, _ in written), tuple(name for _, name in written)
+
+
+# Batch norms that write to arguments 3 and 4 in training, which is argument 5: their schemas do not say so.
+_WRITE_STATISTICS = frozenset(
+    (aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
+)
+
+
+def _reads_data(func: Any, args: Any) -> bool:
+    if func is aten.index.Tensor:  # a mask selects as many entries as it has; numbers do not
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return not _READING_TAGS.isdisjoint(func.tags)
+
+
+_READING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Two batched matrix products: queries by keys, weights by values.
+
+    FlopCounterMode has no entry for attention on CPU and counts nothing. A causal mask is counted in full,
+    as the kernels for which torch has formulas do.
+    """
+    query_BHSD, key_BHTD, value_BHTE = args[:3]
+    *batch, seq_q, dim = query_BHSD.shape
+    pairs = math.prod(batch) * seq_q * key_BHTD.shape[-2]
+    return int(2 * pairs * (dim + value_BHTE.shape[-1]))
+
+
+def _attention_packets() -> list[Any]:
+    names = (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    return [getattr(aten, name) for name in names if hasattr(aten, name)]
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **dict.fromkeys(_attention_packets(), _attention_flops),
+}
+
+
+def class_key(module: nn.Module) -> str:
+    """A hash that is equal for modules that do the same work.
+
+    Same classes with the same code, parameters of the same shapes and types, same plain attributes.
+    """
+    rows: list[Any] = []
+    for name, sub in module.named_modules():
+        own = [
+            (n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in sub.named_parameters(recurse=False)
+        ]
+        buffers = [(n, tuple(b.shape), str(b.dtype)) for n, b in sub.named_buffers(recurse=False)]
+        plain = sorted(
+            (k, v) for k, v in vars(sub).items() if type(v) in (bool, int, float, str) and k not in _POSITION
+        )
+        kind: Any = type(sub)
+        compiled = vars(sub).get("_compiled_call_impl") is not None
+        rows.append((name, _code_of(kind), plain, own, buffers, *(["compiled"] if compiled else [])))
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
+
+
+# Attributes that tell which of several equal blocks a module is, not what it does.
+_POSITION = frozenset(
+    {"layer_idx", "layer_id", "layer_index", "block_idx", "_is_full_backward_hook", "_shardwright_partition"}
+)
+
+
+@functools.cache
+def _code_of(cls: type) -> str:
+    """Name and code of a class."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = ""
+    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
+    """Key of calls that cost the same: same work, same shapes of inputs.
+
+    Args:
+        func: the unit or torch function.
+        kind: `class_key` of the unit, or the name of the function.
+        fakes: leaves of the arguments; tensors count with shape and type, other things with their text.
+    """
+    inputs = [_describe(item) for item in fakes]
+    digest = hashlib.sha256(repr((kind, inputs)).encode()).hexdigest()[:12]
+    name = type(func).__name__ if isinstance(func, nn.Module) else kind.split()[0]
+    return f"{name}-{digest}"
+
+
+def _describe(item: Any) -> str:
+    if isinstance(item, Tensor):
+        return str(spec_of(item))
+    if item is None or isinstance(item, bool | int | float | str):
+        return repr(item)
+    return type(item).__qualname__

@@ -1,0 +1,1 @@
+"""Engines: run a batch through schedule and program, microbatch by microbatch."""

@@ -1,0 +1,207 @@
+"""What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.process_group import tell_all
+from shardwright.comm.purpose import Purpose
+from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.torch.batch.batch import Arguments, BatchBroadcast, loaded_another
+from shardwright.torch.pytorch.autocast import autocast_state
+from shardwright.torch.pytorch.module_tree import all_modules
+from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
+from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.run.context import Context
+from shardwright.torch.tracing.trace_data import Trace
+
+__all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]
+
+
+log = logging.getLogger(__name__)
+
+Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
+
+
+def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
+    """What decides the path through a model beside batch and function, by the name that an error gives it.
+
+    Args:
+        module: the whole model.
+        hooks: from `hooks_between_steps`; ranks can compare how many there are.
+    """
+    modules = all_modules(module)
+    return {
+        "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
+        "autocast": autocast_state(),
+        "default dtype": torch.get_default_dtype(),
+        "training mode of modules": tuple(sub.training for sub in modules),
+        "requires_grad or dtype of parameters": tuple(
+            (p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None
+        ),
+        "number of forward hooks of modules": tuple(
+            (place, len(before), len(after)) for place, before, after in hooks
+        ),
+    }
+
+
+def hooks_between_steps(module: nn.Module) -> Hooks:
+    """The forward hooks that are there now: place of the module, code of those before it and behind it."""
+    return tuple(
+        (
+            place,
+            tuple(map(_code_of, sub._forward_pre_hooks.values())),
+            tuple(map(_code_of, sub._forward_hooks.values())),
+        )
+        for place, sub in enumerate(all_modules(module))
+        if sub._forward_hooks or sub._forward_pre_hooks
+    )
+
+
+def _code_of(hook: Callable[..., Any]) -> Any:
+    """Equal for the same function made again, as a lambda in a loop is; each callable object is another."""
+    return getattr(hook, "__code__", None) or id(hook)
+
+
+def early_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `path_settings` is the same also in models that are not: for the first step."""
+    return {
+        name: sorted({repr(item) for item in value}) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+    }
+
+
+# Loaders that shuffle apart show it in any batch, so that not each has to be looked at.
+_FIRST_COMPARED, _COMPARED_EVERY = 3, 16
+
+
+class Agreement:
+    """Agrees with the other ranks of the replica; every method is collective over them."""
+
+    def __init__(self, context: Context):
+        assert context.replica is not None
+        self._context = context
+        self._batches = 0
+        self._looks_at_batches = context.pipeline_rank == 1 and context.data_rank == 0
+        self._broadcast = BatchBroadcast(
+            context.replica, source=context.pipeline_ranks[0], device=context.device
+        )
+
+    def on_batch(
+        self, arguments: Arguments, settings: Mapping[str, Any], *, function: Callable[..., Any]
+    ) -> Arguments:
+        """The batch of the first rank of the replica, whose settings must be those of this rank, too.
+
+        Args:
+            arguments: what this rank's script passed to the step function.
+            settings: see `path_settings`.
+            function: the step function.
+
+        Raises:
+            UsageError: they are others, or the first rank calls another step function.
+        """
+        mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
+        name_here = getattr(function, "__qualname__", type(function).__qualname__)
+        (first, theirs, name_there), _ = self._broadcast(((arguments, mine, name_here), {}))
+        if name_there != name_here:
+            raise UsageError(
+                f"rank {self._context.rank} calls the step function {name_here} where rank "
+                f"{self._context.pipeline_ranks[0]} calls {name_there}. Call the same ones on all ranks, in "
+                "the same order, and not under `if sw.rank() == 0:`."
+            )
+        different = [name for name in mine if mine[name] != theirs[name]]
+        if different:
+            raise UsageError(
+                f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
+                f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
+            )
+        agreed: Arguments = first
+        self._point_out_other_batches(arguments, agreed)
+        return agreed
+
+    def _point_out_other_batches(self, own: Arguments, agreed: Arguments) -> None:
+        """Says once that another rank loads batches of its own, to which no output belongs."""
+        context = self._context
+        if not self._looks_at_batches:
+            return
+        self._batches += 1
+        looks = self._batches <= _FIRST_COMPARED or self._batches % _COMPARED_EVERY == 0
+        if looks and loaded_another(own, agreed):
+            self._looks_at_batches = False
+            first = context.pipeline_ranks[0]
+            log.warning(
+                "rank %d loads other batches than rank %d, on whose batches all ranks of the pipeline work: "
+                "what a step returns belongs to those, and metrics that rank %d computes with targets of its "
+                "own are wrong. Load the same on all ranks of a pipeline: sw.distributed_sampler(dataset) or "
+                "sw.data_loader, or the same seed (sw.seed_everything).",
+                context.rank,
+                first,
+                context.rank,
+            )
+
+    def on_trace(self, trace: Trace) -> None:
+        """Refuses a model that the ranks of a replica trace differently.
+
+        Raises:
+            TraceMismatchError: they do.
+        """
+        described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
+        mine = (trace.graph.fingerprint, described)
+        gathered = tell_all(mine, group=self._context.pipeline_group)
+        for rank, (fingerprint, nodes) in enumerate(gathered):
+            if fingerprint == gathered[0][0]:
+                continue
+            pairs = zip(gathered[0][1], nodes, strict=False)
+            where = next(
+                (f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None
+            )
+            raise TraceMismatchError(
+                f"pipeline ranks 0 and {rank} trace different models: "
+                + (
+                    where
+                    or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes"
+                )
+                + ". Build the same model with the same settings on every rank."
+            )
+
+    def on_end(self, place: float) -> float:
+        """The first of the places at which the traces of the ranks end."""
+        assert self._context.replica is not None
+        mine = torch.tensor(place, dtype=torch.float64, device=self._context.device)
+        return float(self._context.replica.gather(mine, Purpose.AGREEMENT).min())
+
+    def on_random_numbers(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """Gives all ranks of the replica the generators of its first.
+
+        Args:
+            generators: of the script's own, that are drawn from.
+        """
+        context = self._context
+        assert context.replica is not None
+        agreed: list[Tensor | None] = []
+        for state in get_state(context.device, generators):
+            if state is not None:
+                shared = state.to(context.device)
+                context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+                state = shared.cpu()
+            agreed.append(state)
+        set_state(tuple(agreed), context.device, generators)
+
+    def on_random_numbers_of_python(self) -> None:
+        """Gives all ranks of the replica the generators of Python and NumPy of its first."""
+        context = self._context
+        assert context.replica is not None
+        shared = state_as_tensor().to(context.device)
+        context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+        state_from_tensor(shared)
+
+    def on_any(self, found: bool) -> bool:
+        """Whether one of the ranks of the replica has found something; collective over the replica."""
+        replica = self._context.replica
+        assert replica is not None
+        flags = replica.gather(torch.tensor(float(found), device=self._context.device), Purpose.AGREEMENT)
+        return bool(flags.any())

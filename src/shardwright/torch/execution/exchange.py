@@ -1,0 +1,119 @@
+"""Gives every rank of a replica the tensors that a step function returned."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.purpose import Purpose
+from shardwright.comm.tensor_bytes import bytes_of
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.program.program import Program
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.run.context import Context
+
+__all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a step function returned for one microbatch.
+
+    Attributes:
+        result: with deferred tensors where another rank has the value.
+        values: (position among its leaves, value) of what only one rank has.
+        loss_at: position of what was given to ``backward``; None if that was not returned.
+        trains: it has called ``backward``.
+        behind_end: it went on behind the end of its program.
+    """
+
+    result: Any
+    values: tuple[tuple[int, int], ...]
+    loss_at: int | None
+    trains: bool
+    behind_end: bool = False
+
+
+def exchange_outputs(
+    context: Context, returned: Sequence[Returned], programs: Sequence[Program]
+) -> tuple[list[Any], list[Tensor]]:
+    """Broadcasts what each rank of the replica made; collective over the replica.
+
+    Args:
+        context: the run.
+        returned: what the step function returned on this rank, by microbatch.
+        programs: of each microbatch.
+
+    Returns:
+        The results with all tensors in place, without autograd history; and the loss of each microbatch.
+    """
+    assert context.replica is not None
+    flat = [flatten(each.result) for each in returned]
+    for owner in range(context.mesh.pipeline):
+        places = _places(returned, programs, owner)
+        if not places:
+            continue
+        specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
+        if owner == context.pipeline_rank:
+            payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
+        else:
+            num_bytes = sum(spec.num_bytes for spec in specs)
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+        context.replica.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
+        offset = 0
+        for (microbatch, position, _), spec in zip(places, specs, strict=True):
+            piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
+            flat[microbatch][0][position] = piece.view(spec.shape)
+            offset += spec.num_bytes
+    flat = [([_detach(item) for item in items], structure) for items, structure in flat]
+    losses = [
+        items[each.loss_at]
+        for (items, _), each in zip(flat, returned, strict=True)
+        if each.loss_at is not None
+    ]
+    return [structure.rebuild(items) for items, structure in flat], losses
+
+
+def _places(
+    returned: Sequence[Returned], programs: Sequence[Program], owner: int
+) -> list[tuple[int, int, int]]:
+    """(microbatch, position in the result, value) of everything that one pipeline rank made."""
+    return [
+        (microbatch, position, value)
+        for microbatch, (each, program) in enumerate(zip(returned, programs, strict=True))
+        for position, value in each.values
+        if program.stage_ranks[program.home_of[value]] == owner
+    ]
+
+
+def _detach(item: Any) -> Any:
+    return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
+
+
+def refuse_other_paths(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> None:
+    """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
+
+    Collective over the replica; to be called before anything else that depends on what was computed.
+
+    Raises:
+        TraceMismatchError: ranks of the replica have computed other things in this step.
+    """
+    assert context.replica is not None
+    paths = [
+        (program.fingerprint, each.behind_end, each.trains, each.values)
+        for program, each in zip(programs, returned, strict=True)
+    ]
+    mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)
+    different = (context.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
+    if different:
+        ranks = ", ".join(str(context.pipeline_ranks[place]) for place in different)
+        raise TraceMismatchError(
+            f"rank {context.rank} took another path through the step function than "
+            f"{'rank' if len(different) == 1 else 'ranks'} {ranks}, so that losses and gradients of this "
+            "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
+            "number, its own parameters and gradients, files, the time, sets in their order."
+        )

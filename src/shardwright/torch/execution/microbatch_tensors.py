@@ -1,0 +1,246 @@
+"""The tensors of one microbatch that its step function's own variables do not give (see `dataflow`)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.program.crossings import Crossing
+from shardwright.torch.program.dataflow import Copy, Keep
+from shardwright.torch.program.instructions import Instruction
+from shardwright.torch.program.program import Program
+from shardwright.torch.pytorch.functions import name_of_call
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.glue_buffers import GlueBuffers
+
+__all__ = ["MicrobatchTensors"]
+
+
+class MicrobatchTensors:
+    """What a microbatch receives, and what it keeps for other stages and later steps.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        receive: waits for a value of another rank; gets the index of the microbatch.
+        buffers: those that microbatches change, one after the other.
+
+    Attributes:
+        values: tensors made here that another stage, the loss or the result needs.
+        held: tensors of this rank that steps cannot get from the user's variables.
+        leaves: tensors that came in from another stage, by (value, stage): leaves of autograd.
+        gradients: gradients of values for which both stages are on this rank, by (value, target stage).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        receive: Callable[[int, Crossing], Tensor],
+        buffers: GlueBuffers | None,
+    ):
+        self.values: dict[int, Tensor] = {}
+        self.held: dict[int, Tensor] = {}
+        self.leaves: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self._index = index
+        self._program = program
+        self._receive = receive
+        self._buffers = buffers
+        self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
+
+    def clear(self) -> None:
+        """Lets go of all tensors."""
+        for kept in (self.values, self.held, self.leaves, self.gradients):
+            kept.clear()
+
+    def in_result(self, result: Any) -> Any:
+        """What the step function returned, where its variables refer to tensors before a change in place."""
+        wanted = [(p, v) for p, v in self._program.result_values if v in self.held]
+        if not wanted:
+            return result
+        items, structure = flatten(result)
+        for position, value in wanted:
+            items[position] = self.held[value]
+        return structure.rebuild(items)
+
+    def leaf(self, value: int, stage: int) -> Tensor:
+        """A value of another stage, as a leaf of autograd."""
+        leaf = self.leaves.get((value, stage))
+        if leaf is None:
+            crossing = self._crossings[value, stage]
+            if crossing.source in self._program.stages:
+                leaf = self.values[value].detach()
+            else:
+                leaf = self._receive(self._index, crossing)
+            if crossing.has_gradient or crossing.detached:
+                leaf.requires_grad_()  # also where no_grad() is in force: others of the stage may read it
+            self.leaves[value, stage] = leaf
+        return leaf
+
+    def find(
+        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
+        """Puts the tensors in place that do not come from the user's variables.
+
+        Returns:
+            The arguments, and copies that the step will change: by value after the change.
+        """
+        items, structure = flatten((args, kwargs))
+        for position, value in instruction.flow.cuts:
+            leaf = self.leaf(value, instruction.stage)
+            if leaf.requires_grad:
+                # The leaf itself is emptied after the backward. And autocast would keep the cast of a leaf,
+                # as if it were a weight, and sum its gradients rounded. (`view_as` may change its strides.)
+                leaf = leaf[...]
+            items[position] = leaf
+        for position, value in instruction.flow.held:
+            items[position] = self.held[value]
+        for position, name in instruction.flow.buffers:
+            assert self._buffers is not None
+            items[position] = self._buffers.now(name)
+        copied: dict[int, Tensor] = {}
+        for copy in instruction.flow.copies:
+            base = self.leaf(copy.base, instruction.stage) if copy.from_stage else self.held[copy.base]
+            for place, value, tensor in _copied(base, copy):
+                copied[value] = tensor
+                if place is not None:
+                    items[place] = tensor
+        args, kwargs = structure.rebuild(items)
+        return args, kwargs, copied
+
+    def keep(
+        self,
+        instruction: Instruction,
+        result: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copied: dict[int, Tensor],
+    ) -> Any:
+        """Keeps what a step made and changed, as far as it is needed; gives its result back.
+
+        Args:
+            instruction: the step.
+            result: what it returned.
+            args: what it was given.
+            kwargs: what it was given by name.
+            copied: what it changed on copies, from `find`.
+
+        Raises:
+            TraceMismatchError: a tensor that another stage needs has another shape or type than in the trace,
+                or a number that it returns is another one, or what it gave back there it has made here.
+        """
+        flow = instruction.flow
+        if instruction.numbers:
+            self._compare_numbers(instruction, result)
+        if instruction.passed:
+            self._check_passed(instruction, result, args, kwargs)
+        if flow.keeps or instruction.shapes:
+            items = [result] if isinstance(result, Tensor) else flatten(result)[0]
+            items += [vars(module)[key] for module, key, _ in instruction.attributes]
+            for position, value in instruction.shapes:
+                self._check_shape(instruction, items[position], value)
+            for keep in flow.keeps:
+                assert keep.position is not None
+                item = items[keep.position]
+                self._check_shape(instruction, item, keep.value)
+                if keep.send:
+                    self._check_dtype(instruction, item, keep.value)
+                    self._check_gradient(instruction, item, keep.value)
+                self._store(keep, item)
+        if flow.changes:
+            items = flatten((args, kwargs))[0]
+            for keep in flow.changes:
+                if keep.value in copied:
+                    tensor = copied[keep.value]
+                elif keep.position is None:
+                    assert keep.before is not None
+                    tensor = self.held[keep.before]
+                else:
+                    tensor = items[keep.position]
+                    if keep.view is not None:
+                        tensor = tensor if tensor._base is None else tensor._base
+                        tensor = tensor.as_strided(keep.view.size, keep.view.stride, keep.view.offset)
+                self._store(keep, tensor)
+        return result
+
+    def _compare_numbers(self, instruction: Instruction, result: Any) -> None:
+        items = flatten(result)[0]
+        for position, expected in instruction.numbers:
+            found = items[position] if position < len(items) else None
+            if type(found) is not type(expected) or repr(found) != repr(expected):
+                raise TraceMismatchError(
+                    f"{instruction.line}: {name_of_call(instruction.func)} returns {found!r} in microbatch "
+                    f"{self._index}, but {expected!r} in the trace, which is what other ranks go by. Return "
+                    "a tensor in place of a number that changes."
+                )
+
+    def _check_passed(
+        self, instruction: Instruction, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Other stages go on with the argument where the trace had it given back."""
+        results, items = flatten(result)[0], flatten((args, kwargs))[0]
+        for position, source in instruction.passed:
+            made, given = results[position], items[source]
+            if isinstance(given, Tensor) and made is not given:
+                raise TraceMismatchError(
+                    f"{instruction.line}: {name_of_call(instruction.func)} makes a tensor in microbatch "
+                    f"{self._index}, but in the trace it gave back its argument as it was, with which other "
+                    "stages go on. Let it do the same for every batch: give back a new tensor in both cases "
+                    "(x.clone()), or choose by a mask, or put what is around it into the same module."
+                )
+
+    def _check_gradient(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        trains = self._program.backward_at is not None
+        if trains and item.requires_grad and not self._program.specs[value].requires_grad:
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor that requires gradients "
+                f"in microbatch {self._index}, but none in the trace, so that no other stage would send its "
+                "gradient. Choose what is trained by requires_grad_() of parameters or by model.train() and "
+                "model.eval(), or pass what decides it to the step function as an argument."
+            )
+
+    def _check_shape(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        expected = self._program.specs[value]
+        if tuple(item.shape) != expected.shape:
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave a tensor of shape "
+                f"{tuple(item.shape)} in microbatch {self._index}, but {expected.shape} in the trace. "
+                "A tensor that another stage needs, or whose shape the code between modules asks for, must "
+                "have a shape that follows from the shapes of the batch alone. Put what uses it into one "
+                "module."
+            )
+
+    def _check_dtype(self, instruction: Instruction, item: Tensor, value: int) -> None:
+        expected = self._program.specs[value].dtype
+        if item.dtype is not getattr(torch, expected):
+            raise TraceMismatchError(
+                f"{instruction.line}: {name_of_call(instruction.func)} gave {item.dtype} in microbatch "
+                f"{self._index}, but {expected} in the trace, which is what the stage that needs it takes. "
+                "Let the type follow from the types of the batch and the parameters alone."
+            )
+
+    def _store(self, keep: Keep, tensor: Tensor) -> None:
+        if keep.hold:
+            self.held[keep.value] = tensor
+        if keep.send:
+            if keep.clone:
+                # It is sent, and its gradient comes back, as it is now: the user's code will change it.
+                with torch.enable_grad():
+                    tensor = tensor.clone()
+            self.values[keep.value] = tensor
+
+
+def _copied(base: Tensor, copy: Copy) -> Iterator[tuple[int | None, int, Tensor]]:
+    """Copies memory, and gives all tensors in it."""
+    with torch.enable_grad():  # also under no_grad, a change in place leaves a tensor its history
+        memory = base.permute(copy.order).clone(memory_format=torch.contiguous_format)
+        for position, value, view in copy.views:
+            tensor = memory
+            if len(copy.views) > 1:
+                tensor = memory.as_strided(view.size, view.stride, view.offset - copy.offset)
+            elif copy.order != tuple(range(len(copy.order))):
+                tensor = memory.permute([copy.order.index(dim) for dim in range(len(copy.order))])
+            yield position, value, tensor

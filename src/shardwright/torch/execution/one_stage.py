@@ -1,0 +1,75 @@
+"""What a run on a single stage takes from its plan or its settings: which units are recomputed.
+
+Without stages a model runs as it is, and nothing is traced. A plan that was made for such a run, or the wish
+to recompute everything, speak of units, so then the first batch is.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from shardwright.plan import Plan
+from shardwright.torch.backward.activation_checkpointing import mark_recomputed, marked_inside
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.interception.glue import intercept_calls, restore_calls
+from shardwright.torch.parameters.unit_map import UnitMap, refuse_unknown_units
+from shardwright.torch.run.context import Context
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.units.model_traces import trace_parts
+
+__all__ = ["recompute_as_wished"]
+
+
+def recompute_as_wished(
+    context: Context,
+    module: nn.Module,
+    function: Callable[..., Any],
+    part: Arguments,
+    splitter: Splitter,
+) -> None:
+    """Marks the units to recompute; checks the plan first, if there is one.
+
+    Args:
+        context: the run, of one stage.
+        module: the whole model.
+        function: the step function.
+        part: its arguments for one microbatch.
+        splitter: knows how many samples are in it.
+
+    Raises:
+        StalePlanError: the plan was made for another model.
+        TraceError: there are units to be found, and the model cannot be traced.
+    """
+    if context.plan is not None:
+        names = list(dict.fromkeys(label.split("#")[0] for label in context.plan.model.units))
+        refuse_unknown_units(module, names)
+        _check(context.plan, context, UnitMap.of(module, names), function, part)
+        recomputed = {label.split("#")[0] for stage in context.plan.stages for label in stage.recompute}
+        _mark(module, names, recomputed)
+    elif context.config.activation_checkpointing == "full":
+        trace = trace_parts(
+            module, function, {1: part}, device=context.device, num_stages=2, splitter=splitter
+        )[1]
+        names = list(dict.fromkeys(label.split("#")[0] for label in trace.graph.labels))
+        _mark(module, names, names)
+
+
+def _check(
+    plan: Plan, context: Context, unit_map: UnitMap, function: Callable[..., Any], part: Arguments
+) -> None:
+    for unit in unit_map.modules.values():
+        intercept_calls(unit)
+    try:
+        trace = trace_step(unit_map, function, part, device=context.device)
+    finally:
+        for unit in unit_map.modules.values():
+            restore_calls(unit)
+    plan.check(trace.graph, world_size=context.mesh.world_size)
+
+
+def _mark(module: nn.Module, names: Iterable[str], recomputed: Iterable[str]) -> None:
+    units = {id(unit): unit for unit in map(module.get_submodule, names)}
+    inside = marked_inside(module, set(units))  # a module around them cannot recompute itself as well
+    for unit in [*map(module.get_submodule, recomputed), *(units[each] for each in inside)]:
+        mark_recomputed(unit)

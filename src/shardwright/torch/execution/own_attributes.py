@@ -1,0 +1,164 @@
+"""Python attributes of modules and objects while microbatches take turns: each finds what it wrote.
+
+What it has not written yet it finds as the microbatch before it left it (see `attribute_use`); what every
+microbatch puts back, as all of them leave it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shardwright.errors import TraceMismatchError
+from shardwright.torch.program.program import Program
+from shardwright.torch.python_state.attribute_content import namespace_of
+from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
+from shardwright.torch.pytorch.container_content import ABSENT, content_of, has_content, is_same, put_content
+
+__all__ = ["OwnAttributes"]
+
+_Content = tuple[Any, Any]  # the object, and what is in it if it is a container
+
+
+class OwnAttributes:
+    """The attributes that the microbatches of one batch change.
+
+    Args:
+        programs: of all microbatches.
+    """
+
+    def __init__(self, programs: Sequence[Program]):
+        places: dict[tuple[int, str], list[AttributeUse]] = {}
+        for use in (use for program in programs for use in program.attributes):
+            places.setdefault((id(use.module), use.key), []).append(use)
+        self._uses = [uses[0] for uses in places.values()]
+        self._places: list[Slot] = [(use.module, use.key) for use in self._uses]
+        # Of the graph of one microbatch, and nobody looks for it behind `backward`: it need not live longer.
+        self._passing = [
+            all(use.first_read is None and use.carries_tensor and not use.read_late for use in uses)
+            for uses in places.values()
+        ]
+        self._writes_first = [all(use.first_read is None for use in uses) for uses in places.values()]
+        self._put_back = [all(use.put_back for use in uses) for uses in places.values()]
+        self._runs_again = any(program.recomputes for program in programs)
+        self._read_in = [[program.read_in.get(place) for program in programs] for place in places]
+        self._turns = [0] * len(programs)
+        self._last = len(programs) - 1
+        self._initial = [_content(place) for place in self._places]
+        self._written: list[dict[int, _Content]] = [{} for _ in self._places]
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        """Has the modules hold what this microbatch finds; takes note of what it writes.
+
+        Raises:
+            TraceMismatchError: it writes what a later one has read already.
+        """
+        found = self._put_for(microbatch)
+        changed = []
+        try:
+            yield
+        finally:
+            for number, (place, before) in enumerate(zip(self._places, found, strict=True)):
+                now = _content(place)
+                if not _same(now, before):
+                    changed.append(number)
+                # The same object or number may have been written again.
+                if self._writes_first[number] or not _same(now, before):
+                    self._written[number][microbatch] = now
+        for number in changed:
+            self._check_not_read_yet(number, microbatch)
+        self._turns[microbatch] += 1
+
+    @contextmanager
+    def again_for(self, microbatch: int) -> Iterator[None]:
+        """Has the modules hold what this microbatch wrote, for a backward.
+
+        It may look there, or run parts of the forward again; what these write is not kept.
+        """
+        self._put_for(microbatch)
+        yield
+
+    def _put_for(self, microbatch: int) -> list[_Content]:
+        found = [self._found_by(number, microbatch) for number in range(len(self._places))]
+        for place, content in zip(self._places, found, strict=True):
+            _put(place, content)
+        return found
+
+    def _check_not_read_yet(self, number: int, microbatch: int) -> None:
+        if self._put_back[number]:
+            return
+        read_in, turns = self._read_in[number], self._turns
+        for later in range(microbatch + 1, len(turns)):
+            turn = read_in[later]
+            if turn is not None and turns[later] > turn:
+                raise TraceMismatchError(
+                    f"microbatch {microbatch} changes the attribute {self._uses[number].name} on a later "
+                    f"stage than in the trace, and microbatch {later} has read it already. Read and change "
+                    "it in one place, or have one stage on each rank (pipeline: 1f1b)."
+                )
+
+    def backward_reached(self, microbatch: int) -> None:
+        """Lets go of what nobody will ask this microbatch for."""
+        if not self._runs_again:
+            self._let_go(microbatch)
+
+    def backward_done(self, microbatch: int) -> None:
+        """Lets go of what was kept for its backward, which has ended on this rank."""
+        if self._runs_again:
+            self._let_go(microbatch)
+
+    def _let_go(self, microbatch: int) -> None:
+        if microbatch != self._last:
+            for written, passing in zip(self._written, self._passing, strict=True):
+                if passing:
+                    written.pop(microbatch, None)
+
+    def finish(self) -> None:
+        """Leaves what a plain loop would leave: what the last microbatch wrote.
+
+        Raises:
+            TraceMismatchError: one did not put back what it found.
+        """
+        for number, read_in in enumerate(self._read_in):
+            if self._put_back[number] and any(turn is not None for turn in read_in):
+                self._check_put_back(number)
+        for number, place in enumerate(self._places):
+            _put(place, self._found_by(number, self._last))
+
+    def _check_put_back(self, number: int) -> None:
+        found, inside = self._initial[number]
+        for microbatch, (value, content) in self._written[number].items():
+            if not (is_same(value, found) and has_content(content, inside)):
+                raise TraceMismatchError(
+                    f"microbatch {microbatch} leaves another value in the attribute "
+                    f"{self._uses[number].name} than it has found there, and when it was traced it put back "
+                    "what it had found. Put it back in all microbatches, or write it before it is read."
+                )
+
+    def _found_by(self, number: int, microbatch: int) -> _Content:
+        written = self._written[number]
+        if self._put_back[number]:
+            return written.get(microbatch, self._initial[number])
+        last = max((index for index in written if index <= microbatch), default=None)
+        return self._initial[number] if last is None else written[last]
+
+
+def _content(place: Slot) -> _Content:
+    holder, key = place
+    value = namespace_of(holder).get(key, ABSENT)
+    return value, content_of(value)
+
+
+def _put(place: Slot, content: _Content) -> None:
+    holder, key = place
+    value, inside = content
+    if value is ABSENT:
+        namespace_of(holder).pop(key, None)
+        return
+    namespace_of(holder)[key] = value
+    if inside is not None:
+        put_content(value, inside)
+
+
+def _same(now: _Content, before: _Content) -> bool:
+    return now[0] is before[0] and has_content(now[1], before[1])

@@ -1,0 +1,320 @@
+"""Runs step functions where a rank has the whole model: as they are, microbatch by microbatch."""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.config import Config
+from shardwright.schedule import Action, Kind, Schedule, build_schedule
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch_result import BatchResult, detached, num_tokens, to_device
+from shardwright.torch.execution.one_stage import recompute_as_wished
+from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.interception.backward_calls import backward_intercepted
+from shardwright.torch.interception.glue import batch_running, plain_torch, set_active_handler
+from shardwright.torch.interception.loss_checks import (
+    refuse_second_backward,
+    refuse_several_numbers,
+    refuse_untrained,
+)
+from shardwright.torch.parameters.registration import agree_on_registration
+from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
+from shardwright.torch.pytorch.functions import gradient_of_backward
+from shardwright.torch.pytorch.memory_in_use import memory_in_use
+from shardwright.torch.replicas.gradient_buckets import Reduced
+from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
+from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
+from shardwright.torch.run.context import Context
+from shardwright.torch.tracing.batch_statistics import BatchStatistics
+from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.torch.measuring.planning import Planner
+
+__all__ = ["SingleEngine"]
+
+log = logging.getLogger(__name__)
+
+
+class SingleEngine:
+    """Runs every microbatch on this rank, as a plain loop would.
+
+    Args:
+        context: the run; its plan is set by the first training step where there is a planner.
+        model: the wrapped model.
+        planner: makes the plan from the first batch; None where none is wanted.
+    """
+
+    def __init__(self, context: Context, model: TrainedModel, planner: "Planner | None" = None):
+        self._context = context
+        self._model = model
+        self._planner = planner
+        self._reducer: GradientReducer | None = None
+        self._buffers: ReplicaBuffers | None = None
+        self._reduced: set[int] | None = None
+        self._prepared = False
+        self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
+        self._norms = SynchronisedNorms(context, model.get_module())
+        self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
+        if planner is None:
+            _point_out_unused_limit(context)
+        if context.data_group is not None:
+            self._share(context.data_group)
+
+    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+        """Runs the microbatches one after the other."""
+        with self._norms.in_force():
+            return self._run(function, arguments, splitter)
+
+    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+        arguments = to_device(arguments, self._context.device)
+        if self._planner is not None and self._context.plan is None and torch.is_grad_enabled():
+            self._plan(self._planner, function, arguments, splitter)
+        num_microbatches = self._context.config.microbatches or 1
+        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
+        scale *= self._model.loss_scale
+        parts = splitter.split(arguments, num_microbatches)
+        if torch.is_grad_enabled():
+            self._statistics.training_begins(
+                self._model.get_module(), splitter, arguments, microbatches=num_microbatches
+            )
+        if not self._prepared and torch.is_grad_enabled():
+            recompute_as_wished(self._context, self._model.get_module(), function, parts[0], splitter)
+            self._prepared = True
+        if self._context.data_group is not None:
+            refuse_accumulation_hooks(self._model.get_module())
+            self._prepare_replicas(self._context.data_group)
+        if self._buffers is not None:
+            self._buffers.agree_on_what_scripts_set()
+        results: list[Any] = []
+        losses: list[Tensor] = []
+        row: list[tuple[Action, float, float, float]] = []
+        memory: list[int] = []
+        reporter = self._context.reporter
+        looks = reporter is not None and reporter.draws_next_step
+        device = self._context.device
+        for index, (args, kwargs) in enumerate(parts):
+            handler = _Plain(
+                scale,
+                self._reducer,
+                first=not losses,
+                last=index == num_microbatches - 1,
+                in_use=partial(memory_in_use, device) if looks else None,
+                look=partial(self._look, function) if index == 0 else None,
+            )
+            start_s = time.perf_counter()
+            before = set_active_handler(handler)
+            try:
+                saving = self._model.replicas.saving()
+                with (
+                    batch_running(),
+                    self._norms.synchronised(),
+                    saving,
+                    _tensor_backward(handler),
+                    backward_intercepted(),
+                ):
+                    results.append(function(*args, **kwargs))
+            except BaseException:
+                if self._reducer is not None:
+                    self._reducer.abort()
+                raise
+            finally:
+                set_active_handler(before)
+            if handler.loss is not None:
+                losses.append(handler.loss)
+                begin_s, end_s = handler.backward_s
+                row.append((Action(Kind.FORWARD, 0, index), start_s, begin_s, 0.0))
+                row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
+                memory += handler.memory
+        trains = bool(losses)
+        if self._reducer is not None and (trains or torch.is_grad_enabled()):
+            if not trains:
+                self._reducer.begin()  # another replica may have a backward in its batch
+            trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
+        if self._buffers is not None:
+            self._buffers.agree()
+        return BatchResult(
+            results=[detached(result) for result in results],
+            losses=losses if trains else None,
+            samples=splitter.batch_size(arguments) or 0,
+            tokens=num_tokens(arguments),
+            row=row,
+            memory=memory,
+            schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
+        )
+
+    def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
+        """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
+        if self._context.data_group is not None and function not in self._looked_at:
+            self._looked_at.add(function)
+            sharding = self._model.replicas.sharding
+            shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
+            point_out_foreign_behind(loss, [*self._model.get_module().parameters(), *shared])
+
+    def _plan(
+        self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter
+    ) -> None:
+        """Makes a plan, and follows it; before parameters are shared, so that units can be timed."""
+        context = self._context
+        plan, _ = planner(function, arguments, splitter)
+        context.plan = plan
+        context.config = Config.merge(context.config, {"microbatches": plan.schedule.microbatches})
+        assert context.reporter is not None
+        context.reporter.plan_made(plan)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether this rank keeps just what it trains: with replicas, after the first step."""
+        return self._context.data_group is None or self._reduced is not None
+
+    @property
+    def reduced(self) -> set[int]:
+        """Parameters whose gradients are reduced."""
+        return set() if self._reducer is None else self._reducer.parameter_ids
+
+    def _prepare_replicas(self, group: dist.ProcessGroup) -> None:
+        """Gives all replicas the values of the first, and reduces their gradients.
+
+        Before the first batch, and again where the script has given the model other parameters since.
+        """
+        module = self._model.get_module()
+        present = {id(parameter) for parameter in module.parameters()}
+        if present == self._reduced:
+            return
+        agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
+        self._share(group)
+        self._model.replicas.shard(dict(module.named_parameters()))
+        members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
+        self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
+        ranks = self._context.mesh.group("dp", self._context.rank)
+        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=self._context.rank)
+        self._model.settle()
+        self._buffers.note()
+
+    def _share(self, group: dist.ProcessGroup) -> None:
+        """Gives all replicas the values of the first."""
+        first = self._context.mesh.group("dp", self._context.rank)[0]
+        for tensor in (*self._model.get_module().parameters(), *self._model.get_module().buffers()):
+            if tensor.numel() and not tensor.is_meta:
+                dist.broadcast(tensor.detach(), first, group=group)
+
+
+@cache
+def _schedule(num_microbatches: int) -> Schedule:
+    """The order in which a plain loop works, as a schedule of one stage."""
+    return build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
+
+
+def _point_out_unused_limit(context: Context) -> None:
+    """Says that nothing keeps to a limit for which nothing is planned."""
+    limit = context.config.memory_limit
+    if limit is not None and context.plan is None and context.mesh.shard == 1 and context.rank == 0:
+        log.warning(
+            "memory_limit is %s, but nothing is planned where each rank has the whole model, so that nothing "
+            "keeps to it. Set plan_one_stage to have it checked.",
+            format_bytes(limit),
+        )
+
+
+class _Plain:
+    """The handler of a step function that is run as it is.
+
+    Attributes:
+        loss: what ``backward`` was called with; None as long as it was not.
+        backward_s: when that began and ended.
+        memory: bytes in use at these moments; empty where nobody asked.
+    """
+
+    intercepts = False
+
+    def __init__(
+        self,
+        scale: float,
+        reducer: GradientReducer | None,
+        *,
+        first: bool,
+        last: bool,
+        in_use: Callable[[], int] | None = None,
+        look: Callable[[Tensor], None] | None = None,
+    ):
+        self._scale = scale
+        self._look_at_loss = look
+        self._opens = reducer if first else None
+        self._reducer = reducer
+        self._is_last = last
+        self.loss: Tensor | None = None
+        self.backward_s = (0.0, 0.0)
+        self.memory: list[int] = []
+        self._in_use = in_use
+
+    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        return func(*args, **kwargs)
+
+    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is intercepted on a single rank."""
+        before = set_active_handler(None)
+        try:
+            return module(*args, **kwargs)
+        finally:
+            set_active_handler(before)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
+        """Runs autograd, with the loss scaled so that microbatches are averaged."""
+        refuse_second_backward(self.loss is not None)
+        refuse_untrained(loss.requires_grad)
+        refuse_several_numbers(loss, gradient)
+        self.loss = loss.detach()
+        if self._look_at_loss is not None:
+            self._look_at_loss(loss)
+        begin_s = self._moment()
+        start = torch.ones_like(loss) if gradient is None else gradient
+        if self._opens is not None:
+            self._opens.begin()
+        if self._reducer is not None:
+            self._reducer.on_backward(0, begins=True, last=self._is_last)
+        torch.autograd.backward(loss, start * self._scale)
+        if self._reducer is not None:
+            self._reducer.on_backward(0, begins=False, last=self._is_last)
+        self.backward_s = (begin_s, self._moment())
+
+    def model_begins(self) -> None:
+        """Nothing has to be known of it."""
+
+    def model_returned(self, result: Any) -> None:
+        """Every value is here."""
+
+    def _moment(self) -> float:
+        """Now; notes what is in use."""
+        now_s = time.perf_counter()
+        if self._in_use is not None:
+            self.memory.append(self._in_use())
+        return now_s
+
+
+class _tensor_backward:  # noqa: N801  (a context manager)
+    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
+
+    def __init__(self, handler: _Plain):
+        self._handler = handler
+        self._original = Tensor.backward
+
+    def __enter__(self) -> None:
+        handler = self._handler
+
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with plain_torch():
+                handler.backward(loss, gradient_of_backward(*args, **kwargs))
+
+        Tensor.backward = backward  # type: ignore[assignment,method-assign]
+
+    def __exit__(self, *exc_info: object) -> None:
+        Tensor.backward = self._original  # type: ignore[method-assign]

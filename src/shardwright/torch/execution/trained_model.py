@@ -1,0 +1,41 @@
+"""What engines, and the end of a step, ask of the model that they train."""
+
+from typing import Protocol
+
+from torch import nn
+
+from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
+from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.replicas.replicas import Replicas
+
+__all__ = ["TrainedModel"]
+
+
+class TrainedModel(Protocol):
+    """The wrapped model: see `DistributedModel`.
+
+    Attributes:
+        average_grads_across_microbatches: whether a microbatch counts as much as its share of the batch.
+        replicas: what replicas share.
+        scaling: of losses; None without.
+    """
+
+    average_grads_across_microbatches: bool
+    replicas: Replicas
+    scaling: GradientScaling | None
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+
+    def get_module(self) -> nn.Module:
+        """The script's own module."""
+
+    def placed(self, residency: Residency) -> bool:
+        """Takes note of where parameters live; says whether the model is as it was."""
+
+    def settle(self) -> None:
+        """This rank has what it trains."""
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter."""

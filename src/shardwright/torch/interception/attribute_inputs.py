@@ -1,0 +1,123 @@
+"""Tensors that a unit finds in attributes of its own modules, where code between units has left them.
+
+Hooks run around a unit, and some leave a weight there that they have computed (`weight_norm`,
+`spectral_norm`, pruning); so does a network that computes the weights of another::
+
+    for layer, weight in zip(self.layers, self.make_weights(z)):
+        layer.weight = weight           a value of the graph, like any other
+        x = layer(x)                    reads it
+
+To the graph such a tensor is one more argument, by name, and may come from another stage. The call of the
+unit takes it off again, and has the attribute hold it meanwhile.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.pytorch.container_content import ABSENT
+
+__all__ = [
+    "FOUND",
+    "FoundPlace",
+    "TakesFound",
+    "call_copy",
+    "called_with_found",
+    "found_in",
+    "found_places",
+    "refuse_replaced",
+    "with_found",
+]
+
+FOUND = "_shardwright_found"
+"""Name of the argument: path of an attribute, seen from the unit -> tensor."""
+
+FoundPlace = tuple[str, dict[str, Any], str]
+"""Path of an attribute, what holds it (the attributes of a module, or its parameters), and its name."""
+
+
+def found_in(unit: nn.Module, is_value: Callable[[Any], bool]) -> dict[str, Tensor]:
+    """The tensors in attributes of a unit's modules that are values of the graph, by path.
+
+    Args:
+        unit: the unit.
+        is_value: tells whether a tensor is a value of the graph.
+    """
+    return {
+        f"{name}.{key}" if name else key: item
+        for name, module in unit.named_modules()
+        for holder in _holders(module)
+        for key, item in holder.items()
+        if isinstance(item, Tensor) and is_value(item)
+    }
+
+
+def found_places(unit: nn.Module, paths: Iterable[str]) -> tuple[FoundPlace, ...]:
+    """Where the attributes of these paths are."""
+    return tuple(_place(unit, path) for path in paths)
+
+
+def with_found(kwargs: dict[str, Any], places: Iterable[FoundPlace]) -> dict[str, Any]:
+    """Arguments by name of a unit, and what is in these attributes now."""
+    return {**kwargs, FOUND: {path: holder.get(key) for path, holder, key in places}}
+
+
+class TakesFound:
+    """Mixed into the class of a unit that takes the argument off by itself, further inside."""
+
+
+def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a unit whose attributes hold what is among its arguments for them."""
+    found = {path: item for path, item in kwargs.pop(FOUND).items() if isinstance(item, Tensor)}
+    places = found_places(unit, found)
+    before = [holder.get(key, ABSENT) for _, holder, key in places]
+    for path, holder, key in places:
+        holder[key] = found[path]
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for (path, holder, key), item in zip(places, before, strict=True):
+            if holder.get(key) is not found[path]:
+                continue  # the unit has left something else there
+            if item is ABSENT:
+                del holder[key]
+            else:
+                holder[key] = item
+
+
+def call_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function, or a copy of a unit: that is of the user's class, and does not know the argument."""
+    if FOUND in kwargs and isinstance(func, nn.Module):
+        return called_with_found(func, func, *args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def refuse_replaced(units: Mapping[str, nn.Module], is_value: Callable[[Any], bool]) -> None:
+    """Refuses that parameters and buffers of units are computed tensors when the step function ends.
+
+    Raises:
+        UsageError: one is.
+    """
+    for path, unit in units.items():
+        for name, module in unit.named_modules(prefix=path):
+            for kind, holder in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key in [key for key, item in holder.items() if is_value(item)]:
+                    raise UsageError(
+                        f"the step function leaves a tensor that it has computed outside of {path} in the "
+                        f"place of the {kind} {name}.{key}, which only the rank of {path} has. Compute it in "
+                        f"the forward of {path}, or change it in place (buffer.mul_(0.9).add_(x)); a tensor "
+                        "for this microbatch alone goes into an attribute that is no parameter or buffer."
+                    )
+
+
+def _holders(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    # Parameters and buffers, too: a hook may replace them for the length of a call.
+    return module._parameters, module._buffers, vars(module)
+
+
+def _place(unit: nn.Module, path: str) -> FoundPlace:
+    prefix, _, key = path.rpartition(".")
+    holders = _holders(unit.get_submodule(prefix))
+    return path, next((holder for holder in holders if key in holder), holders[-1]), key

@@ -1,0 +1,128 @@
+"""A step function that can be left in the middle and entered again, with PyTorch's thread-local state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import greenlet
+import torch
+
+from shardwright.torch._private import (
+    TorchFunctionMode,
+    function_mode_depth,
+    pop_function_mode,
+    push_function_mode,
+    put_saved_tensor_hooks,
+    take_saved_tensor_hooks,
+)
+from shardwright.torch.interception.glue import Handler, active_handler, set_active_handler
+from shardwright.torch.pytorch.autocast import AutocastState, autocast_state
+
+__all__ = ["Coroutine"]
+
+
+@dataclass(slots=True)
+class _ThreadState:
+    """What PyTorch keeps per thread and a step function may change: it must not leak into other microbatches.
+
+    ``with torch.autocast(...):`` around a model call, for example, is left in the middle when its stage ends.
+    """
+
+    grad_enabled: bool
+    autocast: AutocastState
+    autocast_cache: bool
+    modes: tuple[TorchFunctionMode, ...]
+    saved_tensor_hooks: list[Any]
+    handler: Handler | None
+
+    @classmethod
+    def capture(cls) -> "_ThreadState":
+        """Takes the present state, and leaves no function mode active."""
+        modes = []
+        while function_mode_depth():
+            modes.append(pop_function_mode())
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            autocast=autocast_state(),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            modes=tuple(reversed(modes)),
+            saved_tensor_hooks=take_saved_tensor_hooks(),
+            handler=active_handler(),
+        )
+
+    def restore(self) -> None:
+        """Makes it the present state; no function mode may be active."""
+        torch.set_grad_enabled(self.grad_enabled)
+        for device, enabled, dtype in self.autocast:
+            if torch.is_autocast_enabled(device) or enabled:
+                # Casts that one microbatch cached belong to its graph.
+                torch.clear_autocast_cache()
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for mode in self.modes:
+            push_function_mode(mode)
+        put_saved_tensor_hooks(self.saved_tensor_hooks)
+        set_active_handler(self.handler)
+
+
+class Coroutine:
+    """Runs a function until it pauses.
+
+    Example:
+        >>> coroutine = Coroutine(lambda: (coroutine.pause(), "done")[1])
+        >>> coroutine.resume(), coroutine.finished
+        (None, False)
+        >>> coroutine.resume(), coroutine.finished
+        (None, True)
+        >>> coroutine.result
+        'done'
+    """
+
+    __slots__ = ("_greenlet", "_state", "result")
+
+    def __init__(self, function: Callable[[], Any]):
+        self._greenlet = greenlet.greenlet(self._run)
+        self._state: _ThreadState | None = None
+        self.result: Any = function
+
+    @property
+    def finished(self) -> bool:
+        """Whether the function has returned."""
+        return bool(self._greenlet.dead)
+
+    def _run(self) -> None:
+        self.result = self.result()
+
+    def resume(self) -> None:
+        """Enters the function, or goes on behind the `pause` that left it; raises what it raises."""
+        outer = _ThreadState.capture()
+        if self._state is None:
+            outer.restore()
+        else:
+            self._state.restore()
+        try:
+            self._greenlet.switch()
+        finally:
+            self._state = _ThreadState.capture()
+            outer.restore()
+            if self._greenlet.dead:
+                self._state = None  # it holds on to whatever handled the step function
+
+    def pause(self) -> None:
+        """Called inside the function: goes back to whoever resumed it."""
+        parent = self._greenlet.parent
+        assert parent is not None
+        parent.switch()
+
+    def close(self) -> None:
+        """Ends a function that will not be resumed: its `finally` blocks run."""
+        if self._greenlet and not self._greenlet.dead:
+            outer = _ThreadState.capture()
+            if self._state is not None:
+                self._state.restore()
+            try:
+                self._greenlet.throw(greenlet.GreenletExit)
+            finally:
+                _ThreadState.capture()
+                outer.restore()

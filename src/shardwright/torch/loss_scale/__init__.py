@@ -1,0 +1,1 @@
+"""Loss scaling for 16-bit gradients."""

@@ -1,0 +1,80 @@
+"""Takes the loss scale out of the gradients of a batch, and looks for those that overflowed."""
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.torch.loss_scale.loss_scaler import LossScaler
+
+__all__ = ["GradientScaling"]
+
+
+class GradientScaling:
+    """Gradients of batches whose loss is scaled.
+
+    Args:
+        scaler: has the scale.
+        parameters: gives those of this rank.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, scaler: LossScaler, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device
+    ):
+        self.scaler = scaler
+        self._parameters = parameters
+        self._device = device
+        self._earlier: dict[int, Tensor] = {}
+
+    def begin(self, reduced: Collection[int]) -> None:
+        """Puts aside the gradients of earlier batches, which have no scale any more.
+
+        Args:
+            reduced: ids of parameters for whose gradients the reducer does so.
+        """
+        self._earlier.clear()
+        for parameter in self._parameters():
+            if parameter.grad is not None and id(parameter) not in reduced:
+                self._earlier[id(parameter)] = parameter.grad
+                parameter.grad = None
+
+    def finish(self, reduced: Collection[int], sums: Iterable[Tensor], *, trained: bool) -> None:
+        """Divides by the scale, and tells the scaler whether any gradient of the job has overflowed.
+
+        Collective over all ranks, if the batch trained.
+
+        Args:
+            reduced: ids of parameters for whose gradients the reducer has done so.
+            sums: gradients that are elsewhere yet: those of rows.
+            trained: the batch was no evaluation.
+        """
+        if not trained:
+            self.leave()
+            return
+        gradients = list(sums)
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if id(parameter) not in reduced:
+                gradient.div_(self.scaler.scale)
+            gradients.append(gradient)
+        self.scaler.gradients_came(overflow=self._any_overflow(gradients))
+        self.leave()
+
+    def leave(self) -> None:
+        """Adds the gradients of earlier batches."""
+        for parameter in self._parameters():
+            earlier = self._earlier.pop(id(parameter), None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+
+    def _any_overflow(self, gradients: list[Tensor]) -> bool:
+        bad = [~gradient.isfinite().all() for gradient in gradients]
+        found = torch.stack(bad).any().float() if bad else torch.zeros(())
+        found = found.reshape(1).to(self._device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found.item())

@@ -1,0 +1,1 @@
+"""Times units, plans the run, and reports what happens."""

@@ -1,0 +1,234 @@
+"""Times units and glue operations on the present device.
+
+Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so
+that neither weights nor running statistics change, and without hooks that only look on. All ranks of a host
+measure at the same time, because that is how they will run: sharing memory bandwidth and caches. Where there
+are more of them than cores, what counts is the time that a rank had a core; how they take turns is left to
+the simulator.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.model_graph import ModelGraph, Node
+from shardwright.profile import UnitCost
+from shardwright.torch.backward.split_backward import allow_split, put_off_weights, split_modules, unsplit
+from shardwright.torch.counting.compiled_modules import compile_as
+from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
+from shardwright.torch.interception.attribute_inputs import call_copy
+from shardwright.torch.python_state.left_behind import NothingLeftBehind
+from shardwright.torch.pytorch.autocast import autocast_as
+from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.tracing.trace_data import Sample
+
+__all__ = ["Timing", "measure_class", "unit_cost"]
+
+_BUDGET_S = 0.15
+_MIN_RUNS, _MAX_RUNS = 3, 15
+# Between two calls of a unit, its rank runs others: their weights take its place in the caches.
+_OTHERS_BYTES = 16 * 2**20
+# What the runtime takes for one more call in a forward: `benchmarks/pipeline.py --only E` with 1 to 32 units.
+_INTERCEPTION_S = 5e-6
+
+_Seconds = tuple[float, float, float]
+"""Of the forward; of the backward, or of the gradients of inputs; of those of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds of one call.
+
+    Attributes:
+        forward_s: forward with autograd recording.
+        backward_s: whole backward, in one.
+        input_s: the backward in two parts, the gradients of inputs; None where nothing can be put off.
+        weight_s: and those of weights.
+        spread: interquartile range of forward + backward, relative to its median.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_s: float | None
+    weight_s: float
+    spread: float
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+class _Clock:
+    """Tells the time when a device has done all that was asked of it.
+
+    Args:
+        device: the device.
+        share_cores: tell the time for which the calling thread had a core. It takes part in what several
+            threads do at once.
+    """
+
+    def __init__(self, device: torch.device, *, share_cores: bool):
+        self.device = device
+        self._share_cores = share_cores
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._share_cores:
+            return time.thread_time()
+        return time.perf_counter()
+
+
+def measure_class(
+    sample: Sample, *, device: torch.device, train: bool = True, share_cores: bool = False
+) -> Timing:
+    """Times one cost class.
+
+    Args:
+        sample: what to run.
+        device: where.
+        train: time the backward as well.
+        share_cores: processes that do the same take turns on the cores.
+
+    Raises:
+        Exception: whatever the call raises on random data; the caller estimates instead.
+    """
+
+    def measured() -> Timing:
+        with over_replicas(sends=False):
+            return _measured(sample, device=device, train=train, share_cores=share_cores)
+
+    if not isinstance(sample.func, nn.Module):
+        return measured()
+    with NothingLeftBehind(sample.func, sample.func.forward):
+        return sample.hooks.unseen(sample.func, measured)
+
+
+def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores: bool) -> Timing:
+    func, can_be_split = sample.func, False
+    if isinstance(func, nn.Module):
+        func = copy_of_module(func, device)
+        compile_as(func, sample.func)
+        unsplit(list(func.modules()))  # a run before this one may have split the module
+        can_be_split = train and bool(split_modules(func))
+    wholes: list[_Seconds] = []
+    parts: list[_Seconds] = []
+    clock = _Clock(device, share_cores=share_cores)
+    others = torch.zeros(_OTHERS_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+    started = time.perf_counter()
+    try:
+        for run in range(_MAX_RUNS + 1):
+            for split, found in ((False, wholes), (True, parts)):
+                if split <= can_be_split:
+                    others.add_(1)
+                    allow_split(split)
+                    found.append(_run_once(func, sample, clock, train=train, split=split))
+            if run == 0:
+                started = time.perf_counter()  # the first run warms up
+            elif run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
+                break
+    finally:
+        allow_split(True)
+        if isinstance(func, nn.Module):  # a split one refers to itself: its weights would stay for a while
+            unsplit(list(func.modules()))
+    return _timing(wholes[1:], parts[1:])
+
+
+def _timing(wholes: Sequence[_Seconds], parts: Sequence[_Seconds]) -> Timing:
+    """The medians of several runs with a backward in one, and of as many with one in two parts."""
+    forward_s, backward_s, _ = (statistics.median(column) for column in zip(*wholes, strict=True))
+    input_s, weight_s = None, 0.0
+    if parts:
+        forward_in_parts_s, gradients_s, weight_s = (
+            statistics.median(column) for column in zip(*parts, strict=True)
+        )
+        # A schedule has one price for a forward, so what allowing for two parts takes there goes here.
+        input_s = max(0.0, gradients_s + forward_in_parts_s - forward_s)
+    totals = [sum(seconds) for seconds in wholes]
+    middle = statistics.median(totals)
+    quartiles = statistics.quantiles(totals, n=4) if len(totals) > 1 else [middle] * 3
+    return Timing(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        input_s=input_s,
+        weight_s=weight_s,
+        spread=(quartiles[2] - quartiles[0]) / middle if middle else 0.0,
+    )
+
+
+def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
+    """The cost of a call, with measured seconds."""
+    return UnitCost(
+        forward_s=timing.forward_s + _INTERCEPTION_S,
+        backward_s=timing.backward_s,
+        input_s=timing.input_s,
+        weight_s=timing.weight_s,
+        saved_bytes=node.saved_bytes,
+        work_bytes=node.work_bytes,
+        weight_bytes=node.weight_bytes,
+        split_work_bytes=node.split_work_bytes,
+        input_bytes=sum(graph.values[value].spec.num_bytes for value in node.inputs),
+        flops=node.flops,
+        provenance="measured",
+        spread=timing.spread,
+    )
+
+
+def _run_once(
+    func: Callable[..., Any],
+    sample: Sample,
+    clock: _Clock,
+    *,
+    train: bool = True,
+    split: bool = False,
+) -> _Seconds:
+    args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
+    with autocast_as(sample.autocast):
+        start = clock.now()
+        output = call_copy(func, args, kwargs)
+        forward_s = clock.now() - start
+    roots = [t for t in _tensors(output) if t.requires_grad]
+    if not train or not roots:
+        return forward_s, 0.0, 0.0
+    gradients = [torch.ones_like(root) for root in roots]
+    empty_s = _empty_backward_s(clock)
+    start = clock.now()
+    if not split:
+        torch.autograd.backward(roots, gradients)
+        return forward_s, max(0.0, clock.now() - start - empty_s), 0.0
+    with put_off_weights(root.grad_fn for root in roots) as work:
+        torch.autograd.backward(roots, gradients)
+    middle = clock.now()
+    for item in work:
+        item()
+    return forward_s, max(0.0, middle - start - empty_s), clock.now() - middle
+
+
+def _input_like(leaf: Any, device: torch.device) -> Any:
+    """An argument as another call would have made it: a leaf of autograd could not be changed in place."""
+    item = random_like(leaf, device)
+    return item.clone() if isinstance(item, Tensor) and item.requires_grad else item
+
+
+def _empty_backward_s(clock: _Clock) -> float:
+    """Seconds of calling autograd: a stage does it once, and not once a unit."""
+    seconds = 0.0
+    for _ in range(2):  # the first warms up
+        root = torch.ones((), device=clock.device, requires_grad=True) * 1.0
+        gradient = torch.ones_like(root)
+        start = clock.now()
+        torch.autograd.backward([root], [gradient])
+        seconds = clock.now() - start
+    return seconds
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,213 @@
+"""Makes the plan of a run from its first batch: finds units, traces, measures, and asks the planner.
+
+::
+
+    first batch ─► discover: what each module does ─► choose units ─┐
+                                                                     ▼
+        for each number of microbatches:           trace ─► graph ─► measure ─► profile
+                                                                     │
+    plan ◄── broadcast to all ranks ◄── planner (on the first rank) ◄┘
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.cluster import Cluster
+from shardwright.comm.process_group import tell_all
+from shardwright.errors import PlanError
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan
+from shardwright.planner import (
+    NO_CORRECTION,
+    Correction,
+    RunKind,
+    correction_of,
+    estimate_profile,
+    make_plan,
+    microbatch_counts,
+)
+from shardwright.profile import Profile, UnitCost
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.measuring.profiler import Profiler
+from shardwright.torch.measuring.run_history import history_of
+from shardwright.torch.parameters.manual_partition import rank_of
+from shardwright.torch.parameters.materialise import Materialiser
+from shardwright.torch.parameters.precision import low_precision
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.machine import present_cluster
+from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.units.model_traces import trace_parts
+
+__all__ = ["Planner"]
+
+log = logging.getLogger(__name__)
+
+
+class Planner:
+    """Plans a run when its first batch is there; collective over all ranks."""
+
+    def __init__(self, context: Context, model: nn.Module, materialiser: Materialiser):
+        self._context = context
+        self._model = model
+        self._materialiser = materialiser
+
+    def __call__(
+        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
+    ) -> tuple[Plan, Trace | None]:
+        """Returns the plan, the same on every rank, and the trace that it rests on.
+
+        An evaluation that comes before training is planned as if it had gradients: the plan must do for
+        both. Then no trace is returned, as that of the evaluation is another one.
+
+        Raises:
+            PlanError: the settings cannot be met, or nothing fits.
+            TraceError: the model cannot be traced.
+        """
+        context = self._context
+        counts = self._counts(arguments, splitter)
+        assert context.reporter is not None
+        with context.reporter.phase("tracing the model"):
+            trace_all = partial(self._trace, function, arguments, splitter, counts)
+            traces = self._as_in_training(trace_all)
+            gradients = torch.is_grad_enabled() or traces is not None
+            if traces is None:
+                traces = trace_all()
+        context.cluster = cluster = present_cluster(context)
+        with torch.set_grad_enabled(gradients):
+            profiles = self._profiles(traces, cluster)
+        candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
+        with context.reporter.phase("planning"), _said_of_early_ends(traces[counts[0]]):
+            plan = context.from_first_rank(
+                lambda: make_plan(
+                    candidates,
+                    cluster=cluster,
+                    config=context.config,
+                    mesh=context.mesh,
+                    placement=self._placement(traces[counts[0]].graph),
+                    optimizer_factor=_optimizer_factor(context),
+                    correction=_correction(
+                        context, traces[counts[0]].graph, samples=splitter.batch_size(arguments) or 0
+                    ),
+                )
+            )
+        as_it_runs = gradients == torch.is_grad_enabled()
+        return plan, traces[plan.schedule.microbatches] if as_it_runs else None
+
+    def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
+        config, pipeline = self._context.config, self._context.mesh.pipeline
+        batch_size = splitter.batch_size(arguments)
+        if batch_size is None:
+            raise PlanError(
+                "the step function gets no tensor that can be cut into microbatches. Pass the batch "
+                "as an argument."
+            )
+        return microbatch_counts(batch_size, config=config, pipeline=pipeline)
+
+    def _as_in_training(self, trace: Callable[[], dict[int, Trace]]) -> dict[int, Trace] | None:
+        """Traces an evaluation as if it trained, if training is to follow; None if not, or if it cannot."""
+        if torch.is_grad_enabled() or not self._context.optimizers:
+            return None
+        modes = {module: module.training for module in self._model.modules()}
+        try:
+            self._model.train()  # layers that recompute themselves do so in training only
+            with torch.enable_grad():
+                return trace()
+        except Exception as error:  # the user's code may insist on there being none
+            log.info("the evaluation cannot be traced as training: %s", error)
+            return None
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _trace(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        splitter: Splitter,
+        counts: tuple[int, ...],
+    ) -> dict[int, Trace]:
+        context = self._context
+        return trace_parts(
+            self._model,
+            function,
+            {m: splitter.split(arguments, m)[0] for m in counts},
+            device=context.device,
+            num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
+            splitter=splitter,
+            prepare=self._materialiser.buffers_outside,
+            count_memory=True,
+            agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
+        )
+
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+        context, device = self._context, cluster.device
+        estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
+        if context.config.profile == "estimated":
+            return estimated
+        assert context.reporter is not None
+        with context.reporter.phase("measuring units") as phase:
+            measured = Profiler(context).measure(list(traces.values()), phase=phase)
+        profiles = {}
+        for m, profile in estimated.items():
+            costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}
+            profiles[m] = Profile(costs=costs, device=device.name)
+        return profiles
+
+    def _placement(self, graph: ModelGraph) -> dict[str, int]:
+        """Pipeline rank of each unit that the user placed, by name."""
+        placement = {}
+        for name in graph.units:
+            # The innermost module that was placed wins.
+            parts = name.split(".")
+            for depth in range(len(parts), -1, -1):
+                module = self._model.get_submodule(".".join(parts[:depth]))
+                rank = rank_of(module)
+                if rank is not None:
+                    placement[name] = rank
+                    break
+        return placement
+
+
+@contextmanager
+def _said_of_early_ends(trace: Trace) -> Iterator[None]:
+    """Says in errors of plans that a step function reads values before it has called all of the model."""
+    try:
+        yield
+    except PlanError as error:
+        used = {name for unit in trace.graph.units.values() for name in unit.parameters}
+        if not trace.end_line or used.issuperset(trace.graph.parameters):
+            raise
+        raise PlanError(
+            f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
+            "calls behind that has no stage. Call the whole model first, and read values then."
+        ) from error
+
+
+def _first_of_all_ranks(place: float) -> float:
+    return float(min(tell_all(place)))
+
+
+def _correction(context: Context, graph: ModelGraph, *, samples: int) -> Correction:
+    """What earlier runs of the model on this machine say; nothing where units are not measured."""
+    history = history_of(context)
+    if history is None or context.config.profile == "estimated":
+        return NO_CORRECTION
+    kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
+    return correction_of(history.read(), kind, model=graph.model_fingerprint, samples=samples)
+
+
+def _optimizer_factor(context: Context) -> float:
+    """Bytes of optimizer state for each byte of what is updated; a copy in float32 is a part of it."""
+    copies = 1.0 if low_precision(context.config) is not None else 0.0
+    for wrapped in context.optimizers:
+        name = type(wrapped.optimizer).__name__
+        if name == "SGD":
+            momentum = any(group.get("momentum") for group in wrapped.param_groups)
+            return copies + (1.0 if momentum else 0.0)
+    return copies + 2.0

@@ -1,0 +1,224 @@
+"""Tells the observer what happened: which plan, which steps, which timeline."""
+
+import atexit
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from shardwright.comm.codec import declare
+from shardwright.comm.process_group import tell_all
+from shardwright.observe.console import Phase
+from shardwright.observe.metrics import StepRecord
+from shardwright.observe.observer import Observer
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.timeline import idle_share, measured_events
+from shardwright.plan import Plan
+from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
+from shardwright.schedule import Action, simulate
+from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.measuring.run_history import RunRecorder, history_of
+from shardwright.torch.run.context import Context
+
+__all__ = ["Reporter"]
+
+declare(Action)
+
+NO_FOLDER = "off"
+
+
+class Reporter:
+    """Reports a run; every rank has one, the first rank's writes and prints.
+
+    The run folder is made at the first report, so that a script that fails before leaves none.
+    """
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._observer: Observer | None = None
+        self._recorder: RunRecorder | None = None
+        self.num_steps = 0
+
+    @property
+    def observer(self) -> Observer:
+        """The observer; the first access is collective over all ranks."""
+        if self._observer is None:
+            self._observer = self._start()
+        return self._observer
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """The run folder; the first access is collective over all ranks."""
+        return self.observer.folder
+
+    def phase(self, text: str) -> AbstractContextManager[Phase]:
+        """Announces something that may take a while; collective at the first time."""
+        return self.observer.phase(text)
+
+    def plan_made(self, plan: Plan) -> None:
+        """The plan is in force; collective."""
+        self.observer.plan_made(plan)
+
+    def step_done(
+        self,
+        step: BatchResult,
+        *,
+        seconds: float,
+        busy_s: Sequence[float],
+        pipeline_s: Sequence[float],
+        memory: Sequence[int],
+        skipped: int = 0,
+        gradient_error: float | None = None,
+        parameter_error: float | None = None,
+    ) -> None:
+        """A training step ended; collective.
+
+        Args:
+            step: what this rank did.
+            seconds: how long it took.
+            busy_s: how long each rank has worked.
+            pipeline_s: on each rank, from the first action to the last.
+            memory: peak bytes of each rank.
+            skipped: how many updates were left out so far.
+            gradient_error: what packing gradients has lost, relative to what was packed; None without.
+            parameter_error: the same of parameters.
+        """
+        context = self._context
+        self.num_steps += 1
+        number = self.num_steps
+        observer = self.observer
+        prediction = context.plan.prediction if context.plan else None
+        # None for microbatches that the step function has left out; many numbers where it gave gradients.
+        losses = [float(loss.double().mean()) for loss in step.losses or () if loss is not None]
+        num_replicas = context.mesh.data
+        observer.step_done(
+            StepRecord(
+                step=number,
+                seconds=seconds,
+                loss=sum(losses) / len(losses) if losses else None,
+                samples=step.samples * num_replicas,
+                tokens=None if step.tokens is None else step.tokens * num_replicas,
+                flops=3.0 * step.flops * num_replicas or None,
+                bubble_measured=self._idle_share(busy_s, pipeline_s),
+                bubble_predicted=prediction.bubble if prediction else None,
+                step_predicted_s=prediction.step_s if prediction else None,
+                memory_bytes=tuple(memory),
+                memory_limit_bytes=context.config.memory_limit or _device_memory(context),
+                learning_rate=_learning_rate(context),
+                update_s=_update_seconds(context),
+                skipped_updates=skipped or None,
+                gradient_error=gradient_error,
+                parameter_error=parameter_error,
+            )
+        )
+        self._write_down(seconds, memory, samples=step.samples)
+        if step.schedule is not None and self._draws(number):
+            self._write_timeline(step)
+
+    def close(self) -> None:
+        """The run is over."""
+        if self._observer is not None:
+            self._observer.close()
+            atexit.unregister(self._observer.close)
+
+    @property
+    def draws_next_step(self) -> bool:
+        """Whether the timeline of the step that comes next, or is going on, will be asked for."""
+        return self._draws(self.num_steps + 1)
+
+    # ---- inside ----
+
+    def _draws(self, number: int) -> bool:
+        # The first step plans; the third is the first that an impatient user can look at.
+        config = self._context.config
+        return config.trace and (number == 3 or number % config.log_interval == 0)
+
+    def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
+        """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
+        context = self._context
+        prediction = context.plan.prediction if context.plan is not None else None
+        if context.rank or context.cluster is None or prediction is None:
+            return
+        if prediction.provenance == "measured":
+            assert context.plan is not None
+            if self._recorder is None:
+                self._recorder = RunRecorder(history_of(context), context.local_size)
+            self._recorder.step_done(
+                seconds, context.plan, samples=samples, memory_bytes=max(memory, default=0)
+            )
+
+    def _start(self) -> Observer:
+        context = self._context
+        folder = context.from_first_rank(self._new_folder)
+        observer = Observer(
+            context.config,
+            rank=context.rank,
+            world_size=context.mesh.world_size,
+            pipeline_ranks=context.pipeline_ranks,
+            folder=RunFolder(Path(folder)) if folder else None,
+            prints=context.rank == 0,
+        )
+        observer.config_resolved(context.config)
+        # Scripts that end without shutdown() leave a report, too.
+        atexit.register(observer.close)
+        return observer
+
+    def _new_folder(self) -> str | None:
+        config = self._context.config
+        if config.run_dir == NO_FOLDER:
+            return None
+        folder = RunFolder.create(config.run_dir, name=config.run_name)
+        folder.hold("metrics")
+        return str(folder.path)
+
+    def _idle_share(self, busy_s: Sequence[float], pipeline_s: Sequence[float]) -> float | None:
+        """Of the ranks of this replica; None where it has one."""
+        replica = self._context.pipeline_ranks
+        longest = max(pipeline_s[rank] for rank in replica) if len(replica) > 1 else 0.0
+        return idle_share([busy_s[rank] for rank in replica], step_s=longest) if longest else None
+
+    def _write_timeline(self, step: BatchResult) -> None:
+        context = self._context
+        assert step.schedule is not None
+        gathered: list[Any] = [(step.row, step.memory)]
+        if context.pipeline_group is not None:
+            gathered = tell_all((step.row, step.memory), group=context.pipeline_group)
+        rows, memory = zip(*gathered, strict=True)
+        # One clock on one host; the ranks of several are aligned by their first action.
+        one_host = context.mesh.world_size == context.local_size
+        starts = [row[0][1] for row in rows]
+        zeros = [min(starts)] * len(rows) if one_host else starts
+        events = measured_events(rows, step_starts=zeros, memory=memory)
+        costs = stage_costs_of(context.plan) if context.plan else None
+        cluster = context.cluster
+        simulation = None
+        if costs and cluster and len(costs) == step.schedule.num_stages:
+            ranks = context.pipeline_ranks
+            simulation = simulate(
+                step.schedule,
+                costs,
+                edges=step.edges,
+                link=lambda a, b: cluster.link(ranks[a], ranks[b]),
+                cores=cluster.cores_per_node,
+                action_overhead_s=ACTION_OVERHEAD_S,
+            )
+        self.observer.timeline(events, simulation, step=self.num_steps)
+
+
+def _device_memory(context: Context) -> int | None:
+    """Memory that a rank has, as far as the machines were looked at."""
+    return (context.cluster.device.memory_bytes or None) if context.cluster else None
+
+
+def _update_seconds(context: Context) -> float | None:
+    """Of all optimizers, since the last step."""
+    taken = [optimizer.clock.taken() for optimizer in context.optimizers]
+    known = [seconds for seconds in taken if seconds is not None]
+    return sum(known) if known else None
+
+
+def _learning_rate(context: Context) -> float | None:
+    """Of the first group; None where its optimizer finds one by itself, as Adafactor of transformers does."""
+    groups = (group for optimizer in context.optimizers for group in optimizer.param_groups)
+    rate = next(groups, {}).get("lr")
+    return None if rate is None else float(rate)

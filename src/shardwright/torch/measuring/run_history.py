@@ -1,0 +1,175 @@
+"""What runs took on this machine, kept beside the measured costs: each run writes, and plans read.
+
+A line of JSON for each run, and a second one where it went on for longer. Lines that cannot be read are left
+out: a torn one, or one of another version.
+"""
+
+import datetime
+import fcntl
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, mode
+
+from shardwright.errors import UsageError
+from shardwright.files import UserFile, open_to_append, parse_json, replace_file
+from shardwright.mesh import Mesh
+from shardwright.plan import Plan
+from shardwright.planner import PastRun, RunKind
+from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
+from shardwright.torch.run.context import Context
+
+__all__ = ["RunHistory", "RunRecorder", "history_of", "past_run"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MOST_LINES = 2000
+_KEPT_LINES = 1000
+
+_WARM_UP_STEPS = 2
+_WRITTEN_AFTER = frozenset({8, 40})
+
+
+class RunHistory:
+    """The runs of one kind of machine.
+
+    Args:
+        folder: where costs are kept.
+        machine: key of the machine: its device, versions, ranks and cores.
+    """
+
+    def __init__(self, folder: Path, machine: str):
+        self._file = folder / "runs" / f"{machine}.jsonl"
+
+    def read(self) -> list[PastRun]:
+        """All runs that are known, the oldest first."""
+        found = []
+        for line in self._lines():
+            try:
+                document = parse_json(line)
+                if isinstance(document, dict) and document.pop("version", None) == _VERSION:
+                    found.append(PastRun.from_dict(document))
+            except ValueError:
+                continue
+        return found
+
+    def append(self, run: PastRun) -> None:
+        """Adds a run; a disk that is full or cannot be written is noted in the log alone."""
+        line = json.dumps({"version": _VERSION, **run.to_dict()}) + "\n"
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Other runs wait while one shortens the file: a line that they add would be lost.
+            with open_to_append(self._file.with_suffix(".lock")) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                with open_to_append(self._file) as file:
+                    file.write(line.encode())
+                self._shorten()
+        except OSError as error:
+            log.warning("what this run took cannot be kept in %s: %s", self._file, error)
+
+    def _shorten(self) -> None:
+        lines = self._lines()
+        if len(lines) > _MOST_LINES:
+            replace_file(self._file, b"".join(line + b"\n" for line in lines[-_KEPT_LINES:]))
+
+    def _lines(self) -> list[bytes]:
+        if not self._file.exists():
+            return []
+        try:
+            return list(UserFile(self._file, what="", error=UsageError).read_lines())
+        except UsageError as error:
+            log.warning("what earlier runs took is not known: %s", error)
+            return []
+
+
+def history_of(context: Context) -> RunHistory | None:
+    """The runs of the present machine; None where none are to be kept."""
+    if not context.config.calibrate or os.environ.get("SHARDWRIGHT_CACHE") == "off":
+        return None
+    return RunHistory(cache_folder(), machine_key(context))
+
+
+@dataclass(slots=True)
+class RunRecorder:
+    """Writes down what one run takes, once it has gone on for a while, and again later.
+
+    Attributes:
+        history: where to; None writes nothing.
+        ranks_per_node: of the machines.
+    """
+
+    history: RunHistory | None
+    ranks_per_node: int
+    _steps: list[tuple[float, int]] = field(default_factory=list)
+    _run: str = ""
+
+    def step_done(self, seconds: float, plan: Plan, *, samples: int, memory_bytes: int) -> None:
+        """A training step ended, in all `seconds` long; the first ones plan and warm up."""
+        if len(self._steps) >= max(_WRITTEN_AFTER):
+            return
+        self._steps.append((seconds, samples))
+        number = len(self._steps)
+        prediction = plan.prediction
+        if self.history is None or prediction is None or number not in _WRITTEN_AFTER:
+            return
+        steady = self._steps[_WARM_UP_STEPS:]
+        usual = mode(size for _, size in steady)  # the last batch of an epoch may be shorter
+        timed = [taken for taken, size in steady if size == usual]
+        found = past_run(
+            plan,
+            median(timed),
+            steps=len(timed),
+            samples=usual,
+            ranks_per_node=self.ranks_per_node,
+            measured_bytes=memory_bytes,
+            run=self._run,
+        )
+        self._run = found.run
+        self.history.append(found)
+
+
+def past_run(
+    plan: Plan,
+    step_s: float,
+    *,
+    steps: int,
+    samples: int,
+    ranks_per_node: int,
+    measured_bytes: int = 0,
+    run: str = "",
+) -> PastRun:
+    """What is written of a run.
+
+    Args:
+        plan: that it followed, with a prediction.
+        step_s: seconds of a step.
+        steps: that were timed.
+        samples: of a step of one replica.
+        ranks_per_node: of the machines.
+        measured_bytes: peak memory of a rank; 0 where it was not measured.
+        run: name of the run; empty: a new one.
+    """
+    prediction = plan.prediction
+    assert prediction is not None
+    now = datetime.datetime.now(datetime.UTC)
+    mesh = Mesh(
+        world_size=plan.mesh.world_size,
+        pipeline=plan.mesh.pipeline,
+        data=plan.mesh.data,
+        shard=plan.mesh.shard,
+    )
+    return PastRun(
+        run=run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}",
+        kind=RunKind.of(mesh, ranks_per_node=ranks_per_node),
+        model=plan.model.fingerprint,
+        samples=samples,
+        predicted_s=prediction.step_s / prediction.correction,
+        measured_s=step_s,
+        steps=steps,
+        predicted_bytes=max((rank.peak for rank in prediction.memory), default=0),
+        measured_bytes=measured_bytes,
+        when=f"{now:%Y-%m-%d %H:%M UTC}",
+    )

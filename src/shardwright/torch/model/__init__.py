@@ -1,0 +1,1 @@
+"""The model as the script sees it."""

@@ -1,0 +1,1 @@
+"""What is done on the present machines without a script: planning, probing."""

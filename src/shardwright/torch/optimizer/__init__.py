@@ -1,0 +1,1 @@
+"""The optimizer as the script sees it, and clipping."""

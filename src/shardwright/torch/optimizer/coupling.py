@@ -1,0 +1,194 @@
+"""Whether an optimizer's update of a parameter depends on other parameters.
+
+The ranks of a pipeline have some parameters each. An optimizer that treats every parameter by itself does not
+notice. One that takes a norm, or a step size, over all of them (Prodigy, D-Adaptation, LAMB that clips, SAM)
+would make another update on each rank, and another one than for the whole model: it is run over the
+parameters of all stages (`joint_update`), which takes longer.
+
+One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
+Any other unknown optimizer is tried before its first update (`optimizer_trial`). Where no copy of it can make
+a step, a warning says so, and a wrapped optimizer is run over all stages: that is right for both kinds.
+
+An optimizer may also deal its parameters out to all ranks, and gather what they have made of them (Muon): in
+the `step` of a wrapped one that goes over the replicas of a stage (`replica_collectives`).
+
+A script may step by methods of an optimizer that is not wrapped, as by `first_step` and `second_step` of SAM,
+of which nobody hears. Another optimizer steps inside of one of them::
+
+    sam.first_step()    climbs
+    sam.second_step()   goes back, and calls sgd.step() ──► who calls? ──► sam is tried, with all its methods
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from types import FrameType, FunctionType
+from typing import NoReturn
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardwright.errors import UsageError
+from shardwright.torch.optimizer.optimizer_trial import Arguments, Trial, trial
+from shardwright.torch.run.context import context, is_initialized
+
+__all__ = ["ELEMENTWISE", "coupled_around", "is_coupled", "refuse_coupling", "refuse_parts_of_the_world"]
+
+log = logging.getLogger(__name__)
+
+# Optimizers that treat every element of a parameter by itself, so that some rows are all that they need.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()
+)
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+_tried: "WeakKeyDictionary[Optimizer, dict[str, Trial]]" = WeakKeyDictionary()
+_untried: "WeakSet[Optimizer]" = WeakSet()  # of which a warning has said that they could not be tried
+
+
+def is_coupled(
+    optimizer: Optimizer,
+    method: str = "step",
+    *,
+    groups: Sequence[Sequence[Tensor]] | None = None,
+    arguments: Arguments = ((), {}),
+    if_unknown: bool = False,
+) -> bool:
+    """Whether an optimizer's updates need all parameters, where this rank has some; tried once.
+
+    Args:
+        optimizer: the script's own.
+        method: by which it changes parameters.
+        groups: the parameters of its groups on all ranks, so that all find the same; None for those it has.
+        arguments: of the method.
+        if_unknown: what is to be said of `step` where it cannot be tried. Another method is taken for
+            what those are that could be tried.
+    """
+    if not is_initialized() or context().mesh.pipeline == 1:
+        return False
+    if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
+        return False
+    found = _trial_of(optimizer, method, groups, arguments)
+    if not found.problem:
+        return found.couples
+    if method != "step":
+        return any(other.couples for other in _tried[optimizer].values())
+    if optimizer not in _untried:
+        _untried.add(optimizer)
+        if context().rank == 0:
+            log.warning(
+                "%s could not be tried on small parameters (%s), and %s.",
+                type(optimizer).__name__,
+                found.problem,
+                _RUN_OVER_ALL if if_unknown else _TAKEN_FOR_HARMLESS,
+            )
+    return if_unknown
+
+
+_RUN_OVER_ALL = "is run over the parameters of all stages: that is right for any, and takes longer"
+_TAKEN_FOR_HARMLESS = (
+    "is taken for an optimizer that treats each parameter by itself. If it needs all of them, for a norm or "
+    "a step size, it is wrong over the stages of a pipeline: train by replicas alone then "
+    "(pipeline_parallel_degree 1)"
+)
+
+
+def _trial_of(
+    optimizer: Optimizer,
+    method: str = "step",
+    groups: Sequence[Sequence[Tensor]] | None = None,
+    arguments: Arguments = ((), {}),
+) -> Trial:
+    """Tries it once."""
+    tried = _tried.setdefault(optimizer, {})
+    if method not in tried:
+        tried[method] = trial(optimizer, method, groups, arguments)
+    return tried[method]
+
+
+def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer | None:
+    """Another optimizer in whose methods this one steps, if its updates need all parameters.
+
+    Args:
+        optimizer: steps, for the first time, and is not wrapped.
+        frame: of what calls it.
+    """
+    while frame is not None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        caller = frame.f_locals.get(names[0]) if names else None
+        if isinstance(caller, Optimizer) and caller is not optimizer and not _is_known(caller):
+            methods = _own_methods(type(caller))
+            return caller if any(is_coupled(caller, method) for method in methods) else None
+        frame = frame.f_back
+    return None
+
+
+def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn:
+    """Refuses an optimizer that `is_coupled` over stages.
+
+    Args:
+        optimizer: the script's own.
+        because: why this cannot be done here, as a sentence.
+        remedy: another.
+
+    Raises:
+        UsageError: always, on all ranks alike.
+    """
+    raise UsageError(
+        f"{type(optimizer).__name__} updates each parameter by what it knows of all, and each rank of a "
+        f"pipeline has those of its own stages: it would make other updates than for the whole model. "
+        f"{because} {remedy}"
+    )
+
+
+def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
+    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters.
+
+    Args:
+        optimizer: the script's own.
+        wrapped: its collectives go over the ranks with the same parameters.
+
+    Raises:
+        UsageError: it would get the parameters of other stages, or parts of them.
+    """
+    if not is_initialized() or max(context().mesh.pipeline, context().mesh.shard) == 1:
+        return
+    if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
+        return
+    what = type(optimizer).__name__
+    if any(isinstance(value, dist.ProcessGroup) for value in vars(optimizer).values()):
+        raise UsageError(
+            f"{what} has a process group of its own and shares its work among those ranks, and ranks of a "
+            "pipeline, or of sharded data parallelism, have other parameters. Nothing was updated. Take the "
+            "optimizer that is in it: what replicas share of its state says shard_optimizer_state."
+        )
+    if not wrapped and _trial_of(optimizer).collects:
+        raise UsageError(
+            f"{what} calls torch.distributed in its step, over all ranks, and these have other parameters. "
+            "Nothing was updated. Call step() of sw.DistributedOptimizer(optimizer): there such calls go "
+            "over the replicas of a stage."
+        )
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's own that treats each parameter by itself."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+
+
+def _own_methods(kind: type[Optimizer]) -> list[str]:
+    """What may change parameters: `step`, and other methods that need no arguments."""
+    found = []
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        if name.startswith("_") or not isinstance(method, FunctionType) or hasattr(Optimizer, name):
+            continue
+        _, *others = inspect.signature(method).parameters.values()
+        if all(each.default is not each.empty or each.kind in _VARIADIC for each in others):
+            found.append(name)
+    return ["step", *found]

@@ -1,0 +1,410 @@
+"""The optimizer of a rank: the user's own, with the parameters that live here."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.errors import UsageError
+from shardwright.torch.interception.glue import refuse_inside_step
+from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.model.distributed_model import wrapped_model
+from shardwright.torch.optimizer.clipping import clip_grad_norm_
+from shardwright.torch.optimizer.coupling import ELEMENTWISE, refuse_parts_of_the_world
+from shardwright.torch.optimizer.optimizer_names import state_by_name
+from shardwright.torch.optimizer.unwrapped_optimizers import leaves_update_out, stepping
+from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
+from shardwright.torch.parameters.registration import in_order
+from shardwright.torch.run.context import context, is_initialized
+from shardwright.torch.run.update_clock import UpdateClock
+from shardwright.torch.script_collectives.replica_collectives import over_replicas
+
+__all__ = ["DistributedOptimizer"]
+
+_REMEDY = "Call it in the training loop."
+_NAMES = "parameter_names"
+_PART = "part"
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps an optimizer, made before or after the model was wrapped.
+
+    It may be given all parameters of the model: once the model is placed, it keeps those of this rank, so
+    only they have state. Learning-rate schedulers take it as they take any optimizer.
+
+    With ``fp16``, losses are scaled, and gradients are those of the loss itself again when a step function
+    has returned. Where some overflow, on any rank, `step` changes nothing but the scale.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        static_loss_scale: with ``fp16``, a scale that does not change.
+        dynamic_loss_scale: with ``fp16``, whether the scale changes; by default it does, unless a static
+            one is given.
+        dynamic_loss_args: how: ``init_scale`` and the attributes of `LossScaler`.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> weights = [torch.nn.Parameter(torch.zeros(2))]
+        >>> optimizer = sw.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1))
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        static_loss_scale: float | None = None,
+        dynamic_loss_scale: bool | None = None,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+    ):
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError("this optimizer is wrapped already. Call DistributedOptimizer once.")
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"DistributedOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}. "
+                "Pass for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
+            )
+        self.optimizer = optimizer
+        self._to_load: dict[str, Any] | None = None
+        self._over_stages = UpdatesOverStages(optimizer)
+        self.clock = UpdateClock()
+        self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        if is_initialized():
+            context().optimizers.append(self)
+            if (model := wrapped_model()) is not None:
+                model.takes(self)
+
+    # What schedulers, scalers and scripts read or change is the wrapped optimizer's own.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the wrapped optimizer."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        found = getattr(self.optimizer, name)
+        if inspect.ismethod(found) and not hasattr(Optimizer, name) and has_stages():
+            return self._over_stages.method(name, found)  # first_step() of SAM changes parameters
+        return found
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates the parameters of this rank. A closure is not supported: run the step function before."""
+        if closure is not None:
+            raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
+        refuse_inside_step("optimizer.step() is called", _REMEDY)
+        if leaves_update_out():
+            return None
+        over_stages: AbstractContextManager[None] = nullcontext()
+        if not self.sees_rows:
+            refuse_parts_of_the_world(self.optimizer, wrapped=True)
+            over_stages = self._over_stages.around_step()
+        scaler = self._scaler
+        if scaler is not None and not scaler.begin_update():
+            return None
+        if (model := wrapped_model()) is not None:
+            model.step_end.numbers.note(self.optimizer)
+        self._clip()
+        with (
+            self.clock.running(self._device()),
+            self._lent_to_scaler(),
+            self._own_rows(),
+            self._own_parts(),
+            over_stages,
+            stepping(),
+            nullcontext() if self.sees_rows else over_replicas(sends=True, kind="replicas"),
+        ):
+            self.optimizer.step()
+        return None
+
+    def _clip(self) -> None:
+        """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
+        model = wrapped_model()
+        most = context().config.sdp_gradient_clipping if is_initialized() else None
+        if most is not None and model is not None and model.replicas.sharding is not None:
+            clip_grad_norm_(self._parameters(), most)
+
+    @property
+    def _scaler(self) -> LossScaler | None:
+        model = wrapped_model()
+        return None if model is None or model.scaling is None else model.scaling.scaler
+
+    @property
+    def overflow(self) -> bool:
+        """Whether gradients of the last step have overflowed on any rank, so that the update is left out."""
+        return self._scaler is not None and self._scaler.overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without ``fp16``."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self._scaler is not None and self._scaler.dynamic
+
+    @property
+    def sees_rows(self) -> bool:
+        """Whether the wrapped optimizer is shown the rows of this rank, where ranks share parameters."""
+        return type(self.optimizer) in ELEMENTWISE
+
+    @contextmanager
+    def _own_rows(self) -> Iterator[None]:
+        """Shows the wrapped optimizer what this rank keeps of shared parameters, if that is all it needs."""
+        model = wrapped_model()
+        if model is None or not self.sees_rows or model.replicas.sharding is None:
+            yield
+            return
+        with model.replicas.sharding.for_optimizer(self._parameters(), self.optimizer.state):
+            yield
+
+    @contextmanager
+    def _own_parts(self) -> Iterator[None]:
+        """Shows the wrapped optimizer the parts that it updates on this rank, where replicas share its work.
+
+        Raises:
+            UsageError: it must see whole parameters.
+        """
+        model = wrapped_model()
+        parts = None if model is None else model.replicas.updated_parts
+        if model is None or parts is None:
+            yield
+            return
+        if parts.num_parts > 1 and not self.sees_rows:
+            names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            raise UsageError(
+                "shard_optimizer_state cuts parameters, and "
+                f"{type(self.optimizer).__name__} may look at whole ones. Use one of "
+                f"{names}; or set shard_optimizer_state false."
+            )
+        # Replicas send each other their parts in this order.
+        ordered = in_order(self._parameters(), model.get_module())
+        with parts.shown(ordered, self.optimizer.state):
+            yield
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _device(self) -> torch.device:
+        """Where parameters are; the CPU for a rank that has none."""
+        own = (parameter.device for group in self.param_groups for parameter in group["params"])
+        return next(own, torch.device("cpu"))
+
+    @contextmanager
+    def _lent_to_scaler(self) -> Iterator[None]:
+        """Gives the wrapped optimizer what a `GradScaler` has left here: a fused one unscales by itself."""
+        lent = {name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")}
+        vars(self.optimizer).update(lent)
+        try:
+            yield
+        finally:
+            for name in lent:
+                del vars(self.optimizer)[name]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of this rank."""
+        refuse_inside_step("optimizer.zero_grad() is called", _REMEDY)
+        if set_to_none:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        with self._own_rows():
+            self.optimizer.zero_grad(set_to_none=False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, of which this rank keeps its own parameters."""
+        self.optimizer.add_param_group(param_group)
+        if (model := wrapped_model()) is not None:
+            model.takes(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the parameters of this rank, with their names once the model is wrapped."""
+        if self._to_load is not None:
+            groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
+            return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
+        names, part = self._parameter_names(), _part_of_state()
+        return {
+            **self.optimizer.state_dict(),
+            **({_NAMES: names} if names else {}),
+            **({_PART: part} if part else {}),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` gave on a rank with the same parameters.
+
+        Before the first step, what needs the parameters of this rank waits for them; options of the groups
+        (learning rates) hold at once.
+
+        Raises:
+            UsageError: it is of other parameters, as that of another rank is.
+        """
+        state = dict(state_dict)
+        _refuse_other_part(state.pop(_PART, None))
+        theirs, mine = state.pop(_NAMES, None), self._parameter_names()
+        fitting = state_by_name(state, theirs, self._by_group(mine)) if theirs and mine else state
+        self._to_load = None
+        if self._waits_for_placement(named=bool(theirs), fits=fitting is not None):
+            self._load_options(state["param_groups"])
+            self._to_load = dict(state_dict)
+            return
+        if fitting is None:
+            assert theirs
+            raise UsageError(
+                f"rank {context().rank} loads a state of the optimizer that is of other parameters "
+                f"({_brief(theirs)}) than it has here ({_brief(mine)}): each rank has the state of its own "
+                "stages. Save it on every rank, for example in a file with sw.rank() in its name, and load "
+                "on each rank its own."
+            )
+        self.optimizer.load_state_dict(fitting)
+        self._keep_types(fitting)
+
+    def _by_group(self, names: Sequence[str]) -> list[list[str]]:
+        rest = iter(names)
+        return [list(islice(rest, len(group["params"]))) for group in self.param_groups]
+
+    def match_names(self) -> None:
+        """Loads a state with names that came before the model was wrapped, unless that must wait longer."""
+        if self._to_load is not None:
+            DistributedOptimizer.load_state_dict(self, DistributedOptimizer.state_dict(self))
+
+    def _keep_types(self, saved: Mapping[str, Any]) -> None:
+        """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, self._parameters(), strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                now = self.optimizer.state[parameter].get(key)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
+                    self.optimizer.state[parameter][key] = value.to(now.device).clone()
+
+    def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Sets what groups have beside their parameters."""
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the state of an optimizer with {len(saved)} parameter groups does not fit one with "
+                f"{len(self.param_groups)}. Make the groups as they were when it was saved."
+            )
+        for group, options in zip(self.param_groups, _options_of(saved), strict=True):
+            group.update(options)
+
+    def _waits_for_placement(self, *, named: bool, fits: bool) -> bool:
+        model = wrapped_model()
+        if model is None:
+            return named and is_initialized()
+        if model.partitioned:
+            return False
+        no_memory = any(p.is_meta for group in self.param_groups for p in group["params"])
+        return no_memory or not fits
+
+    def _parameter_names(self) -> list[str]:
+        """Names of the parameters, in their order; empty as long as no model is wrapped."""
+        model = wrapped_model()
+        if model is None:
+            return []
+        names = {id(parameter): name for name, parameter in model.local_named_parameters()}
+        return [names.get(id(parameter), "") for group in self.param_groups for parameter in group["params"]]
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses an optimizer of another model, or of a copy; on several ranks, of more than the model.
+
+        Args:
+            parameters: those of the model that was wrapped, before any rank has given up its part.
+
+        Raises:
+            UsageError: none of these is in the optimizer, or others are, which no rank could train alone.
+        """
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        of_model = {id(parameter) for parameter in parameters}
+        others = [parameter for parameter in own if id(parameter) not in of_model]
+        if own and len(others) == len(own):
+            raise UsageError(
+                f"the optimizer has {len(own)} parameters, and the wrapped model has none of them, so "
+                "nothing would be trained: they belong to another model, or to a copy. Make the optimizer "
+                "from the model that is wrapped, for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
+            )
+        if others and context().mesh.world_size > 1:
+            raise UsageError(
+                f"{len(others)} of the {len(own)} parameters of the optimizer are not the wrapped model's "
+                f"(one has shape {tuple(others[0].shape)}), so each rank would train a copy of its own, or "
+                "none. Register them in the module that is wrapped (model.extra = parameter, before "
+                "DistributedModel), or give them an optimizer of their own."
+            )
+
+    def keep(self, identifiers: set[int]) -> None:
+        """Drops every parameter, and its state, whose id is not among these; loads a state that waited."""
+        waited = None if self._to_load is None else self.state_dict()  # with the options of now
+        if waited is not None and _NAMES not in waited:  # of the whole model, by position
+            self.load_state_dict(waited)
+        self._over_stages.note_new_groups()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in identifiers:
+                    self.optimizer.state.pop(parameter, None)
+            group["params"] = [p for p in group["params"] if id(p) in identifiers]
+        if waited is not None and _NAMES in waited:
+            self.load_state_dict(waited)
+
+
+def _scaler_of(
+    static: float | None, dynamic: bool | None, arguments: Mapping[str, Any] | None
+) -> LossScaler | None:
+    """The scaler that is asked for; None for the default."""
+    if static is None and dynamic is None and not arguments:
+        return None
+    wanted = dict(arguments or {})
+    is_dynamic = static is None if dynamic is None else dynamic
+    first = wanted.pop("init_scale", LossScaler().scale if is_dynamic else static or 1.0)
+    allowed = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown:
+        raise UsageError(
+            f"dynamic_loss_args has {unknown[0]!r}, and may have init_scale, {', '.join(allowed)}."
+        )
+    return LossScaler(scale=float(first), dynamic=is_dynamic, **wanted)
+
+
+def _part_of_state() -> dict[str, int]:
+    """Which part of a shared state this rank has; empty where none is shared."""
+    if not is_initialized():
+        return {}
+    current = context()
+    data, shard = current.data_rank, current.mesh.shard
+    part = {"shard": data % shard, "shards": shard}
+    if current.config.shard_optimizer_state:
+        part |= {"replica": data // shard, "replicas": current.mesh.data // shard}
+    return part if shard > 1 or part.get("replicas", 1) > 1 else {}
+
+
+def _refuse_other_part(theirs: dict[str, int] | None) -> None:
+    mine = _part_of_state()
+    if theirs and mine and theirs != mine:
+        raise UsageError(
+            f"rank {context().rank} loads a state of the optimizer that is another part of it ({theirs}) "
+            f"than it has here ({mine}): ranks share it. Save it on every rank, for example in a file with "
+            "sw.rank() in its name, and load on each rank its own."
+        )
+
+
+def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _brief(names: list[str]) -> str:
+    return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]

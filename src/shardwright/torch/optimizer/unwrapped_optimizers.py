@@ -1,0 +1,89 @@
+"""Optimizers of the script that step without their wrapper.
+
+Inside a step function none may step, wrapped or not. Outside, one that is not wrapped is looked at before its
+step: it must not update other things than the settings ask for.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from shardwright.errors import UsageError
+from shardwright.torch.interception.glue import refuse_inside_step
+from shardwright.torch.model.distributed_model import wrapped_model
+from shardwright.torch.optimizer.coupling import (
+    ELEMENTWISE,
+    coupled_around,
+    is_coupled,
+    refuse_coupling,
+    refuse_parts_of_the_world,
+)
+
+__all__ = ["leaves_update_out", "refuse_optimizers_inside_steps", "stepping"]
+
+
+def refuse_optimizers_inside_steps() -> RemovableHandle:
+    """Has every optimizer refuse to step inside a step function, also one that is not wrapped."""
+
+    def refuse(optimizer: Optimizer, *_: Any) -> None:
+        refuse_inside_step("optimizer.step() is called", "Call it in the training loop.")
+        _look_at(optimizer)
+
+    handle: RemovableHandle = register_optimizer_step_pre_hook(refuse)
+    return handle
+
+
+def leaves_update_out() -> bool:
+    """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
+    model = wrapped_model()
+    return model is not None and model.step_end.finiteness.leaves_out
+
+
+class _Stepping:
+    wrapped = False
+
+
+@contextmanager
+def stepping() -> Iterator[None]:
+    """Says that a wrapped optimizer steps."""
+    before, _Stepping.wrapped = _Stepping.wrapped, True
+    try:
+        yield
+    finally:
+        _Stepping.wrapped = before
+
+
+def _look_at(optimizer: Optimizer) -> None:
+    """Keeps an optimizer of the model from updating other things than the settings ask for."""
+    model = wrapped_model()
+    if model is None or _Stepping.wrapped:
+        return
+    own = {id(parameter) for parameter in model.get_module().parameters()}
+    found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+    if not found:
+        return
+    is_first = model.step_end.numbers.note(optimizer)
+    if type(optimizer) not in ELEMENTWISE:
+        refuse_parts_of_the_world(optimizer, wrapped=False)
+    is_joint = type(optimizer) not in ELEMENTWISE and is_coupled(optimizer)
+    needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
+    if needs_all is not None:
+        refuse_coupling(
+            needs_all,
+            "It is not wrapped.",
+            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages, unless "
+            "its step wants a closure: that needs replicas (pipeline_parallel_degree 1).",
+        )
+    if leaves_update_out():
+        for parameter in found:
+            parameter.grad = None  # which leaves it as it is
+    elif model.replicas.updated_parts is not None:
+        raise UsageError(
+            f"{type(optimizer).__name__} is not wrapped, and with bf16, fp16 or shard_optimizer_state the "
+            "library decides what is updated. Call step() of sw.DistributedOptimizer(optimizer)."
+        )

@@ -1,0 +1,116 @@
+"""Placement by hand: ``with sw.partition(i):`` and ``sw.set_partition(module, i)``.
+
+It is heeded where `auto_partition` is false; everything else goes to `default_partition`. The innermost
+wish wins.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.run.context import context
+
+__all__ = ["partition", "rank_of", "set_partition"]
+
+_PIN = "_shardwright_partition"
+
+
+class _Open:
+    """Contexts that are open, and the constructor that records for them."""
+
+    ranks: list[int] = []  # noqa: RUF012
+    original: Any = None
+
+
+@contextmanager
+def partition(rank: int) -> Iterator[None]:
+    """Places the modules that are created inside on a pipeline rank.
+
+    Args:
+        rank: pipeline rank, from 0.
+
+    Raises:
+        UsageError: there is no such pipeline rank.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> sw.init({"auto_partition": False, "default_partition": 0})
+        >>> with sw.partition(0):
+        ...     layer = torch.nn.Linear(2, 2)
+        >>> sw.shutdown()
+    """
+    _check(rank)
+    _point_out_auto_partition(stacklevel=4)
+    if not _Open.ranks:
+        _Open.original = nn.Module.__init__
+        nn.Module.__init__ = _recording_init  # type: ignore[method-assign]
+    _Open.ranks.append(rank)
+    try:
+        yield
+    finally:
+        _Open.ranks.pop()
+        if not _Open.ranks:
+            nn.Module.__init__ = _Open.original  # type: ignore[method-assign]
+
+
+def set_partition(module: nn.Module, rank: int) -> None:
+    """Places a module, and what is inside it, on a pipeline rank; call it before the first step.
+
+    Args:
+        module: any module of the model.
+        rank: pipeline rank, from 0.
+
+    Raises:
+        UsageError: there is no such pipeline rank, or the model is placed already.
+    """
+    _check(rank)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"set_partition takes an nn.Module, not a {type(module).__name__}.")
+    _point_out_auto_partition(stacklevel=3)
+    current = context()
+    if current.model is not None and current.model.partitioned and current.mesh.pipeline > 1:
+        raise UsageError("the model is placed already. Call set_partition before the first step.")
+    _remember(module, rank)
+
+
+def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    _Open.original(self, *args, **kwargs)
+    _remember(self, _Open.ranks[-1])
+
+
+def rank_of(module: nn.Module) -> int | None:
+    """The pipeline rank on which the user placed this very module, if so.
+
+    Raises:
+        UsageError: there is no such pipeline rank: it was placed for a run with more.
+    """
+    rank: int | None = vars(module).get(_PIN)
+    if rank is not None:
+        _check(rank)
+    return rank
+
+
+def _remember(module: nn.Module, rank: int) -> None:
+    # On the module itself, so that copies of it are placed as well.
+    vars(module)[_PIN] = rank
+
+
+def _point_out_auto_partition(*, stacklevel: int) -> None:
+    if context().config.auto_partition:
+        warnings.warn(
+            "placement by hand changes nothing: auto_partition is true, so the planner places the modules. "
+            "Set auto_partition to False and default_partition to the rank of all others, for example 0.",
+            stacklevel=stacklevel,
+        )
+
+
+def _check(rank: int) -> None:
+    pipeline = context().mesh.pipeline
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < pipeline:
+        raise UsageError(
+            f"partition {rank!r} does not exist: with {pipeline} pipeline ranks they are 0 to {pipeline - 1}."
+        )

@@ -1,0 +1,233 @@
+"""One order, on all ranks, in which a model has registered its parts.
+
+A model may register them in another order on each rank: a loop over a set of names has one of its own in each
+interpreter. Ranks match what they exchange by name, so all of them follow the order of the first one::
+
+    rank 0    audio, video, text    rank 0    audio, video, text
+    rank 1    text, audio, video    rank 1    audio, video, text      and whoever walks through the model
+                                                                      comes to the same names in turn
+
+So every walk over parameters, buffers and modules is the same on all ranks. Where there are other names, or
+other tensors under a name, the ranks do not have the same model.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.process_group import tell_all
+from shardwright.comm.purpose import Purpose
+from shardwright.errors import UsageError
+from shardwright.torch._private import non_persistent_buffers_of
+from shardwright.torch.parameters.delayed_initialization import is_recorded
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.roles import WrappedOptimizer
+
+__all__ = ["agree_on_registration", "in_order"]
+
+log = logging.getLogger(__name__)
+
+_IN_ORDER = (nn.Sequential, nn.ModuleList)
+"""Modules whose order is what they compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What a model has registered, in order.
+
+    Attributes:
+        modules: path of a module -> names of its children.
+        tensors: path of a module -> name of a parameter or buffer of it -> what that is.
+        groups: for each optimizer the groups of it -> names of the parameters, sorted.
+    """
+
+    modules: dict[str, list[str]]
+    tensors: dict[str, dict[str, str]]
+    groups: list[list[list[str]]]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Sequence[WrappedOptimizer]) -> "_Table":
+        """Looks at all modules, under each of their names."""
+        found = list(_modules(model))
+        names: dict[int, list[str]] = {}
+        for path, module in found:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(_joined(path, key))
+        return cls(
+            modules={path: [k for k, _ in _children(module)] for path, module in found},
+            tensors={path: dict(_tensors(path, module, names)) for path, module in found},
+            groups=[
+                [
+                    sorted(min(names[id(p)]) for p in group["params"] if id(p) in names)
+                    for group in optimizer.param_groups
+                ]
+                for optimizer in optimizers
+            ],
+        )
+
+    @property
+    def digest(self) -> int:
+        """The same for the same parts in the same order."""
+        tensors = [[path, list(own.items())] for path, own in self.tensors.items()]
+        text = json.dumps([list(self.modules.items()), tensors, self.groups])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+    @property
+    def flat(self) -> dict[str, str]:
+        """Full names of modules, parameters, buffers, and parameters in optimizers -> what they are."""
+        tensors = {_joined(p, k): what for p, own in self.tensors.items() for k, what in own.items()}
+        groups = {
+            f"{name} in optimizer {number}": f"in parameter group {place}"
+            for number, optimizer in enumerate(self.groups)
+            for place, group in enumerate(optimizer)
+            for name in group
+        }
+        return {**dict.fromkeys(self.modules, "a module"), **tensors, **groups}
+
+
+def agree_on_registration(model: nn.Module, context: Context) -> None:
+    """Brings the parts of a model into the order that they have on the first rank; collective over all ranks.
+
+    Where that is another one, first values were drawn in another order, too: ranks of a pipeline take those
+    of the first one.
+
+    Args:
+        model: before anything of it is exchanged.
+        context: the run.
+
+    Raises:
+        UsageError: the model has other parts on another rank; on all ranks.
+    """
+    if context.world is None:
+        return
+    own = _Table.of(model, context.optimizers)
+    digest = torch.tensor(own.digest, dtype=torch.int64, device=context.device)
+    digests = context.world.gather(digest, Purpose.AGREEMENT).tolist()
+    if len(set(digests)) == 1:
+        return
+    tables = [_Table(**told) for told in tell_all(asdict(own))]
+    for rank, table in enumerate(tables):
+        _refuse_other_parts(tables[0], table, rank)
+    _refuse_other_sequences(model, tables)
+    _reorder(model, tables[0])
+    if context.rank == 0:
+        other = next(rank for rank, each in enumerate(digests) if each != digests[0])
+        log.warning(
+            "the model registers its parts in another order on rank %d than on rank 0 (a loop over a set?): "
+            "all ranks follow rank 0, in its order and with its first values",
+            other,
+        )
+    if context.mesh.pipeline > 1:
+        _share_first_values(model, context)
+
+
+def in_order(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
+    """Some parameters in the order in which the model has registered them; those of others come last."""
+    place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    return sorted(parameters, key=lambda parameter: place.get(id(parameter), len(place)))
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under all of its names, but not inside of itself."""
+    pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
+    while pending:
+        path, module, around = pending.pop()
+        if id(module) in around:
+            continue
+        yield path, module
+        inside = around | {id(module)}
+        pending += [(_joined(path, key), child, inside) for key, child in reversed(_children(module))]
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """By name, also those that are false, as their length is 0."""
+    return [(key, child) for key, child in module._modules.items() if child is not None]
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _tensors(path: str, module: nn.Module, names: Mapping[int, list[str]]) -> Iterator[tuple[str, str]]:
+    transient = non_persistent_buffers_of(module)
+    for key, parameter in module._parameters.items():
+        yield key, _described(parameter, "parameter", names)
+    for key, buffer in module._buffers.items():
+        yield key, _described(buffer, "transient buffer" if key in transient else "buffer", names)
+
+
+def _described(tensor: Tensor | None, kind: str, names: Mapping[int, list[str]]) -> str:
+    if tensor is None:
+        return f"no {kind}"
+    trained = "" if kind != "parameter" or tensor.requires_grad else " frozen"
+    text = f"a{trained} {kind} of shape {tuple(tensor.shape)} and {tensor.dtype}"
+    ties = sorted(names[id(tensor)])
+    return text if len(ties) == 1 else f"{text}, the same as {', '.join(ties)}"
+
+
+def _refuse_other_parts(first: _Table, table: _Table, rank: int) -> None:
+    expected, found = first.flat, table.flat
+    for name in (*expected, *found):
+        one, other = expected.get(name), found.get(name)
+        if one != other:
+            raise UsageError(
+                f"ranks 0 and {rank} have different models: {name or 'the model'} is {one or 'not there'} on "
+                f"rank 0, and {other or 'not there'} on rank {rank}. Build the same model on all ranks, with "
+                "the same names, shapes and types, and the same groups in its optimizers."
+            )
+
+
+def _refuse_other_sequences(model: nn.Module, tables: list[_Table]) -> None:
+    """Refuses other orders where these are what is computed; the same on all ranks."""
+    sequences = [path for path, module in _modules(model) if isinstance(module, _IN_ORDER)]
+    for rank, table in enumerate(tables):
+        for path in sequences:
+            one, other = tables[0].modules[path], table.modules[path]
+            if one != other:
+                a, b = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
+                raise UsageError(
+                    f"ranks 0 and {rank} have different models: {path or 'the model'} calls {a} on rank 0 "
+                    f"where it calls {b} on rank {rank}. Register its modules in one order on all ranks, for "
+                    "example in a loop over sorted(names) in the place of a set."
+                )
+
+
+def _reorder(model: nn.Module, first: _Table) -> None:
+    for path, module in list(_modules(model)):
+        _sort(module._modules, first.modules[path])
+        for registry in (module._parameters, module._buffers):
+            _sort(registry, [key for key in first.tensors[path] if key in registry])
+
+
+def _sort(registry: Any, wanted: list[str]) -> None:
+    """Brings what a dictionary has into an order; what is not named comes last."""
+    if [key for key in registry if key in set(wanted)] == wanted:
+        return
+    content = dict(registry)
+    registry.clear()
+    registry.update({key: content.pop(key) for key in wanted})
+    registry.update(content)
+
+
+@torch.no_grad()
+def _share_first_values(model: nn.Module, context: Context) -> None:
+    """Gives all ranks the parameters and buffers of the first one."""
+    assert context.world is not None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_recorded(tensor):
+            raise UsageError(
+                f"{name} waits for its first values (sw.delay_param_initialization), and the ranks draw them "
+                "in other orders, as they register the parts of the model in other ones. Register them in "
+                "one order on every rank, for example in a loop over sorted(names) in the place of a set."
+            )
+        if tensor.numel() and not tensor.is_meta:
+            values = tensor.detach().to(context.device).contiguous()
+            context.world.broadcast([values], 0, Purpose.AGREEMENT)
+            tensor.detach().copy_(values)

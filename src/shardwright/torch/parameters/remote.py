@@ -1,0 +1,203 @@
+"""Parameters and buffers that this rank has given up: shape and type, no values.
+
+PyTorch takes a tensor without values for a change of one that has some, and changes nothing::
+
+    average.mul_(0.9).add_(parameter, alpha=0.1)     parameter on the meta device: average only shrinks
+
+So what other ranks hold is not just on the meta device, but of a class that refuses this. What is computed
+from such tensors alone is such a tensor again, and what is written to them is left to their holder, who does
+it too.
+"""
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place
+from shardwright.torch.pytorch.functions import RELEASED
+from shardwright.torch.pytorch.operator_schema import (
+    is_written,
+    map_arguments,
+    one_by_one,
+    takes_several,
+    tensors_in,
+    written_tensors,
+)
+from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.tree import map_tree
+
+__all__ = ["RemoteTensor", "make_remote", "without_values"]
+
+
+class RemoteTensor(torch.Tensor):
+    """Stands for a parameter or buffer whose values are on another rank, or for what was computed from it.
+
+    Attributes:
+        first_name: of the parameter or buffer.
+        holders: the ranks of this replica that have its values, ascending.
+        told_device: what a script is told that asks where it is; None for the truth, the meta device.
+    """
+
+    first_name: str
+    holders: tuple[int, ...]
+    told_device: ClassVar[torch.device | None] = None
+
+    # What is asked in every iteration (`grad`, `requires_grad`) is answered without a detour through Python.
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, like: Tensor, first_name: str, holders: Sequence[int]) -> "RemoteTensor":
+        """Makes a stand-in with the metadata of `like`, which is on the meta device."""
+        remote: RemoteTensor = make_wrapper(cls, like)
+        remote.first_name, remote.holders = first_name, tuple(holders)
+        return remote
+
+    def __init__(self, like: Tensor, first_name: str, holders: Sequence[int]) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if takes_several(func) and len(args[0]) > 1:
+            return one_by_one(func, args, kwargs)
+        tensors = tensors_in((*args, *kwargs.values()))
+        first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
+        changed = _changed(func, args, kwargs)
+        if changed and all(isinstance(tensor, RemoteTensor) for tensor in changed):
+            return changed[0] if func._schema.returns else None
+        if not all(tensor.is_meta for tensor in tensors) or torch.Tag.data_dependent_output in func.tags:
+            first.refuse()
+        try:
+            result = without_values(func, args, kwargs, name=first.first_name, holders=first.holders)
+        except NotImplementedError:  # it needs values: to copy them to a device, or to know the shape
+            first.refuse()
+        return map_tree(lambda item: _as_given_up(first, item), result)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it is said to be."""
+        device: torch.device = self.told_device or Tensor.device.__get__(self)
+        return device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether that is a GPU of CUDA."""
+        return self.device.type == "cuda"
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        """Another type, or the name of this one."""
+        if dtype is None:
+            return torch.empty(0, dtype=self.dtype, device=self.device).type()
+        return super().type(dtype, non_blocking, **kwargs)
+
+    def __format__(self, format_spec: str) -> str:
+        if self.dim() == 0 and self.told_device is not None:  # its holder reads it, too
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)
+
+    def refuse(self) -> NoReturn:
+        """Refuses what cannot be done without values.
+
+        Raises:
+            UsageError: always.
+        """
+        holders = " and ".join(str(rank) for rank in self.holders)
+        raise UsageError(
+            f"{user_line()}: this needs the values of {self.first_name}, which are on rank {holders} and not "
+            "here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
+            "statistic or a copy take model.local_named_parameters(), what this rank holds, on each rank, or "
+            "model.state_dict(), called on all ranks, which has the values of all. Where one part of the "
+            "model follows another (a teacher), write `with model.gathered(student, teacher):` around it, on "
+            "all ranks, with modules or parameters: inside, each rank has the values of both."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteTensor":
+        copied = RemoteTensor(self, self.first_name, self.holders)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        holders = " and ".join(str(rank) for rank in self.holders)
+        return (
+            f"RemoteTensor({self.first_name}, shape={tuple(self.shape)}, dtype={self.dtype}, its values are "
+            f"on rank {holders})"
+        )
+
+
+def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
+    """Makes a parameter or buffer one without values, the same object, and lets go of its memory.
+
+    Args:
+        tensor: has values, or is on the meta device.
+        first_name: its name.
+        holders: the ranks of this replica that keep it.
+        device: on which it would be here.
+    """
+    remote = RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
+    attributes = vars(remote)
+    if isinstance(tensor, nn.Parameter):
+        attributes["_is_param"] = True
+    put_in_place(tensor, remote)
+    vars(tensor).update(attributes)
+    setattr(tensor, RELEASED, device)
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    """An ordinary tensor on the meta device, for one of any kind."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
+) -> Any:
+    """What an operation gives where its tensors have no values: stand-ins; what it changes, it leaves.
+
+    Args:
+        func: the operator.
+        args: tensors with values are taken for ones without.
+        kwargs: likewise.
+        name: of the parameter or buffer from which the results come.
+        holders: the ranks that have its values.
+
+    Raises:
+        NotImplementedError: it needs values.
+    """
+    changed = _changed(func, args, kwargs)
+    if changed:
+        return changed[0] if func._schema.returns else None
+    plain_args, plain_kwargs = map_arguments(_as_meta, args, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    return map_tree(lambda item: _stand_in(item, name, holders), result)
+
+
+def _stand_in(item: Any, name: str, holders: Sequence[int]) -> Any:
+    """For a result without values; what has some is left as it is."""
+    return RemoteTensor(item, name, holders) if isinstance(item, Tensor) and item.is_meta else item
+
+
+def _as_given_up(remote: RemoteTensor, item: Any) -> Any:
+    """A result that says where it would be, if what it comes from does."""
+    if isinstance(item, RemoteTensor):
+        setattr(item, RELEASED, vars(remote).get(RELEASED))
+    return item
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a function changes in place, if it does nothing else."""
+    return written_tensors(func, args, kwargs) if _only_writes(func) else []
+
+
+@functools.cache
+def _only_writes(func: Any) -> bool:
+    return all(is_written(result) for result in func._schema.returns)

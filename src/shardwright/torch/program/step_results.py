@@ -1,0 +1,52 @@
+"""What a step of a program gives to the code around it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.program.instructions import Instruction
+from shardwright.torch.pytorch.tree import flatten
+
+__all__ = ["copied_out", "stand_in", "with_stand_ins"]
+
+
+def stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a step that another rank executes."""
+    structure, result = instruction.structure, instruction.result
+    assert structure is not None
+    if instruction.passed:
+        items = flatten((args, kwargs))[0]
+        filled = list(result)
+        for position, source in instruction.passed:
+            filled[position] = items[source]
+        return structure.rebuild(filled)
+    return structure.rebuild(result)
+
+
+def with_stand_ins(result: Any, given: Mapping[int, Any]) -> Any:
+    """Gives back the stand-ins that a step was given for tensors of other stages, and has given back.
+
+    What came in for them is a leaf of this stage: a later stage of the rank has one of its own, and a step of
+    another rank must find what the trace has::
+
+        rank 0   x, bias = block0(x)             x, bias = block2(x, bias)     expects what block0 made
+        rank 1              x, bias = block1(x, bias)
+                                       └── as its caller gave it: the stand-in
+
+    (`test_plans_at_random`.)
+    """
+    stand_ins = [(place, item) for place, item in given.items() if isinstance(item, DeferredTensor)]
+    if not stand_ins:
+        return result
+    items, structure = flatten(result)
+    for place, item in stand_ins:
+        items[place] = item
+    return structure.rebuild(items)
+
+
+def copied_out(result: Any, positions: Iterable[int]) -> Any:
+    """Copies what a unit gives in memory of its own, which other microbatches would find overwritten."""
+    items, structure = flatten(result)
+    for position in positions:
+        items[position] = items[position].clone()
+    return structure.rebuild(items)

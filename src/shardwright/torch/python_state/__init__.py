@@ -1,0 +1,1 @@
+"""Attributes, lists and objects: the second channel between units."""

@@ -1,0 +1,125 @@
+"""Attributes of modules that a script sets between steps: ``model.use_auxiliary_loss = True`` after an epoch.
+
+They may lead the step function another way, or change shapes and places in it, so a program holds for their
+values. What modules set themselves, in a step, does not count; nor does an attribute whose new values made no
+difference to the program several times (a step number, an annealed weight).
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE, all_modules
+
+__all__ = ["AttributeWatch"]
+
+log = logging.getLogger(__name__)
+
+_Place = tuple[int, str, str]
+
+_PLAIN = frozenset({type(None), bool, int, str, float})
+_MISSING: Any = object()
+_NEVER_PLAIN = frozenset({dict, set, OrderedDict, nn.Parameter, type(torch.relu)})
+_TIMES_WITHOUT_EFFECT = 3
+_DIGESTS_KEPT = 64
+_LONGEST = 64  # lists beyond are data
+
+
+class AttributeWatch:
+    """Plain attributes of a model's modules, and of plain objects in these (``self.config``)."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._after_step: dict[_Place, Any] | None = None
+        self._watched: dict[_Place, Any] = {}
+        self._without_effect: dict[_Place, int] = {}
+        self._digests: dict[Hashable, dict[str, Mapping[_Place, Any]]] = {}
+
+    def step_begins(self) -> Hashable:
+        """The attributes that the script has set since the first step, with their values."""
+        if self._after_step is None:
+            return ()
+        now = _attributes(self._model)
+        for place in now.keys() | self._after_step.keys():
+            if _differs(now.get(place, _MISSING), self._after_step.get(place, _MISSING)):
+                self._without_effect.setdefault(place, 0)
+        counted = sorted(p for p, times in self._without_effect.items() if times < _TIMES_WITHOUT_EFFECT)
+        self._watched = {place: now.get(place, _MISSING) for place in counted}
+        return tuple((place, type(value), value) for place, value in self._watched.items())
+
+    def step_ends(self) -> None:
+        """Takes note of what is there now."""
+        self._after_step = _attributes(self._model)
+
+    def traced(self, signature: Hashable, digest: str) -> None:
+        """Finds out which attributes make no difference.
+
+        Args:
+            signature: of a microbatch, without attributes.
+            digest: of its program.
+        """
+        known = self._digests.setdefault(signature, {})
+        before = known.get(digest)
+        last = next(reversed(known.values()), None)
+        if last is not None:
+            changed = [p for p, value in self._watched.items() if _differs(last.get(p, _MISSING), value)]
+            for place in changed:
+                same = before is not None
+                self._without_effect[place] = self._without_effect[place] + 1 if same else 0
+                if self._without_effect[place] == _TIMES_WITHOUT_EFFECT:
+                    log.info("attribute %s does not change what is computed", ".".join(map(str, place[1:])))
+        known.pop(digest, None)
+        known[digest] = dict(self._watched)
+        for many in (known, self._digests):
+            while len(many) > _DIGESTS_KEPT:
+                del many[next(iter(many))]  # type: ignore[arg-type]
+
+
+def _differs(one: Any, other: Any) -> bool:
+    return one is not other and (type(one) is not type(other) or one != other)
+
+
+def _attributes(model: nn.Module) -> dict[_Place, Any]:
+    found: dict[_Place, Any] = {}
+    seen: set[int] = set()
+    for number, module in enumerate(all_modules(model)):
+        for name, value in vars(module).items():
+            if name in OF_EVERY_MODULE:
+                continue
+            kind = type(value)
+            if kind in _NEVER_PLAIN:
+                continue
+            if kind in _PLAIN:
+                found[number, name, ""] = value if kind is not float else repr(value)
+            elif (plain := _plain(value)) is not _MISSING:
+                found[number, name, ""] = plain
+            elif id(value) not in seen and _is_plain_object(value):
+                seen.add(id(value))
+                for inner, held in vars(value).items():
+                    if (plain := _plain(held)) is not _MISSING:
+                        found[number, name, inner] = plain
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Something to compare by; `_MISSING` where it is not watched."""
+    kind = type(value)
+    if kind is float:
+        return repr(value)  # a NaN, too, is equal to itself
+    if kind in _PLAIN:
+        return value
+    if (kind is list or kind is tuple) and len(value) <= _LONGEST:
+        return repr(value) if all(type(item) in _PLAIN for item in value) else _MISSING
+    return _MISSING
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is an object like a configuration: with attributes, and neither torch's nor callable."""
+    kind = type(value)
+    if kind.__module__ in ("builtins", "collections") or isinstance(value, nn.Module) or callable(value):
+        return False
+    return not kind.__module__.startswith("torch") and hasattr(value, "__dict__")

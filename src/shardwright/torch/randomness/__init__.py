@@ -1,0 +1,1 @@
+"""Random numbers as one process would draw them."""

@@ -1,0 +1,202 @@
+"""Random numbers as a single process would draw them.
+
+A plain loop draws for microbatch 0 from top to bottom, then for microbatch 1, and so on, all from one
+generator. A rank of a pipeline runs only some of these calls, in another order. So the trace notes every
+draw, and before a batch the rank goes through them in the order of the plain loop: what other ranks draw is
+drawn into scratch memory, and where a draw of its own comes up, the state of the generator is kept::
+
+    plain loop        mb 0: [stage 0 draws][stage 1 draws]   mb 1: [stage 0 draws][stage 1 draws]
+    rank of stage 1          scratch       state kept               scratch       state kept
+
+So dropout masks are the same for any number of stages, and for none. A model that draws nothing pays nothing.
+How many numbers an operation takes follows from shapes and strides, mostly. Where it follows from values, a
+step leaves the generator in another state than the scratch did, which is noticed when it has run.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.torch._private import generator_key
+from shardwright.torch.pytorch.tree import Structure, flatten
+
+__all__ = [
+    "Draw",
+    "GeneratorState",
+    "Turn",
+    "describe_draw",
+    "get_state",
+    "is_default",
+    "own_generators",
+    "run_ahead",
+    "same_state",
+    "set_state",
+    "skip",
+]
+
+GeneratorState = tuple[Tensor | None, ...]
+"""State of the CPU's generator, of the GPU's where the rank has one, and of those of the script's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor argument of a draw: enough to make one like it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step of this rank that draws.
+
+    Attributes:
+        before: state of the generators that it must find.
+        after: the one that it must leave.
+    """
+
+    before: GeneratorState
+    after: GeneratorState
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One operation that takes numbers from the generator.
+
+    Attributes:
+        func: the aten operation.
+        items: leaves of its arguments, with shapes in place of tensors.
+        structure: their structure.
+    """
+
+    func: Any
+    items: tuple[Any, ...]
+    structure: Structure
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that it was given; None where it takes numbers from that of its device."""
+        given = (item for item in self.items if isinstance(item, torch.Generator))
+        return next((generator for generator in given if not is_default(generator)), None)
+
+
+def is_default(generator: torch.Generator) -> bool:
+    """Whether it is the one that operations on its device draw from unless told otherwise."""
+    defaults = (torch.default_generator, *torch.cuda.default_generators)
+    return generator_key(generator) in map(generator_key, defaults)
+
+
+def describe_draw(func: Any, args: Any, kwargs: Any) -> Draw | None:
+    """Describes an operation that draws; None if it draws nothing with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+        return None
+    items, structure = flatten((tuple(args), dict(kwargs)))
+    shapes = tuple(
+        _Shape(tuple(item.shape), item.stride(), item.dtype, item.device)
+        if isinstance(item, Tensor)
+        else item
+        for item in items
+    )
+    return Draw(func, shapes, structure.without_template())
+
+
+def skip(draws: Sequence[Draw]) -> None:
+    """Moves the generator on as if these operations had run."""
+    with torch.no_grad():
+        for draw in draws:
+            args, kwargs = draw.structure.rebuild([_scratch(item) for item in draw.items])
+            draw.func(*args, **kwargs)
+
+
+def own_generators(draws: Iterable[Draw]) -> tuple[torch.Generator, ...]:
+    """The generators that operations were given, each once."""
+    found = (draw.generator for draw in draws)
+    return tuple({generator_key(each): each for each in found if each is not None}.values())
+
+
+def get_state(device: torch.device, own: Sequence[torch.Generator] = ()) -> GeneratorState:
+    """State of the generators that a rank on this device uses.
+
+    Args:
+        device: where the rank computes.
+        own: generators of the script's own.
+    """
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.random.get_rng_state(), on_device, *(generator.get_state() for generator in own)
+
+
+def set_state(state: GeneratorState, device: torch.device, own: Sequence[torch.Generator] = ()) -> None:
+    """Sets the state of the generators that a rank on this device uses; takes what `get_state` does."""
+    on_cpu, on_device, *of_own = state
+    assert on_cpu is not None
+    torch.random.set_rng_state(on_cpu)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)
+    for generator, own_state in zip(own, of_own, strict=True):
+        assert own_state is not None
+        generator.set_state(own_state)
+
+
+def same_state(one: GeneratorState, other: GeneratorState) -> bool:
+    """Whether the same numbers follow."""
+    return all(
+        now is None or then is None or torch.equal(now, then) for now, then in zip(one, other, strict=True)
+    )
+
+
+def run_ahead(
+    microbatches: Sequence[Sequence[tuple[tuple[Draw, ...], bool]]],
+    device: torch.device,
+    generators: Sequence[torch.Generator] = (),
+) -> tuple[list[dict[int, Turn]], GeneratorState]:
+    """Goes through all draws of a batch in the order of the plain loop.
+
+    Args:
+        microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the
+            step.
+        device: where this rank computes.
+        generators: of the script's own, that are drawn from.
+
+    Returns:
+        For each microbatch, the steps of this rank that draw; and the state after the batch.
+    """
+    kept: list[dict[int, Turn]] = []
+    for steps in microbatches:
+        turns: dict[int, Turn] = {}
+        for position, (draws, own) in enumerate(steps):
+            if draws and own:
+                before = get_state(device, generators)
+                skip(draws)
+                turns[position] = Turn(before, get_state(device, generators))
+            elif draws:
+                skip(draws)
+        kept.append(turns)
+    return kept, get_state(device, generators)
+
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention kernels are marked as random also where their dropout is off."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    probability = given.get("dropout_p", defaults.get("dropout_p"))
+    if probability is not None:
+        return float(probability) == 0.0
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    return func.overloadpacket is torch.ops.aten.native_dropout and given.get("p") in (0.0, 0)
+
+
+def _scratch(item: Any) -> Any:
+    if not isinstance(item, _Shape):
+        return item
+    # Zeros are valid probabilities and means; ones are valid weights where a sum must not be zero.
+    # Not all of its memory need be its own, and where it lies decides how many numbers some kernels draw.
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(item.shape, item.strides, strict=True))
+    memory = torch.ones(max(reach, 0), dtype=item.dtype, device=item.device)
+    return memory.as_strided(item.shape, item.strides)

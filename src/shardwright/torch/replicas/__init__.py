@@ -1,0 +1,1 @@
+"""What replicas share: gradients, buffers, updates."""

@@ -1,0 +1,300 @@
+"""Gradients that are reduced in one message."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.two_hop_sum import TwoHopSum
+from shardwright.errors import UsageError
+from shardwright.shard_layout import ShardLayout
+from shardwright.torch.parameters.precision import gradient_dtype
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharding.sharded_parameter import ShardedParameter
+
+__all__ = ["Bucket", "Reduced", "ShardedBucket", "SummedBucket", "flags_of", "gradient_of", "hand_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A parameter whose gradient is summed over several ranks.
+
+    Attributes:
+        parameter: the parameter.
+        stages: stages of this rank that use it.
+        group: the ranks that hold it, in all replicas.
+        late: reduced after the last backward: several stages, or several names, contribute to it.
+        spare: no stage used it when the plan was made.
+        sharded: where each rank keeps some rows of it: gets the sum of those.
+    """
+
+    parameter: nn.Parameter
+    stages: frozenset[int]
+    group: dist.ProcessGroup
+    late: bool = False
+    spare: bool = False
+    sharded: "ShardedParameter | None" = None
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that gets the gradient of a batch."""
+        return self.parameter if self.sharded is None else self.sharded.holder
+
+    @property
+    def signature(self) -> tuple[bool, torch.dtype]:
+        """What decides whether it is reduced, and with which others."""
+        return self.parameter.requires_grad, self.parameter.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole parameter."""
+        return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the batch has given it one."""
+        return self.holder.grad is not None or (
+            self.sharded is not None and self.sharded.gradient is not None
+        )
+
+
+class Bucket(Protocol):
+    """Gradients that are reduced together.
+
+    A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
+    that what nobody used keeps no gradient at all.
+
+    Attributes:
+        members: whose gradients.
+    """
+
+    members: Sequence[Reduced]
+
+    def start(self, *, is_last: bool = True) -> None:
+        """Starts to reduce them.
+
+        Args:
+            is_last: nothing more comes in this batch.
+        """
+        ...
+
+    def let_go(self) -> None:
+        """Waits until it holds no more than it does at the end."""
+        ...
+
+    def finish(self, divisor: float) -> None:
+        """Waits, and puts the sums, divided, where they belong."""
+        ...
+
+    def abort(self) -> None:
+        """Forgets what was started: a batch has failed."""
+        ...
+
+
+class SummedBucket:
+    """Every rank gets the sum of the whole gradients.
+
+    Args:
+        members: whose gradients, of one type.
+        group: the ranks that have them.
+    """
+
+    def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup):
+        self.members = members
+        self._group = group
+        self._buffer: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._divided_by = 1
+
+    def start(self, *, is_last: bool = True) -> None:
+        """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
+        assert is_last
+        parts = [gradient_of(member).reshape(-1) for member in self.members]
+        first = parts[0]
+        parts.append(torch.tensor(flags_of(self.members), dtype=first.dtype, device=first.device))
+        self._buffer = torch.cat(parts)
+        for member in self.members:
+            member.parameter.grad = None
+        self._divided_by = _divided_before(self._buffer.dtype, self._group)
+        if self._divided_by != 1:
+            self._buffer.div_(self._divided_by)
+        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+
+    def let_go(self) -> None:
+        """It holds the same all along."""
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        self._work = self._buffer = None
+
+    def finish(self, divisor: float) -> None:
+        """Waits, and puts the sums into the gradients."""
+        work, buffer = self._work, self._buffer
+        assert work is not None
+        assert buffer is not None
+        self._work = self._buffer = None
+        work.wait()
+        flags = buffer[-len(self.members) :].tolist()
+        divisor /= self._divided_by
+        if divisor != 1:
+            buffer.div_(divisor)
+        hand_out(buffer, self.members, flags)
+
+
+class ShardedBucket:
+    """Every rank gets the sum of the rows that it keeps.
+
+    Where gradients are reduced in every backward, replicas of the rows sum them once, in the last.
+
+    Args:
+        members: whose gradients, of one type, all sharded.
+        shard_group: the ranks that share them.
+        replica_group: the ranks that keep the same rows; None where there is only this one.
+        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Reduced],
+        shard_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+        quantiser: BlockQuantiser | None = None,
+    ):
+        self.members = members
+        self._groups = shard_group, replica_group
+        self._rank = dist.get_rank(shard_group)
+        shapes = tuple(tuple(member.parameter.shape) for member in members)
+        self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
+        self._quantiser = quantiser
+        self._divided_by = 1
+        self._work: list[TwoHopSum] = []
+        self._total: Tensor | None = None  # of what was started before, and summed
+
+    def start(self, *, is_last: bool = True) -> None:
+        """Starts to reduce them; the whole gradients are let go."""
+        if self._work:
+            self._total = self._settled()
+        layout, first = self._layout, self.members[0].holder
+        flags = torch.tensor(flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
+        # A flag among large gradients would be lost in 8 bits.
+        apart = self._quantiser is not None
+        size = layout.shard_size + (0 if apart else len(flags))
+        data = flags.new_empty(layout.num_shards, size)
+        data[:, layout.shard_size :] = flags[: size - layout.shard_size]
+        for index, member in enumerate(self.members):
+            start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
+            _cut(gradient_of(member), data[:, start:stop])
+            member.holder.grad = None
+        self._divided_by = _divided_before(data.dtype, *self._groups)
+        if self._divided_by != 1:
+            data.div_(self._divided_by)
+        self._work = [self._sum(data, 0, is_last, self._quantiser)]
+        if apart:
+            self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
+
+    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> TwoHopSum:
+        """Starts to sum what has a place in the total: (shards, n)."""
+        shard_group, replica_group = self._groups
+        return TwoHopSum(
+            data.reshape(-1),
+            earlier=None if self._total is None else self._total[place : place + data.shape[1]],
+            shard_group=shard_group,
+            replica_group=replica_group if is_last else None,
+            quantiser=quantiser,
+        )
+
+    def let_go(self) -> None:
+        """Waits until the sums of the rows of this rank are all that is left of the gradients."""
+        for work in self._work:
+            work.wait_for_part()
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        self._work = []
+        self._total = None
+
+    def finish(self, divisor: float) -> None:
+        """Waits, and leaves each parameter the sum for its rows."""
+        output, layout = self._settled(), self._layout
+        self._total = None
+        flags = output[layout.shard_size :].tolist()
+        divisor /= self._divided_by
+        if divisor != 1:
+            output.div_(divisor)
+        for index, (member, flag) in enumerate(zip(self.members, flags, strict=True)):
+            assert member.sharded is not None
+            if flag:
+                shape = layout.piece_shape(index, self._rank)
+                rows = output[layout.starts[index] :][: prod(shape)].view(shape)
+                member.sharded.gradient = rows
+
+    def _settled(self) -> Tensor:
+        """Waits for the sum of what was started, and what came before: gradients, then flags."""
+        sums = [work.wait() for work in self._work]
+        self._work = []
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def _divided_before(dtype: torch.dtype, *groups: dist.ProcessGroup | None) -> int:
+    """What gradients are divided by before they are summed over all these groups.
+
+    Scaled losses leave gradients close to 65504, where float16 ends: their mean fits, and no sum.
+    """
+    if dtype is not torch.float16:
+        return 1
+    return prod(dist.get_world_size(group) for group in groups if group is not None)
+
+
+def flags_of(members: Sequence[Reduced]) -> list[float]:
+    return [0.0 if member.holder.grad is None else 1.0 for member in members]
+
+
+def gradient_of(member: Reduced) -> Tensor:
+    holder = member.holder
+    gradient = holder.grad
+    if gradient is None:
+        gradient = torch.zeros_like(holder, dtype=gradient_dtype(holder))
+    if gradient.layout is not torch.strided:
+        raise UsageError(
+            f"the gradient of a parameter of shape {tuple(holder.shape)} is sparse, and only "
+            "dense ones can be summed over replicas and stages. Build its embedding with sparse=False."
+        )
+    return gradient.detach()
+
+
+def _cut(gradient: Tensor, pieces: Tensor) -> None:
+    """Copies the rows of a gradient to where the pieces go: (shards, elements of a piece)."""
+    num_shards, size = pieces.shape
+    if gradient.numel() == num_shards * size:
+        pieces.copy_(gradient.reshape(num_shards, size))
+        return
+    flat = gradient.reshape(-1)
+    for piece, rows in zip(pieces, torch.split(flat, size), strict=False):
+        piece[: rows.numel()] = rows
+        piece[rows.numel() :] = 0
+    pieces[-(-flat.numel() // size) :] = 0
+
+
+def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float]) -> None:
+    """Puts sums into the gradients.
+
+    Args:
+        totals: one behind the other; more may follow.
+        members: whose.
+        flags: for each, whether any rank has a gradient for it.
+    """
+    offset = 0
+    for member, flag in zip(members, flags, strict=True):
+        parameter = member.parameter
+        total = totals[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
+        if flag:
+            if not parameter.is_contiguous():  # a gradient lies in memory as its parameter does
+                total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
+            parameter.grad = total

@@ -1,0 +1,158 @@
+"""Gradients that a function of the script reduces over replicas: a communication hook of PyTorch's DDP.
+
+The hook is given the gradients of a bucket as this replica has them, and gives a future of what all replicas
+are to have. It reduces as it likes: in fewer bits, in a group of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.replicas.gradient_buckets import flags_of, gradient_of, hand_out
+
+if TYPE_CHECKING:
+    from shardwright.torch.replicas.gradient_buckets import Reduced
+
+__all__ = ["GradientHook", "GradientsOfBucket", "HookedBucket"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHook:
+    """A function, and what it is called with.
+
+    Attributes:
+        state: its first argument.
+        function: ``function(state, bucket)`` gives a future of a tensor, or of a list with one.
+    """
+
+    state: Any
+    function: Callable[[Any, Any], Any]
+
+
+class GradientsOfBucket:
+    """What a hook is given: the methods of `torch.distributed.GradBucket`.
+
+    Args:
+        buffer: the gradients, one behind the other.
+        parameters: whose they are.
+        index: number of the bucket in this batch.
+        is_last: none comes after it.
+    """
+
+    def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter], *, index: int, is_last: bool):
+        self._buffer = buffer
+        self._parameters = list(parameters)
+        self._index = index
+        self._is_last = is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, in one dimension."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts another tensor in the place of the gradients."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of them, in the shapes of the parameters."""
+        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose they are."""
+        return self._parameters
+
+    def index(self) -> int:
+        """Number of the bucket in this batch, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether none comes after it."""
+        return self._is_last
+
+
+class HookedBucket:
+    """A bucket that a hook reduces.
+
+    Args:
+        members: whose gradients, of one type.
+        group: the replicas, which find out who has gradients at all.
+        hook: reduces them.
+        index: number of the bucket.
+        is_last: none comes after it.
+    """
+
+    def __init__(
+        self,
+        members: "Sequence[Reduced]",
+        group: dist.ProcessGroup,
+        hook: GradientHook,
+        *,
+        index: int,
+        is_last: bool,
+    ):
+        self.members = members
+        self._group = group
+        self._hook = hook
+        self._index = index
+        self._is_last = is_last
+        self._flags: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._future: Any = None
+
+    def start(self, *, is_last: bool = True) -> None:
+        """Has the hook start."""
+        buffer = torch.cat([gradient_of(member).reshape(-1) for member in self.members])
+        self._flags = torch.tensor(flags_of(self.members), device=buffer.device)
+        for member in self.members:
+            member.parameter.grad = None
+        self._work = dist.all_reduce(self._flags, group=self._group, async_op=True)
+        parameters = [member.parameter for member in self.members]
+        bucket = GradientsOfBucket(buffer, parameters, index=self._index, is_last=self._is_last)
+        self._future = self._hook.function(self._hook.state, bucket)
+        if not hasattr(self._future, "wait"):
+            raise UsageError(
+                f"the communication hook returns a {type(self._future).__name__}, but it must return a "
+                "torch.futures.Future of the reduced gradients, as hooks of DistributedDataParallel do."
+            )
+
+    def let_go(self) -> None:
+        """It holds the same all along."""
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        self._flags = self._work = self._future = None
+
+    def finish(self, divisor: float) -> None:
+        """Waits, and puts what the hook gives into the gradients.
+
+        Args:
+            divisor: gradients are divided by it; the hook has taken care of the number of replicas.
+        """
+        assert self._flags is not None
+        assert self._work is not None
+        flags, work, future = self._flags, self._work, self._future
+        self.abort()
+        result = future.wait()
+        work.wait()
+        reduced = result[0] if isinstance(result, list | tuple) else result
+        needed = sum(member.parameter.numel() for member in self.members)
+        if not isinstance(reduced, Tensor) or reduced.numel() != needed:
+            raise UsageError(
+                f"the communication hook gives {_told(reduced)} for a bucket of {needed} gradients. It must "
+                "give a tensor of that size."
+            )
+        reduced = reduced.reshape(-1)
+        scale = divisor / dist.get_world_size(self._group)
+        if scale != 1:
+            reduced = reduced / scale
+        hand_out(reduced, self.members, flags.tolist())
+
+
+def _told(reduced: Any) -> str:
+    return f"{reduced.numel()} numbers" if isinstance(reduced, Tensor) else f"a {type(reduced).__name__}"

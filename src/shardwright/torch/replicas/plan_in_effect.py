@@ -1,0 +1,146 @@
+"""Puts a plan into effect on a rank: the stage of each call, which parameters stay, who shares them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.comm.process_group import group_of
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan, stage_of_label
+from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.replicas.gradient_buckets import Reduced
+from shardwright.torch.run.context import Context
+
+__all__ = ["CallPlacement", "SharingGroups", "call_placement", "reduced_parameters", "synchronise"]
+
+_SMALL_BYTES = 2**16  # nobody branches on the values of a larger tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlacement:
+    """Where the unit calls of one trace run.
+
+    Attributes:
+        stage_of_call: node -> stage.
+        stage_ranks: stage -> pipeline rank.
+    """
+
+    stage_of_call: Mapping[int, int]
+    stage_ranks: tuple[int, ...]
+
+
+def call_placement(graph: ModelGraph, plan: Plan, residency: Residency | None) -> CallPlacement:
+    """Places the calls of a trace as the plan says.
+
+    The step function for which the plan was made calls units in the order of the stages. Another one (an
+    evaluation) may call them in another order, or call other units; then every run of calls on one rank
+    becomes a stage.
+    """
+    stages = stage_of_label(plan)
+    labels = [graph.nodes[call].label for call in graph.calls]
+    known = [stages.get(label) for label in labels]
+    if None not in known and known == sorted(known, key=lambda stage: stage or 0):
+        return CallPlacement(dict(zip(graph.calls, (s or 0 for s in known), strict=True)), plan.stage_ranks)
+    stage_of_call: dict[int, int] = {}
+    ranks: list[int] = []
+    for call, stage in zip(graph.calls, known, strict=True):
+        if stage is not None:
+            rank = plan.stage_ranks[stage]
+        else:
+            rank = _holder(graph, call, residency, preferred=ranks[-1] if ranks else 0)
+        if not ranks or ranks[-1] != rank:
+            ranks.append(rank)
+        stage_of_call[call] = len(ranks) - 1
+    return CallPlacement(stage_of_call, tuple(ranks) or plan.stage_ranks)
+
+
+def _holder(graph: ModelGraph, call: int, residency: Residency | None, *, preferred: int) -> int:
+    """A rank that has all parameters of a unit."""
+    names = graph.units[graph.nodes[call].name].parameters
+    if residency is None or not names:
+        return preferred
+    common = set.intersection(*(set(residency.ranks[name]) for name in names))
+    if not common or preferred in common:
+        return preferred
+    return min(common)
+
+
+class SharingGroups:
+    """Process groups of the ranks that hold the same parameters, made once for each set of pipeline ranks."""
+
+    def __init__(self, context: Context):
+        self._mesh: Mesh = context.mesh
+        self._context = context
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def ranks(self, pipeline_ranks: Sequence[int]) -> tuple[int, ...]:
+        """World ranks at these pipeline ranks, in all replicas."""
+        mesh = self._mesh
+        return tuple(
+            sorted(mesh.rank_of(pipeline=p, data=d) for p in pipeline_ranks for d in range(mesh.data))
+        )
+
+    def make(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        """Makes the groups of these sets of pipeline ranks; collective over all ranks of the world."""
+        for pipeline_ranks in sorted(set(wanted)):
+            if pipeline_ranks in self._made:
+                continue
+            members = self.ranks(pipeline_ranks)
+            timeout_s = self._context.config.timeout_s
+            group = (
+                group_of(members, use="shared parameters", timeout_s=timeout_s) if len(members) > 1 else None
+            )
+            self._made[pipeline_ranks] = group if self._context.rank in members else None
+
+    def of(self, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group of a set of pipeline ranks that contains this one; None for a single rank."""
+        if len(pipeline_ranks) == 1:
+            return self._context.data_group
+        return self._made[pipeline_ranks]
+
+
+def reduced_parameters(
+    residency: Residency,
+    parameters: Mapping[str, nn.Parameter],
+    aliased: set[str],
+    groups: SharingGroups,
+    *,
+    stage_ranks: Sequence[int],
+    rank: int,
+) -> list[Reduced]:
+    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later."""
+    found = []
+    for name, parameter in parameters.items():
+        ranks, stages = residency.ranks[name], residency.stages[name]
+        if rank not in ranks:
+            continue
+        group = groups.of(tuple(ranks))
+        if group is None:
+            continue
+        here = frozenset(stage for stage in stages if stage_ranks[stage] == rank)
+        late = len(ranks) > 1 or len(here) > 1 or name in aliased
+        found.append(Reduced(parameter, here, group, late=late, spare=not stages))
+    return found
+
+
+def synchronise(
+    residency: Residency, tensors: Mapping[str, Tensor], groups: SharingGroups, *, rank: int
+) -> bool:
+    """Gives all holders of a parameter or buffer the values of the first of them.
+
+    Returns:
+        Whether this rank had other values in a small one, which Python code may have looked at.
+    """
+    changed = False
+    for name, tensor in tensors.items():
+        ranks = tuple(residency.ranks[name])
+        group = groups.of(ranks) if rank in ranks else None
+        if group is not None and not tensor.is_meta and tensor.numel():
+            before = tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
+            dist.broadcast(tensor.detach(), groups.ranks(ranks)[0], group=group)
+            changed = changed or (before is not None and not torch.equal(before, tensor.detach()))
+    return changed

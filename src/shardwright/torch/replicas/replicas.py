@@ -1,0 +1,210 @@
+"""What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.errors import UsageError
+from shardwright.torch.parameters.delayed_initialization import is_recorded
+from shardwright.torch.parameters.precision import gradient_dtype, low_precision
+from shardwright.torch.parameters.shardable import can_be_sharded
+from shardwright.torch.replicas.gradient_buckets import Reduced
+from shardwright.torch.replicas.gradient_hook import GradientHook
+from shardwright.torch.replicas.reducer import GradientReducer
+from shardwright.torch.replicas.updated_parts import UpdatedParts
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwright.torch.sharding.sharding import Sharding
+
+__all__ = ["Replicas"]
+
+log = logging.getLogger(__name__)
+
+
+class Replicas:
+    """This rank's part in data parallelism.
+
+    Args:
+        context: the run.
+        module: the user's model.
+        bucket_bytes: most bytes of gradients reduced in one message, of parameters that are not shared.
+        overlap: reduce during the last backward; else after it.
+
+    Attributes:
+        sharding: the shared parameters; None where none are, or as long as they are not.
+        updated_parts: what optimizers update in the place of parameters; None where they update these.
+        gradient_quantiser: packs gradients of shared parameters for other hosts; None where they go as
+            they are.
+        parameter_quantiser: the same, of their rows.
+    """
+
+    def __init__(self, context: Context, module: nn.Module, *, bucket_bytes: int, overlap: bool):
+        self._context = context
+        self._module = module
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self._hook: GradientHook | None = None
+        self._reducer: GradientReducer | None = None
+        self.sharding: Sharding | None = None
+        self.updated_parts = _updated_parts(context)
+        config = context.config
+        self.gradient_quantiser = BlockQuantiser() if config.sdp_quantized_gradients else None
+        self.parameter_quantiser = BlockQuantiser() if config.sdp_quantized_parameters else None
+
+    def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
+
+        Args:
+            parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
+                or of several stages are not among them.
+        """
+        if self._context.shard_group is None:
+            return
+        from shardwright.torch.sharding.sharding import Sharding  # DTensor takes long to import
+
+        chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
+        with torch.inference_mode(False):  # the first step may be an evaluation
+            self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
+
+    def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+        """Names of parameters that take no memory before they are shared.
+
+        Args:
+            parameters: some that one stage alone has, by name.
+        """
+        if self._context.shard_group is None:
+            return set()
+        return {name for name, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
+
+    @contextmanager
+    def all_rows(self, *, written: bool = False) -> Iterator[None]:
+        """Has all rows of shared parameters at hand; collective over the ranks that share them.
+
+        Args:
+            written: all ranks give the parameters the same values meanwhile.
+        """
+        with self._begun(None if self.sharding is None else self.sharding.whole(written=written)):
+            yield
+
+    @property
+    def sums_of_rows(self) -> list[Tensor]:
+        """Gradients that the batch has given to the rows of this rank."""
+        if self.sharding is None:
+            return []
+        found = (each.gradient for each in self.sharding.parameters.values())
+        return [gradient for gradient in found if gradient is not None]
+
+    @contextmanager
+    def rows_as_used(self) -> Iterator[None]:
+        """Has rows of shared parameters come as they are used; collective over the ranks that share them."""
+        with self._begun(None if self.sharding is None else self.sharding.as_used()):
+            yield
+
+    @contextmanager
+    def _begun(self, rows: AbstractContextManager[None] | None) -> Iterator[None]:
+        """Enters a context, and names what went wrong on another rank where that fails."""
+        with ExitStack() as entered:
+            if rows is not None:
+                with first_cause_named(self._context):
+                    entered.enter_context(rows)
+            yield
+
+    def shapes_at_hand(self) -> AbstractContextManager[None]:
+        """Has shared parameters show their shapes, inside of a step, where nothing is computed."""
+        return nullcontext() if self.sharding is None else self.sharding.shapes_at_hand()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """A context for what computes in a step."""
+        return nullcontext() if self.sharding is None else self.sharding.saving()
+
+    def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
+        """What sums the gradients of these parameters."""
+        context, sharding = self._context, self.sharding
+        if sharding is not None:
+            assert context.shard_group is not None
+            members = [
+                replace(m, sharded=sharding.parameters[id(m.parameter)], group=context.shard_group)
+                if m.parameter in sharding
+                else m
+                for m in members
+            ]
+        self._reducer = GradientReducer(
+            members,
+            divisor=context.mesh.data,
+            bucket_bytes=self._bucket_bytes,
+            sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
+            replica_group=context.replica_group,
+            quantiser=self.gradient_quantiser,
+            in_every_backward=self._reduces_in_every_backward(members),
+            overlap=self._overlap,
+            hook=self._hook,
+        )
+        return self._reducer
+
+    @property
+    def digest_of_trained(self) -> int:
+        """What is the same on replicas that have reduced gradients of the same parameters."""
+        return 0 if self._reducer is None else self._reducer.digest
+
+    @property
+    def have_one_gradient(self) -> bool:
+        """Whether all replicas have the same gradients after a step, so that each may look at some."""
+        return self.sharding is None and self._hook is None
+
+    def reduce_by(self, hook: GradientHook) -> None:
+        """Has a function of the script reduce gradients over replicas; before the first step.
+
+        Raises:
+            UsageError: replicas share parameters, or have reduced gradients already.
+        """
+        if self._context.shard_group is not None:
+            raise UsageError(
+                "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "
+                f"{self._context.mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or "
+                "register no hook."
+            )
+        if self._reducer is not None:
+            raise UsageError("the model has made a step already. Register the hook before the first one.")
+        self._hook = hook
+
+    def _reduces_in_every_backward(self, members: Sequence[Reduced]) -> bool:
+        """Whether no rank keeps whole gradients of shared parameters from one microbatch to the next."""
+        context = self._context
+        wanted, plan = context.config.sdp_reduce_every_microbatch, context.plan
+        if wanted is not None:
+            return wanted
+        if plan is not None:
+            return plan.schedule.reduce_every_microbatch
+        limit = context.config.memory_limit or (context.cluster and context.cluster.device.memory_bytes) or 0
+        if not limit or (context.config.microbatches or 1) == 1:
+            return False
+        shared = [m.parameter for m in members if m.sharded is not None and m.parameter.requires_grad]
+        whole = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in shared)
+        # Values, gradient and two moments of a part, and the whole gradient.
+        needed = whole + 4 * whole // context.mesh.shard
+        if needed > limit:
+            log.info(
+                "gradients are reduced in every microbatch: whole ones would take %s of a memory of %s",
+                format_bytes(whole),
+                format_bytes(limit),
+            )
+        return needed > limit
+
+    def _is_shared(self, parameter: nn.Parameter) -> bool:
+        return can_be_sharded(parameter, threshold=self._context.config.sdp_param_persistence_threshold)
+
+
+def _updated_parts(context: Context) -> UpdatedParts | None:
+    same_rows = context.replica_group if context.mesh.shard > 1 else context.data_group
+    group = same_rows if context.config.shard_optimizer_state else None
+    in_float32 = low_precision(context.config) is not None
+    return UpdatedParts(group, in_float32=in_float32) if group is not None or in_float32 else None

@@ -1,0 +1,1 @@
+"""The run: settings, ranks, groups, machine, data, and what ranks do together."""

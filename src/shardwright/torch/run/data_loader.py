@@ -1,0 +1,292 @@
+"""A data loader whose position can be saved: in samples, so that it goes with any number of ranks.
+
+::
+
+    order of an epoch     7 2 9 4 | 0 5 8 1 | 3 6 ...        the same on all ranks, from seed and epoch
+    global batch          └ step 1┘ └ step 2┘
+    replica 0 of 2        7 2       0 5
+    replica 1 of 2            9 4       8 1
+
+A run that is resumed with other replicas cuts the same global batches into other parts: every sample is seen
+once in an epoch, and steps are the same but for the order of sums. (With ``drop_last=False``, some
+replicas may get a sample more of the last batch, and each replica counts the same.)
+"""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.torch.run.context import context
+
+__all__ = ["ReplicaLoader", "data_loader", "order_of_epoch", "remaining_batches"]
+
+
+def data_loader(
+    dataset: Any,
+    global_batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = True,
+    **options: Any,
+) -> "ReplicaLoader":
+    """Gives each replica its part of every global batch; ranks of one replica get the same.
+
+    Each ``for`` goes through the rest of an epoch: `ReplicaLoader.epoch` tells which. Given to
+    ``sw.Checkpoints(state={"data": loader})``, a resumed run goes on with the very next batch.
+
+    Args:
+        dataset: anything with a length and samples by number.
+        global_batch_size: samples of one step, of all replicas together.
+        shuffle: in another order every epoch.
+        seed: of the shuffling, and of what samples draw in workers.
+        drop_last: leave out the last samples of an epoch, where they do not fill a global batch; else the
+            last batch is smaller, and left out only where it has fewer samples than there are replicas.
+        options: further ones of `torch.utils.data.DataLoader`, such as ``num_workers`` and ``collate_fn``.
+
+    Raises:
+        UsageError: the batch cannot be divided by the replicas, or an option contradicts this.
+    """
+    return ReplicaLoader(
+        dataset, global_batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, options=options
+    )
+
+
+class ReplicaLoader:
+    """See `data_loader`.
+
+    Attributes:
+        epoch: how many epochs are over.
+        position: samples of this epoch that were given out, of all replicas together.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        options: dict[str, Any],
+    ):
+        current = context()
+        _check(dataset, global_batch_size, replicas=current.mesh.data, options=options)
+        self._dataset: Any = dataset
+        self._batch_size = global_batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._options = options
+        self._replica, self._replicas = current.data_rank, current.mesh.data
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        num, rest = divmod(len(self._dataset), self._batch_size)
+        return num + (rest >= self._replicas and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this replica, for the rest of the epoch."""
+        remaining = self._remaining()
+        loader: DataLoader[Any] = DataLoader(
+            _SeededInWorkers(self._dataset, (self._seed, self.epoch)),
+            batch_sampler=_Parts(remaining),
+            # PyTorch's loader would draw from the generator of the run at the start of every loop.
+            generator=torch.Generator().manual_seed(self._seed),
+            worker_init_fn=_outlive_sigterm,
+            **self._options,
+        )
+        here = (self.epoch, self.position)
+        for (end, _), batch in zip(remaining(), loader, strict=True):
+            if here != (self.epoch, self.position):
+                raise UsageError(
+                    "the position of the data loader has changed in the middle of a loop over it: another "
+                    "loop goes on, or resume() was called inside. Resume before the loop, and run one at a "
+                    "time."
+                )
+            self.position = end
+            here = (self.epoch, self.position)
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "num_samples": len(self._dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another one was.
+
+        Raises:
+            CheckpointError: that was of other data, or shuffled otherwise.
+        """
+        mine = {"seed": self._seed, "shuffle": self._shuffle, "num_samples": len(self._dataset)}
+        for name, value in mine.items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"the data loader had {name} {state.get(name)} when it was saved, and has {value} here: "
+                    "its position would be that of other samples. Give it the same data set and seed."
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _remaining(self) -> Callable[[], Iterator[tuple[int, list[int]]]]:
+        order = order_of_epoch(len(self._dataset), (self._seed, self.epoch) if self._shuffle else None)
+        return partial(
+            remaining_batches,
+            order,
+            self.position,
+            self._batch_size,
+            replica=(self._replica, self._replicas),
+            drop_last=self._drop_last,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of global batches that belong to this replica, made one after another.
+
+    Attributes:
+        batches: what `remaining_batches` makes.
+    """
+
+    batches: Callable[[], Iterator[tuple[int, list[int]]]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (part for _, part in self.batches())
+
+
+def order_of_epoch(num_samples: int, seeds: tuple[int, int] | None) -> Sequence[int]:
+    """The numbers of all samples, in the order of an epoch; 8 bytes for each, if they are shuffled.
+
+    Args:
+        num_samples: how many there are.
+        seeds: of the run and of the epoch; None: not shuffled.
+    """
+    if seeds is None:
+        return range(num_samples)
+    (seed,) = numpy.random.SeedSequence(seeds).generate_state(1)
+    generator = torch.Generator().manual_seed(int(seed))
+    order: Any = torch.randperm(num_samples, generator=generator).numpy()
+    return memoryview(order)  # its items are numbers of Python
+
+
+def remaining_batches(
+    order: Sequence[int], position: int, batch_size: int, *, replica: tuple[int, int], drop_last: bool
+) -> Iterator[tuple[int, list[int]]]:
+    """The batches of a replica from a position on.
+
+    Args:
+        order: numbers of samples.
+        position: samples that are over, of all replicas together.
+        batch_size: of a global batch.
+        replica: ``(i, n)``: the i-th of n.
+        drop_last: leave out a last batch that is smaller.
+
+    Yields:
+        The position behind the global batch, and this replica's part of it.
+
+    >>> list(remaining_batches(range(6), 2, 2, replica=(1, 2), drop_last=True))
+    [(4, [3]), (6, [5])]
+    """
+    index, replicas = replica
+    for start in range(position, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        if len(batch) < (batch_size if drop_last else replicas):
+            return
+        first, end = (len(batch) * (index + i) // replicas for i in (0, 1))
+        yield start + len(batch), list(batch[first:end])
+
+
+@dataclass(frozen=True, slots=True)
+class _SeededInWorkers(Dataset[Any]):
+    """A data set whose samples draw the same random numbers in whichever worker they are made.
+
+    Without workers they draw from the generators of the rank, which are saved with it.
+
+    Attributes:
+        dataset: the script's.
+        seeds: further numbers that the seed is made of.
+    """
+
+    dataset: Any
+    seeds: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        self._seed(number)
+        return self.dataset[number]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)
+        if together is None:
+            return [self[number] for number in numbers]
+        self._seed(numbers[0])
+        found: list[Any] = together(numbers)
+        return found
+
+    def _seed(self, number: int) -> None:
+        if get_worker_info() is not None:
+            (seed,) = numpy.random.SeedSequence([*self.seeds, number]).generate_state(1)
+            random.seed(int(seed))
+            numpy.random.seed(seed)
+            torch.manual_seed(int(seed))
+
+
+def _outlive_sigterm(_: int) -> None:
+    """Has a worker end on SIGTERM only where the rank sends it, when it is done with its loader.
+
+    A launcher or a scheduler sends it to all processes, and the rank that saves then still needs its workers.
+    They end when the rank has ended, too.
+    """
+    rank = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (rank, os.getpid()):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=listen, name="shardwright-sigterm", daemon=True).start()
+
+
+def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise UsageError(
+            f"sw.data_loader takes a data set with a length and numbered samples, not a "
+            f"{type(dataset).__name__}. For a stream, use your own loader, and give its position to "
+            "sw.Checkpoints(state={...})."
+        )
+    if batch_size < 1 or batch_size % replicas:
+        raise UsageError(
+            f"a global batch of {batch_size} samples cannot be divided by {replicas} replicas. Use a "
+            f"multiple of {replicas}."
+        )
+    for name in ("batch_size", "sampler", "batch_sampler", "generator", "worker_init_fn", "in_order"):
+        if name in options:
+            raise UsageError(
+                f"sw.data_loader decides about {name} itself, so that its position can be saved. Leave it "
+                "out."
+            )
+    if len(dataset) < batch_size:
+        raise UsageError(
+            f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
+        )

@@ -1,0 +1,124 @@
+"""Calls that several ranks make together: waits for all of them, and says which are missing."""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from shardwright.comm.peer_loss import names_a_lost_peer
+from shardwright.comm.process_group import default_store, groups_in_doubt
+from shardwright.comm.roll_call import Call, RollCall
+from shardwright.comm.whereabouts import Whereabouts
+from shardwright.errors import PeerLostError, UsageError
+from shardwright.torch.run.context import Context, context, is_initialized
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.uneven_data import out_of_data
+
+__all__ = ["call_together", "meet", "meet_each", "prepare", "ranks_with_the_model", "script_ended"]
+
+_RUNS = itertools.count()
+
+
+def prepare(made: Context) -> None:
+    """Gives a run what its ranks find each other with; on all ranks, in the same order."""
+    run = next(_RUNS)
+    if made.mesh.world_size == 1:
+        return
+    store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
+    made.whereabouts = whereabouts = Whereabouts(
+        store, rank=made.rank, run=run, confess=partial(_confess, made)
+    )
+    made.roll_call = RollCall(
+        store,
+        whereabouts,
+        rank=made.rank,
+        patience_s=made.config.missing_ranks_s,
+        timeout_s=made.config.timeout_s,
+        local=made.local_peers,
+        tell=lambda text: warnings.warn(text, stacklevel=2),
+    )
+    whereabouts.watch()
+
+
+def _confess(made: Context, error: BaseException) -> None:
+    """Says why the script of this rank ends, unless that is another rank's doing."""
+    consequence = isinstance(error, PeerLostError) or names_a_lost_peer(str(error))
+    if made.blame is not None and not consequence:
+        made.blame.confess(error)
+
+
+def script_ended(error: BaseException | None) -> None:
+    """Says that the script of this rank has ended, where the interpreter's end does not.
+
+    Args:
+        error: with which it ends.
+    """
+    if is_initialized() and (whereabouts := context().whereabouts) is not None:
+        whereabouts.script_ended(error)
+
+
+def meet(where: str, ranks: Sequence[int] | None = None) -> None:
+    """Returns when all ranks have come to a call; does nothing where there is one rank.
+
+    Args:
+        where: the call as a script writes it, such as ``model.state_dict()``.
+        ranks: world ranks that are to make it; None for all.
+
+    Raises:
+        UsageError: some are elsewhere, and will not come; the message names them and their places.
+        PeerLostError: one of them has ended, or has not come within the setting ``timeout_s``.
+    """
+    meet_each([Call(where, tuple(range(context().mesh.world_size) if ranks is None else ranks))])
+
+
+def meet_each(calls: Sequence[Call]) -> None:
+    """Returns when all ranks have come to all of these calls; none of them waits for another one.
+
+    Args:
+        calls: of different ranks, this one among them.
+
+    Raises:
+        UsageError: as for `meet`, and so does PeerLostError.
+    """
+    current = context()
+    if current.roll_call is None:
+        return
+    with first_cause_named(current):
+        try:
+            current.roll_call.meet_each(calls)
+        except UsageError as error:
+            groups_in_doubt()
+            raise out_of_data(current, error) from error
+        except BaseException:
+            groups_in_doubt()
+            raise
+
+
+def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Any]:
+    """A context for a call that several ranks make together, and in which they wait for each other anyway.
+
+    Args:
+        where: the call, for the messages of ranks that wait elsewhere.
+        ranks: world ranks that make it.
+        hint: what to try, for those messages.
+    """
+    whereabouts = context().whereabouts
+    if whereabouts is None or len(ranks) < 2:
+        return nullcontext()
+    return whereabouts.inside(where, ranks, hint=hint)
+
+
+def ranks_with_the_model() -> tuple[int, ...]:
+    """World ranks that together have all elements of the model once, with this one among them."""
+    current = context()
+    mesh, shard = current.mesh, current.mesh.shard
+    first = current.data_rank // shard * shard
+    return tuple(
+        sorted(
+            mesh.rank_of(pipeline=stage, data=data)
+            for stage in range(mesh.pipeline)
+            for data in range(first, first + shard)
+        )
+    )

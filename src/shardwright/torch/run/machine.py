@@ -1,0 +1,174 @@
+"""The present machines as a `Cluster`."""
+
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.process_group import tell_all, tell_from
+from shardwright.comm.transport import Transport
+from shardwright.torch.pytorch.heap import give_back_freed_memory
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.update_rate import update_rate
+
+__all__ = ["cores_of_host", "device_name", "present_cluster", "seconds_of_products"]
+
+_SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 1024 * 1024
+# Networks take bursts faster than what follows them: where a large message takes less than this, a larger one
+# is timed.
+_LONG_S, _LARGER_BYTES = 0.02, 8 * 1024 * 1024
+_MESSAGES = 5
+# Products of a few milliseconds, on CPUs and GPUs, tell how fast hosts are; by less they differ by chance.
+_PRODUCT_SIZE = (512, 4096)
+_PRODUCTS = 15
+_UNLIKE = 1.2
+
+_Number = TypeVar("_Number", int, float)
+
+
+def present_cluster(context: Context) -> Cluster:
+    """Describes the machines of this job; collective over all ranks.
+
+    Links are timed with a few messages between the first two ranks of a host, and between the first two
+    hosts.
+    """
+    estimates = context.config.profile == "estimated"
+    cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
+    shared = context.from_first_rank(lambda: context.transport is not None and bool(context.transport.local))
+    local = context.local_peers if shared else None
+    intra = _time_link(context, 0, 1, local) if context.local_size > 1 else None
+    per_node = context.local_size
+    inter = _time_link(context, 0, per_node, local) if context.mesh.world_size > per_node else None
+    if context.local_peers is not None:
+        context.local_peers.shrink()  # the model's messages may be smaller than those
+    give_back_freed_memory()
+    return Cluster(
+        device=Device(
+            name=device_name(context.device),
+            memory_bytes=_least(context, _memory_bytes(context)),
+            update_Bps=0.0 if estimates else _least(context, update_rate(context)),
+        ),
+        ranks_per_node=per_node,
+        cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,
+        intra_node=intra or inter or Link(latency_s=0.0, bandwidth_Bps=1e12),
+        inter_node=inter or intra or Link(latency_s=0.0, bandwidth_Bps=1e12),
+        slowness=_slowness(context),
+    )
+
+
+def _least(context: Context, mine: _Number) -> _Number:
+    """Of what all ranks have: a plan must suit each of them. What is 0 is not known, and does not count."""
+    found = tell_all(mine) if context.mesh.world_size > 1 else [mine]
+    return min((each for each in found if each), default=mine)
+
+
+def _slowness(context: Context) -> tuple[float, ...]:
+    """How the hosts compute against the mean of all ranks; empty where they are alike, or there is one."""
+    per_node, world_size = context.local_size, context.mesh.world_size
+    if world_size <= per_node or context.config.profile == "estimated":
+        return ()
+    dist.barrier()
+    seconds = tell_all(seconds_of_products(context.device))
+    mean = statistics.fmean(seconds)
+    hosts = [seconds[first : first + per_node] for first in range(0, world_size, per_node)]
+    found = tuple(statistics.fmean(host) / mean for host in hosts)
+    return found if max(found) > _UNLIKE * min(found) else ()
+
+
+def seconds_of_products(device: torch.device) -> float:
+    """The median of some matrix products, while all ranks do the same."""
+    size = _PRODUCT_SIZE[device.type == "cuda"]
+    matrix = torch.ones(size, size, device=device)
+    times = []
+    for _ in range(1 + _PRODUCTS):  # the first warms up
+        start = time.perf_counter()
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def cores_of_host() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def device_name(device: torch.device) -> str:
+    """A name for people: the GPU's, or the CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _memory_bytes(context: Context) -> int:
+    """Memory that one rank may use: the GPU's, or its share of the host's, or of its container's."""
+    if context.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(context.device).total_memory)
+    return host_memory_bytes() // context.local_size
+
+
+def _time_link(context: Context, first: int, second: int, local: LocalPeers | None) -> Link:
+    """Sends messages of two sizes to and fro, the way of the pipeline's; the same result on every rank."""
+    pair = (first, second)
+    transport = None
+    if context.rank in pair:
+        transport = Transport(pair, rank=pair.index(context.rank), local=local)
+
+    def timed(num_bytes: int) -> tuple[float, float]:
+        return _time_messages(context, transport, num_bytes, first)
+
+    small_s, _ = timed(_SMALL_BYTES)
+    large_bytes = _LARGE_BYTES
+    large_s, busy_s = timed(large_bytes)
+    if large_s < _LONG_S:
+        large_bytes = _LARGER_BYTES
+        large_s, busy_s = timed(large_bytes)
+    bandwidth = (large_bytes - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
+    return Link(
+        latency_s=max(small_s - _SMALL_BYTES / bandwidth, 0.0),
+        bandwidth_Bps=bandwidth,
+        occupancy=min(1.0, busy_s / large_s) if context.device.type == "cpu" else 0.0,
+    )
+
+
+def _time_messages(
+    context: Context, transport: Transport | None, num_bytes: int, first: int
+) -> tuple[float, float]:
+    """Seconds of a message one way, and those for which it keeps a core busy: as rank `first` has them."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+    times, busy_times = [], []
+    for _ in range(_MESSAGES + 1):
+        start, worked = time.perf_counter(), time.process_time()
+        if transport is not None:
+            _to_and_fro(transport, message, begins=context.rank == first)
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+        times.append((time.perf_counter() - start) / 2)
+        busy_times.append((time.process_time() - worked) / 2)
+    measured = (min(times[1:]), statistics.median(busy_times[1:]))  # the first one opens the connection
+    message_s, busy_s = tell_from(first, measured)
+    return float(message_s), float(busy_s)
+
+
+def _to_and_fro(transport: Transport, message: Tensor, *, begins: bool) -> None:
+    other = 1 if begins else 0
+    if begins:
+        transport.send(message, other)
+    transport.post_receive(message.shape, other, dtype=message.dtype, device=message.device).wait()
+    if not begins:
+        transport.send(message, other)
+    transport.flush()

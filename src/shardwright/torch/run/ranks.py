@@ -1,0 +1,122 @@
+"""Which rank this is, in each group."""
+
+import torch.distributed as dist
+
+from shardwright.torch.run.context import context
+from shardwright.torch.run.joint_calls import meet
+
+__all__ = [
+    "barrier",
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "size",
+    "tp_rank",
+    "tp_size",
+]
+
+
+def rank() -> int:
+    """This rank among all, from 0."""
+    return context().rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return context().mesh.world_size
+
+
+def local_rank() -> int:
+    """This rank on its host, from 0."""
+    return context().local_rank
+
+
+def local_size() -> int:
+    """Ranks on this host."""
+    return context().local_size
+
+
+def dp_rank() -> int:
+    """Which replica this rank belongs to, from 0: the shard of the data to read."""
+    return context().mesh.group_rank("dp", context().rank)
+
+
+def dp_size() -> int:
+    """Number of replicas."""
+    return context().mesh.group_size("dp")
+
+
+def rdp_rank() -> int:
+    """Position among the ranks that hold the same parameters."""
+    return context().mesh.group_rank("rdp", context().rank)
+
+
+def rdp_size() -> int:
+    """Ranks that hold the same parameters."""
+    return context().mesh.group_size("rdp")
+
+
+def pp_rank() -> int:
+    """Position in the pipeline, from 0."""
+    return context().mesh.group_rank("pp", context().rank)
+
+
+def pp_size() -> int:
+    """Ranks in the pipeline."""
+    return context().mesh.group_size("pp")
+
+
+def tp_rank() -> int:
+    """Position among the ranks that share each layer: 0 in this version."""
+    return context().mesh.group_rank("tp", context().rank)
+
+
+def tp_size() -> int:
+    """Ranks that share each layer: 1 in this version."""
+    return context().mesh.group_size("tp")
+
+
+def mp_rank() -> int:
+    """Position in the replica, from 0."""
+    return context().mesh.group_rank("mp", context().rank)
+
+
+def mp_size() -> int:
+    """Ranks that share one replica."""
+    return context().mesh.group_size("mp")
+
+
+def get_mp_group() -> tuple[int, ...]:
+    """World ranks of this replica."""
+    return context().mesh.group("mp", context().rank)
+
+
+def get_dp_group() -> tuple[int, ...]:
+    """World ranks of this pipeline stage, one a replica."""
+    return context().mesh.group("dp", context().rank)
+
+
+def get_dp_process_group() -> dist.ProcessGroup | None:
+    """The process group of this pipeline stage, one rank a replica; None without `torch.distributed`.
+
+    What a step returns is on every rank of a replica. Sums over this group count each replica once: give it
+    to ``dist.all_reduce(correct, group=...)``, or to metrics as their ``process_group``.
+    """
+    return context().group_of_replicas()
+
+
+def barrier() -> None:
+    """Waits for all ranks; call it on all of them."""
+    context()
+    meet("sw.barrier()")

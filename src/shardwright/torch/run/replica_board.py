@@ -1,0 +1,37 @@
+"""Where the ranks of a replica put up values for each other: at the job's store, each replica by itself."""
+
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from shardwright.comm.process_group import default_store
+from shardwright.comm.value_board import ValueBoard
+from shardwright.torch.run.context import Context
+
+__all__ = ["replica_board"]
+
+
+def replica_board(context: Context, number: int) -> ValueBoard:
+    """The board of this rank's replica.
+
+    Args:
+        context: the run.
+        number: tells the runs of a process apart, the same on all ranks.
+    """
+
+    def has_ended(rank: int) -> bool:
+        local = context.local_peers
+        if local is not None and rank in local and local.has_ended(rank):
+            return True
+        return context.blame is not None and context.blame.has_failed(rank)
+
+    store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
+    name = f"values of replica {context.data_rank} in run {number}"
+    store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
+    return ValueBoard(
+        store,
+        context.pipeline_ranks,
+        rank=context.pipeline_rank,
+        has_ended=has_ended,
+        timeout_s=context.config.timeout_s,
+    )

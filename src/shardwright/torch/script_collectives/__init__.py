@@ -1,0 +1,1 @@
+"""Collectives of `torch.distributed` that the script, or its model, calls itself."""

@@ -1,0 +1,1 @@
+"""Sharded data parallelism: the ranks of a shard group keep some rows of each parameter."""

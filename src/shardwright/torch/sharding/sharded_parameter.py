@@ -1,0 +1,244 @@
+"""A parameter of which this rank keeps some rows, in the forms that it takes in turn.
+
+::
+
+    between steps          ShardedTensor           rows of this rank, shape of the whole
+    inside of a step       AbsentParameter         none, as long as nothing is computed with it
+                           ordinary tensor         all rows
+    while a step is traced ordinary tensor         none, on the meta device
+    in optimizer.step()    ordinary tensor         rows of this rank, shape of these
+
+It stays the same Python object: optimizers, ties and variables of the script keep it.
+"""
+
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import dtensor_of, put_in_place, spec_like
+from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
+from shardwright.torch.sharding.absent_parameter import Bring, becomes_absent, becomes_present
+
+__all__ = ["Form", "ShardedParameter"]
+
+
+class Form(Enum):
+    """What a sharded parameter is just now."""
+
+    SHARDED = "sharded"
+    WHOLE = "whole"
+    SHAPE = "shape"
+    LOCAL = "local"
+
+
+class ShardedParameter:
+    """A parameter of the model that is cut into shards.
+
+    It begins in the form `Form.WHOLE`.
+
+    Args:
+        name: its first name.
+        parameter: the model's own, which may be on the meta device.
+        whole: memory of the parameter's shape for all rows; has their values. None where rows are not
+            at hand.
+        own_rows: which rows this rank keeps.
+        rows: memory for these; it may be a part of `whole`; has their values.
+        mesh: of the ranks that share it.
+        placements: how it is cut over the axes of the mesh.
+
+    Attributes:
+        name: its first name.
+        parameter: the model's own.
+        own_rows: which rows this rank keeps.
+        rows: these, in memory.
+        gradient: of these, what the batch that runs has added; None where that is nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        whole: Tensor | None,
+        own_rows: range,
+        rows: Tensor,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+    ):
+        self.name = name
+        self.parameter = parameter
+        self.own_rows = own_rows
+        self.rows = rows
+        self.gradient: Tensor | None = None
+        self._bring: Bring | None = None
+        if parameter.is_meta:
+            real = nn.Parameter(rows.new_empty(0), parameter.requires_grad)
+            set_gradient_dtype(real, gradient_dtype(parameter))
+            put_in_place(parameter, real)
+        self._without_rows = _without_memory(parameter.shape, rows)
+        # What writes to its neighbours in memory does not count as a change of it.
+        parameter.data = self._without_rows if whole is None else whole
+        dtensor = DTensor.from_local(
+            rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        self._spec = dtensor._spec
+        self._form = Form.WHOLE
+        self._others: dict[Form, Tensor] = {
+            Form.SHARDED: ShardedTensor(dtensor).requires_grad_(parameter.requires_grad),
+            Form.LOCAL: nn.Parameter(rows, parameter.requires_grad),
+        }
+        for other in self._others.values():
+            set_gradient_dtype(other, gradient_dtype(parameter))
+        # What the other form has as attributes goes with the Python object, which is always this one.
+        vars(parameter).update(dtensor=dtensor, _is_param=True)
+        self._dtype = parameter.dtype
+        self._version = parameter._version
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that computes, and gets the gradient: another Python object where rows are absent."""
+        return self.parameter if self._form is Form.WHOLE else self._others[Form.WHOLE]
+
+    def begin(self, bring: Bring | None) -> None:
+        """At the beginning of a step.
+
+        Args:
+            bring: has all rows come, when they are needed, and calls `come`; None where they are at hand.
+
+        Raises:
+            UsageError: it has another type since the last one.
+        """
+        if self.parameter.dtype != self._dtype:
+            raise UsageError(
+                f"{self.name} was {self._dtype} when it was spread over the ranks that share it, and is "
+                f"{self.parameter.dtype} now. Cast the model before the first step."
+            )
+        self._version = self.holder._version
+        self._bring = bring
+        if bring is None:
+            self.come()
+        else:
+            self._show(Form.SHARDED)
+            becomes_absent(self.parameter, self, bring)
+
+    def come(self, whole: Tensor | None = None) -> None:
+        """All rows are at hand.
+
+        Args:
+            whole: where; None for where they were the last time.
+        """
+        if whole is not None:
+            self.holder.data = whole
+        becomes_present(self.parameter)
+        self._show(Form.WHOLE)
+        if self.parameter._backward_hooks is not None:
+            # Hooks that were registered between steps belong to the form that it had then.
+            self.parameter._backward_hooks = self.parameter._backward_hooks
+        if self._bring is not None:
+            # A checkpoint may have saved the other form.
+            becomes_absent(self._others[Form.SHARDED], self, self._bring)
+
+    def go(self, bring: Bring) -> None:
+        """All rows are not at hand any more: what is computed with them brings them again."""
+        self._show(Form.SHARDED)
+        self.holder.data = self._without_rows
+        becomes_absent(self.parameter, self, bring)
+
+    def to_sharded(self, *, written: bool = False) -> None:
+        """At the end of a step; the gradient is that of the rows of this rank.
+
+        Args:
+            written: all ranks have given it the same values.
+
+        Raises:
+            UsageError: the step has changed the parameter itself.
+        """
+        holder = self.holder
+        changed = holder._version != self._version and not written
+        if written and self.rows.data_ptr() != self._rows_of(self.parameter).data_ptr():
+            self.rows.copy_(self._rows_of(self.parameter.detach()))
+        holder.grad = None
+        becomes_present(self.parameter)
+        self._show(Form.SHARDED)
+        gradient, self.gradient = self.gradient, None
+        if gradient is not None:
+            self._add(gradient)
+        if changed:
+            raise UsageError(
+                f"the step function changes the parameter {self.name} in place, and ranks share it: each "
+                "would change it once more. Change it between two steps, or set "
+                "sharded_data_parallel_degree 1."
+            )
+
+    def leave(self) -> None:
+        """Where a step failed in its middle: as it was before, with the gradients of earlier steps."""
+        self.holder.grad = None
+        self.gradient = None
+        becomes_present(self.parameter)
+        self._show(Form.SHARDED)
+
+    def forget_rows(self) -> None:
+        """Between steps: the rows of other ranks take no memory for it any more."""
+        self.holder.data = self._without_rows
+
+    def show_shape(self) -> None:
+        """Where rows are not at hand and nobody computes with them; `go` ends it."""
+        becomes_present(self.parameter)
+        if Form.SHAPE not in self._others:
+            shape = torch.empty(self.parameter.shape, dtype=self._dtype, device="meta")
+            self._others[Form.SHAPE] = nn.Parameter(shape, self.parameter.requires_grad)
+        self._show(Form.SHAPE)
+
+    def to_local(self) -> None:
+        """Before the optimizer: the rows of this rank, with their gradient."""
+        gradient = self.parameter.grad
+        self._show(Form.LOCAL)
+        self.parameter.grad = None if gradient is None else self._rows_of(gradient)
+
+    def from_local(self) -> None:
+        """Behind the optimizer, which may have cleared the gradient."""
+        cleared = self.parameter.grad is None
+        self.parameter.grad = None
+        self._show(Form.SHARDED)
+        if cleared:
+            self.parameter.grad = None
+
+    def _show(self, form: Form) -> None:
+        """Gives it another form."""
+        if form is self._form:
+            return
+        if form in self._others:
+            becomes_present(self._others[form])
+        trained = self.parameter.requires_grad
+        other = self._others[form]
+        put_in_place(self.parameter, other)
+        del self._others[form]
+        self._others[self._form] = other
+        self._form = form
+        if self.parameter.requires_grad is not trained:
+            self.parameter.requires_grad_(trained)
+
+    def _add(self, gradient: Tensor) -> None:
+        present = self.parameter.grad
+        if present is None:
+            self.parameter.grad = ShardedTensor(dtensor_of(gradient, spec_like(self._spec, gradient)))
+        else:
+            self._rows_of(present).add_(gradient)
+
+    def _rows_of(self, tensor: Tensor) -> Tensor:
+        """The rows of this rank of a tensor with the shape of the whole."""
+        if isinstance(tensor, ShardedTensor):
+            return tensor.local
+        return tensor[self.own_rows.start : self.own_rows.stop]
+
+
+def _without_memory(shape: torch.Size, like: Tensor) -> Tensor:
+    """A tensor that has a shape, and no data to read."""
+    made = like.new_empty(shape)
+    made.untyped_storage().resize_(0)
+    return made

@@ -1,0 +1,40 @@
+"""Replicas that froze other parameters than each other: they would add up gradients of different ones.
+
+A rank packs the gradients of what it trains. Where as many numbers are frozen on each, no message tells::
+
+    rank 0   a frozen    gradients of b, c  ──┐
+    rank 1   b frozen    gradients of a, c  ──┴──► b + a, c + c
+"""
+
+from torch import Tensor, nn
+
+from shardwright.comm.process_group import tell_all
+from shardwright.errors import UsageError
+from shardwright.torch.run.context import Context
+
+__all__ = ["frozen_otherwise"]
+
+
+def frozen_otherwise(context: Context, module: nn.Module, digests: Tensor, *, step: int) -> UsageError | None:
+    """Says which parameter only some replicas have trained; collective over all ranks where there is one.
+
+    Args:
+        context: the run.
+        module: the whole model.
+        digests: `Replicas.digest_of_trained` of all ranks.
+        step: number of the step.
+    """
+    groups = context.mesh.groups("dp")
+    if all(bool((digests[list(ranks)] == digests[ranks[0]]).all()) for ranks in groups):
+        return None
+    trained = tell_all([name for name, parameter in module.named_parameters() if parameter.requires_grad])
+    for first, *others in groups:
+        for rank in others:
+            for name in sorted({*trained[first]} ^ {*trained[rank]}):
+                where, not_where = (first, rank) if name in trained[first] else (rank, first)
+                return UsageError(
+                    f"in step {step}, {name} is trained on rank {where} and frozen on rank {not_where}. They "
+                    "are replicas of one model, and have added up gradients of different parameters. No rank "
+                    "has made the update. Call requires_grad_() alike on all ranks."
+                )
+    return None

@@ -1,0 +1,138 @@
+"""What ranks tell each other when a training step has ended: a row of numbers each, in one exchange.
+
+::
+
+    rank 0   │ busy, memory, loss, gradients, numbers of optimizers │ ──┐
+    rank 1   │ busy, memory, loss, gradients, numbers of optimizers │ ──┼──► all rows on all ranks
+    rank 2   │ ...                                                  │ ──┘
+
+All ranks see the same rows, so that they report, go on or end alike, before any of them makes an update.
+"""
+
+import math
+import sys
+import time
+from enum import IntEnum
+
+import torch
+
+from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.devices_in_use import uses_gpus
+from shardwright.comm.purpose import Purpose
+from shardwright.errors import ShardwrightError
+from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.measuring.reporting import Reporter
+from shardwright.torch.run.context import Context
+from shardwright.torch.step_end.finiteness import Finiteness
+from shardwright.torch.step_end.frozen_alike import frozen_otherwise
+from shardwright.torch.step_end.group_numbers import GroupNumbers
+
+__all__ = ["Column", "StepEnd"]
+
+
+class Column(IntEnum):
+    """Of a rank's row; what may be on a GPU comes last.
+
+    ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
+    bytes. ``TRAINED`` is a digest of which parameters are trained; from ``NUMBERS`` on come digests of what
+    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
+    """
+
+    BUSY_S = 0
+    PIPELINE_S = 1
+    MEMORY = 2
+    TRAINED = 3
+    NUMBERS = 4
+    COMMON_NUMBERS = 5
+    DEVICE_NUMBERS = 6
+    COMMON_DEVICE_NUMBERS = 7
+    LOSS = 8
+    GRADIENTS = 9
+
+
+class StepEnd:
+    """The end of every training step of a model.
+
+    Args:
+        context: the run.
+        model: the wrapped model.
+
+    Attributes:
+        finiteness: whether the update is left out.
+        numbers: what optimizers update with.
+    """
+
+    def __init__(self, context: Context, model: TrainedModel):
+        self._context = context
+        self._model = model
+        self.finiteness = Finiteness(context, model)
+        self.numbers = GroupNumbers(context)
+
+    def come(self, run: BatchResult, *, begun_s: float) -> None:
+        """A training step has ended on this rank; collective over all ranks.
+
+        Args:
+            run: the step.
+            begun_s: when it began, on `time.perf_counter`.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
+            UsageError: replicas have frozen other parameters than each other, or optimizers of ranks that
+                must make the same updates have other numbers.
+        """
+        reporter = self._context.reporter
+        assert isinstance(reporter, Reporter)
+        losses = run.losses or ()
+        looked = self.finiteness.look(losses)
+        plain, on_device = self.numbers.digests()
+        seconds = time.perf_counter() - begun_s
+        busy = sum(end - start - waited for _, start, end, waited in run.row)
+        device, world = self._context.device, self._context.world
+        told = [busy, run.pipeline_s, _memory(), self._model.replicas.digest_of_trained, *plain]
+        here = torch.tensor(told, dtype=torch.float64, device=device)
+        row = torch.cat([here, torch.stack([*on_device, *looked])])
+        # On a GPU this is where the host waits for the step.
+        rows = row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
+        step = reporter.num_steps + 1
+        problem: ShardwrightError | None = frozen_otherwise(
+            self._context, self._model.get_module(), rows[:, Column.TRAINED], step=step
+        )
+        problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
+        problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
+        busy_s, pipeline_s, memory = rows[:, : Column.TRAINED].unbind(1)
+        reporter.step_done(
+            run,
+            seconds=seconds,
+            busy_s=busy_s.tolist(),
+            pipeline_s=pipeline_s.tolist(),
+            memory=[int(num_bytes) for num_bytes in memory.tolist()],
+            skipped=self.finiteness.num_skipped,
+            gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
+            parameter_error=_lost_in(self._model.replicas.parameter_quantiser),
+        )
+        if self._context.whereabouts is not None:
+            self._context.whereabouts.steps = reporter.num_steps
+        if problem is not None:
+            raise problem
+
+
+def _memory() -> int:
+    """Peak memory of this process: of the GPU where there is one, else the resident set."""
+    if uses_gpus():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
+    """What packing has lost since the last step, relative to what was packed; None where that overflowed."""
+    if quantiser is None:
+        return None
+    lost = quantiser.relative_error
+    quantiser.reset()
+    return lost if math.isfinite(lost) else None

@@ -1,0 +1,1 @@
+"""Runs a step function once without data, and writes down what it does."""

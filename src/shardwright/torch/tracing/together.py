@@ -1,0 +1,166 @@
+"""Finds the nodes of a trace that one stage must compute, whatever the plan.
+
+====================================== ============================================================
+`torch.utils.checkpoint` over units    a stage recomputes only what it computed
+a buffer that glue changes             whoever reads it waits for the change of the microbatch before
+`torch.autograd.grad` in glue          autograd knows no path from one stage to another
+a parameter changed between units      other stages would not see the change
+a counter that Python reads            other microbatches come in where a rank changes its stage
+====================================== ============================================================
+
+A node may appear in several groups. The planner cuts between groups only.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import FrameType
+
+import torch
+
+from shardwright.model_graph import Node, Together
+from shardwright.torch.tracing.trace_data import Step
+
+__all__ = ["Regions", "buffer_together", "counters_together", "gradient_together", "parameters_together"]
+
+
+class Regions:
+    """Calls of `torch.utils.checkpoint`, and the nodes inside them."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[FrameType, list[int]] = {}
+        self._lines: dict[FrameType, str] = {}
+        self._with_gradients: set[FrameType] = set()
+
+    def note(self, node: int, frame: FrameType, line: str) -> None:
+        """A node is inside of a call.
+
+        Args:
+            node: its index.
+            frame: the call.
+            line: from where it is called.
+        """
+        self._nodes.setdefault(frame, []).append(node)
+        self._lines.setdefault(frame, line)
+        if torch.is_grad_enabled():
+            self._with_gradients.add(frame)
+
+    def together(self, *, trains: bool) -> list[Together]:
+        """The nodes of each call.
+
+        Args:
+            trains: the trace has a backward. One without it may have calls that matter when the model is
+                trained, so it counts all; one with it, those that have gradients.
+        """
+        return [
+            Together(
+                tuple(nodes),
+                what="torch.utils.checkpoint",
+                line=self._lines[frame],
+                why="torch.utils.checkpoint is called on code that is placed on several stages, and a stage "
+                "can recompute only its own.",
+                remedy="Call it on each block by itself, or move the code into one module.",
+                for_backward=True,
+            )
+            for frame, nodes in self._nodes.items()
+            if not trains or frame in self._with_gradients
+        ]
+
+    def clear(self) -> None:
+        """Forgets all calls: their frames hold on to all that their functions had."""
+        self._nodes.clear()
+        self._lines.clear()
+        self._with_gradients.clear()
+
+
+def buffer_together(name: str, nodes: Sequence[Node], readers: set[int], writers: set[int]) -> Together:
+    """Who reads the content that a microbatch finds in a buffer, and who changes it."""
+    return Together(
+        tuple(sorted(readers | writers)),
+        what=f"the buffer {name}, which is changed",
+        line=nodes[max(writers, default=max(readers, default=0))].line,
+        why=f"the buffer {name} is read on an earlier stage than the one that changes it. The next "
+        "microbatch would have to wait for the change, and no stage could work ahead.",
+        remedy="Read and change it in one module, or change it where it is read.",
+    )
+
+
+def gradient_together(
+    nodes: Sequence[Node], node: int, producers: Mapping[int, int], trained: Collection[int], *, deep: bool
+) -> Together:
+    """A call of `torch.autograd.grad`, and what it goes back to.
+
+    Args:
+        nodes: of the trace.
+        node: the call.
+        producers: value -> node that makes it.
+        trained: values that require gradients.
+        deep: it goes back to parameters or to the batch, so through everything.
+    """
+    found = {node, *(producers[value] for value in nodes[node].inputs)}
+    pending = list(found) if deep else []
+    while pending:
+        before = {producers[value] for value in nodes[pending.pop()].inputs if value in trained} - found
+        found |= before
+        pending += before
+    return Together(
+        tuple(sorted(found)),
+        what="torch.autograd.grad()",
+        line=nodes[node].line,
+        why="torch.autograd.grad() asks for a gradient with respect to a tensor of another stage.",
+        remedy="Compute both the tensor and its gradient in one module.",
+    )
+
+
+def parameters_together(
+    steps: Sequence[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
+) -> list[Together]:
+    """Changes of parameters, and of buffers of units, and all who use these.
+
+    Args:
+        steps: of the trace.
+        nodes: of the trace.
+        held: unit -> names of its parameters.
+    """
+    changed = {name: step.line for step in steps for name in step.changed_parameters}
+    found = []
+    for name, line in changed.items():
+        users = {
+            index
+            for index, node in enumerate(nodes)
+            if name in node.parameters or (node.kind == "unit" and name in held[node.name])
+        }
+        users |= {step.node for step in steps if step.node is not None and name in step.changed_parameters}
+        if len({nodes[user].name if nodes[user].kind == "unit" else user for user in users}) == 1:
+            continue  # a unit changes what it alone has
+        found.append(
+            Together(
+                tuple(sorted(users)),
+                what=f"the parameter or buffer {name}, which is changed in place",
+                line=line,
+                why=f"the parameter or buffer {name} is changed in place by the step function or by a "
+                "module, and several stages use it.",
+                remedy="Change it after optimizer.step(), or inside the one module that uses it.",
+            )
+        )
+    return found
+
+
+def counters_together(steps: Sequence[Step], nodes: Sequence[Node]) -> list[Together]:
+    """What comes between the first and the last use of a buffer that Python reads."""
+    found = []
+    for name in dict.fromkeys(name for step in steps for name in step.counters):
+        used = [index for index, step in enumerate(steps) if name in step.counters]
+        # From the node before on: which stage a rank has got to shows there.
+        before = [step.node for step in steps[: used[0]] if step.node is not None][-1:]
+        between = [step.node for step in steps[used[0] : used[-1]] if step.node is not None]
+        found.append(
+            Together(
+                tuple(dict.fromkeys([*before, *between])),
+                what=f"the buffer {name}, whose value Python reads",
+                line=nodes[between[-1]].line if between else "",
+                why=f"the buffer {name} is changed in the step function, Python reads its value, and stages "
+                "change in between, where other microbatches come in.",
+                remedy="Read and change it in one place.",
+                one_rank=True,
+            )
+        )
+    return found

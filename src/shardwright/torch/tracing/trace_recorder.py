@@ -1,0 +1,286 @@
+"""Writes down the calls of a traced step function: the steps, and the nodes of the graph."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import DeferredReadError, UsageError
+from shardwright.model_graph import Node, Together, Value
+from shardwright.torch._private import FakeTensor, storage_key
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.pytorch.source_line import outermost_checkpoint, user_line
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.glue_buffers import BufferWatch
+from shardwright.torch.tracing.hidden_inputs import HiddenInputs
+from shardwright.torch.tracing.together import (
+    Regions,
+    counters_together,
+    gradient_together,
+    parameters_together,
+)
+from shardwright.torch.tracing.trace_data import Step
+from shardwright.torch.tracing.traced_buffers import TracedBuffers
+from shardwright.torch.tracing.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.tracing.traced_changes import TracedChanges
+from shardwright.torch.tracing.traced_values import TracedValues
+
+__all__ = ["TraceRecorder"]
+
+
+class TraceRecorder:
+    """The steps of a trace, in order of execution.
+
+    Args:
+        values: of the trace.
+        buffers: outside of units.
+        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
+
+    Attributes:
+        steps: everything that is intercepted.
+        batch_memory: memory of the microbatch: that it is saved takes no further memory.
+    """
+
+    def __init__(self, values: TracedValues, buffers: TracedBuffers, was_there: Callable[[Tensor], bool]):
+        self.steps: list[Step] = []
+        self.batch_memory: set[int] = set()
+        self._values = values
+        self._buffers = buffers
+        self._nodes: list[Node] = []
+        self._changes = TracedChanges(values, was_there)
+        self._regions = Regions()
+        self._gradients: dict[int, bool] = {}
+        self._units_write: dict[int, set[int]] = {}  # memory that units hold -> nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes so far."""
+        return len(self._nodes)
+
+    # ---- calls ----
+
+    def reads(self, items: list[Any]) -> list[tuple[int, int]]:
+        """The values among the leaves of arguments: (position, value).
+
+        Raises:
+            DeferredReadError: a tensor left a unit by another way than as its result.
+            UsageError: a tensor of another call of a step function is among them.
+        """
+        found = []
+        for position, item in enumerate(items):
+            value = self._values.find(item)
+            if value is None and isinstance(item, Tensor):
+                value = self._buffers.first_read(item, len(self._nodes))
+                if value is None:
+                    value = self._changes.under_another_name(item)
+            if value is not None:
+                found.append((position, value))
+            elif isinstance(item, FakeTensor) and id(item) not in self._values.lent_for:
+                raise DeferredReadError(
+                    f"{user_line()}: a tensor that was made inside a unit left it by another way than as its "
+                    "result (through an attribute, a list, a hook of a module inside it). Make it part of "
+                    "what the module returns, or keep it in an attribute of the module: module.seen = tensor."
+                )
+            elif isinstance(item, DeferredTensor):
+                raise UsageError(
+                    f"{user_line()}: a tensor of an earlier call of a step function is used here. Its "
+                    "data is on another rank and gone: return what you need from the step function as a "
+                    "StepOutput."
+                )
+        return found
+
+    def free_step(self, func: Any, items: list[Any]) -> Step:
+        """Adds a step that every rank executes."""
+        step = Step(func=func, node=None, counters=self._buffers.counters_among(items))
+        self.steps.append(step)
+        return step
+
+    def record(
+        self,
+        node: Node,
+        call: TracedCall,
+        outcome: Outcome,
+        *,
+        recomputed: bool = False,
+        fills: bool = False,
+    ) -> Any:
+        """Adds a call that has run.
+
+        Args:
+            node: what is known of its node besides outputs and what is saved.
+            call: the call.
+            outcome: what it gave and did.
+            recomputed: the step function computes it again in the backward.
+            fills: it is given containers that units change.
+
+        Returns:
+            Its result as the step function gets it: with deferred tensors.
+        """
+        index = len(self._nodes)
+        self._note_region(index)
+        if call.func is torch.autograd.grad:
+            asked = (item for item in call.items if isinstance(item, Tensor) and item.requires_grad)
+            self._gradients[index] = any(self._values.find(item) is None for item in asked)
+        changed_parameters = (
+            *self._changes.parameters(call, outcome),
+            *outcome.written_names,
+        )
+        changes = self._changes.of_call(index, call, outcome)
+        results, structure = flatten(outcome.output)
+        returned, writes, passed = self._results(results, call, index)
+        left: list[tuple[nn.Module, str, DeferredTensor]] = []
+        for module, key, fake in outcome.attributes:
+            # Units find the fake tensor itself in the attribute, and so does the step function.
+            value = self._values.new(index, len(writes), fake, holder=fake)
+            writes.append((len(results) + len(left), value))
+            left.append((module, key, DeferredTensor(fake, value)))
+        outputs = tuple(value for _, value in writes)
+        outcome.cost.ignore(self.batch_memory)
+        self._nodes.append(
+            replace(
+                node,
+                outputs=outputs,
+                saved_bytes=outcome.cost.saved_bytes,
+                saved_values=self._saved((*node.inputs, *outputs), outcome),
+            )
+        )
+        step = Step(
+            func=call.func,
+            node=index,
+            line=node.line,
+            draws=tuple(outcome.cost.draws),
+            looks_at_values=outcome.cost.reads_data,
+            reads=tuple(call.reads),
+            writes=tuple(writes),
+            changes=changes,
+            structure=structure.without_template(),
+            result=tuple(None if position in passed else item for position, item in enumerate(returned)),
+            passed=tuple(passed.items()),
+            changed_parameters=changed_parameters,
+            given_counters=bool(self._buffers.counters_among(call.items)),
+            attributes=tuple(left),
+            passed_attributes=tuple(outcome.passed_attributes),
+            recomputed=recomputed,
+            flat=call.is_flat,
+            fills=fills,
+            own_results=outcome.own_results,
+        )
+        for tensor in outcome.written:
+            self._units_write.setdefault(storage_key(tensor), set()).add(index)
+        self._changes.note(step)
+        self.steps.append(step)
+        return structure.rebuild(returned)
+
+    def _results(
+        self, results: list[Any], call: TracedCall, node: int
+    ) -> tuple[list[Any], list[tuple[int, int]], dict[int, int]]:
+        """What the step function gets for the results of a call, which are fake tensors.
+
+        Returns:
+            The results with deferred tensors; (position, value) of those that are new; and position ->
+            position of the argument for those that are arguments passed on.
+        """
+        sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
+        sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
+        returned: list[Any] = []
+        writes: list[tuple[int, int]] = []
+        passed: dict[int, int] = {}
+        for position, result in enumerate(results):
+            if id(result) in sources:
+                passed[position] = sources[id(result)]
+                returned.append(call.items[passed[position]])
+            elif isinstance(result, Tensor):
+                value = self._values.new(node, len(writes), self._values.as_fake(result))
+                writes.append((position, value))
+                returned.append(self._values[value].holder)
+            else:
+                returned.append(result)
+        return returned, writes, passed
+
+    def changes_memory_of(self, item: Tensor) -> bool:
+        """Whether what comes from units went into the memory of a tensor that every rank had."""
+        return self._changes.in_memory_of(item)
+
+    def _note_region(self, node: int) -> None:
+        region = outermost_checkpoint()
+        if region is not None:
+            self._regions.note(node, region, user_line(region))
+
+    def _saved(self, candidates: tuple[int, ...], outcome: Outcome) -> tuple[int, ...]:
+        """What autograd keeps of these values; of those that share memory, the first."""
+        memories = (self._values.memory_of(value) for value in candidates)
+        firsts = (self._values.in_memory(memory)[0] for memory in memories if outcome.cost.saves(memory))
+        return tuple(dict.fromkeys(firsts))
+
+    def buffers_behind(self, values: list[int]) -> frozenset[str]:
+        """Names of the buffers whose content at the start went into these values."""
+        pending, seen = list(values), set[int]()
+        while pending:
+            value = pending.pop()
+            if value not in seen and value not in self._buffers.initial:
+                pending.extend(self._nodes[self._values[value].producer].inputs)
+            seen.add(value)
+        initial = self._buffers.initial
+        return frozenset(initial[value] for value in seen if value in initial)
+
+    # ---- the end ----
+
+    def share_results(self) -> None:
+        """Leaves results in the memory of their units where it is changed under both names."""
+        changed = {change.view.memory for step in self.steps for change in step.changes}
+        several = {memory for memory, nodes in self._units_write.items() if len(nodes) > 1}
+        for step in self.steps:
+            memories = {self._values.memory_of(v) for p, v in step.writes if p in step.own_results}
+            if memories & changed:
+                step.shared_results = step.own_results
+            if memories & (changed | several):
+                step.own_results = ()
+
+    def forget_frames(self) -> None:
+        """Lets go of the frames of the step function, which hold on to all that it had."""
+        self._regions.clear()
+
+    def together(
+        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs, *, trains: bool
+    ) -> tuple[Together, ...]:
+        """Nodes that must have one home.
+
+        Args:
+            watch: knows what buffers refer to now.
+            held: unit -> names of its parameters.
+            hidden: knows which units use what they were not given.
+            trains: the step function has a backward.
+        """
+        found = [
+            *self._regions.together(trains=trains),
+            *self._buffers.together(self.steps, self._nodes, watch),
+        ]
+        producers = {value: made.producer for value, made in enumerate(self._values)}
+        trained = {value for value, made in enumerate(self._values) if made.fake.requires_grad}
+        for node, deep in self._gradients.items():
+            found.append(gradient_together(self._nodes, node, producers, trained, deep=deep))
+        found += parameters_together(self.steps, self._nodes, held)
+        found += counters_together(self.steps, self._nodes)
+        found += hidden.together(self._nodes)
+        return tuple(group for group in found if len(group.nodes) > 1)
+
+    def values(self) -> tuple[Value, ...]:
+        """The values as plain data."""
+        return tuple(Value(v.producer, v.position, v.spec) for v in self._values)
+
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, with all values that they make and depend on, and the buffers that they read first."""
+        nodes, initial = list(self._nodes), self._buffers.initial
+        for step in self.steps:
+            if step.node is not None and (step.changes or initial):
+                node, after = nodes[step.node], tuple(change.after for change in step.changes)
+                first = [v for v in step.inputs if v in initial and self._values[v].producer == step.node]
+                nodes[step.node] = replace(
+                    node,
+                    inputs=tuple(value for value in step.inputs if value not in first),
+                    outputs=node.outputs + after,
+                    parameters=node.parameters + tuple(initial[value] for value in first),
+                )
+        return tuple(nodes)

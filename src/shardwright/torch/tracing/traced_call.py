@@ -1,0 +1,108 @@
+"""One call of a step function that is traced: a unit's, or that of an operation between units."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.torch.counting.cost_counter import CostCounter
+from shardwright.torch.pytorch.functions import on_fakes, unnoticed_changes
+from shardwright.torch.pytorch.tree import Structure
+
+__all__ = ["Outcome", "TracedCall", "is_opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gave and did.
+
+    Attributes:
+        output: what it returned, with fake tensors.
+        versions: of the leaves of its arguments before it ran; None for those that are no tensors.
+        cost: what was counted.
+        attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
+        passed_attributes: free arguments that it left there: (module, name, position among the arguments).
+        written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
+        written_names: names of the parameters and buffers among these, and of those in the same memory.
+        written_again: those among it that ``torch.utils.checkpoint`` changes a second time.
+        written_once: those among it that are changed at other times, too, or several times in between.
+        written_undecided: those that are changed a second time if what comes after has gradients.
+        own_results: positions of results that lie in memory which the unit holds and writes to in every call.
+        unreached: positions of arguments that require gradients, and get none from it.
+    """
+
+    output: Any
+    versions: list[int | None]
+    cost: CostCounter
+    attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
+    written: Sequence[Tensor] = ()
+    written_names: tuple[str, ...] = ()
+    written_again: Sequence[Tensor] = ()
+    written_once: Sequence[Tensor] = ()
+    written_undecided: Sequence[Tensor] = ()
+    own_results: tuple[int, ...] = ()
+    unreached: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call and its arguments.
+
+    Attributes:
+        func: the unit's module, or the torch function.
+        items: leaves of its arguments, as the step function gives them.
+        structure: their structure.
+        reads: (position among the leaves, value) of each value among them.
+        arguments: (args, kwargs) with fake tensors.
+        fakes: leaves of these, but for what units have appended to lists.
+        line: where in the user's code.
+    """
+
+    func: Callable[..., Any]
+    items: list[Any]
+    structure: Structure
+    reads: list[tuple[int, int]]
+    arguments: Any
+    fakes: list[Any]
+    line: str
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values among its arguments, each once."""
+        return tuple(dict.fromkeys(value for _, value in self.reads))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its arguments are the leaves themselves, all given by position."""
+        args, kwargs = self.arguments
+        same = len(args) == len(self.fakes) and all(map(operator.is_, args, self.fakes))
+        return not kwargs and same
+
+    def run(self, cost: CostCounter) -> Outcome:
+        """Runs it on fake tensors, whose mode is in force."""
+        args, kwargs = self.arguments
+        versions = [item._version if isinstance(item, Tensor) else None for item in self.fakes]
+        with cost:
+            return Outcome(on_fakes(self.func)(*args, **kwargs), versions, cost)
+
+    def detached(self, outcome: Outcome) -> tuple[int, ...]:
+        """The values among its arguments that get no gradient from it, wherever they stand."""
+        reached = {value for position, value in self.reads if position not in outcome.unreached}
+        return tuple(value for value in self.inputs if value not in reached)
+
+    def changed(self, outcome: Outcome) -> list[int]:
+        """Positions of the arguments that it changed in place."""
+        unnoticed = unnoticed_changes(self.func, *self.arguments)
+        return [
+            position
+            for position, (fake, version) in enumerate(zip(self.fakes, outcome.versions, strict=True))
+            if version is not None and (fake._version != version or any(fake is item for item in unnoticed))
+        ]
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether a leaf is an object that a call may change, and that may have tensors inside."""
+    return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)

@@ -1,0 +1,1 @@
+"""Chooses the units of a model: the modules that are placed whole."""

@@ -1,0 +1,226 @@
+"""The graph and the plan of a model without running it: no weights, no ranks, any size."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.cluster import Cluster
+from shardwright.config import Config
+from shardwright.errors import PlanError, StalePlanError, UsageError
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan
+from shardwright.planner import (
+    Candidates,
+    best_of_meshes,
+    estimate_profile,
+    make_plan,
+    meshes,
+    microbatch_counts,
+)
+from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.profile import Profile
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.interception.glue import active_handler, plain_torch
+from shardwright.torch.pytorch.tree import flatten, leaves
+from shardwright.torch.units.model_traces import trace_parts
+from shardwright.units import format_bytes
+
+__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data"]
+
+
+def trace_model(
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    num_stages: int = 2,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> ModelGraph:
+    """Traces one training microbatch of a model on tensors without data.
+
+    Nothing is computed and no memory is taken, so a model of any size can be given, built under
+    ``torch.device("meta")``.
+
+    Args:
+        model: any module.
+        *args: what it is called with; tensors may be on the meta device.
+        loss: makes one number of what the model returns; without it, its attribute ``loss``, or the mean of
+            its first tensor.
+        num_stages: how many stages are thought of, which says how fine the units need to be.
+        device: where the units are thought to compute.
+        **kwargs: what it is called with.
+
+    Returns:
+        The units, what flows between them, and what each costs.
+
+    Raises:
+        TraceError: the model cannot be traced; the line is named.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8, 99), torch.nn.ReLU(), torch.nn.Linear(99, 1))
+        >>> graph = sw.trace_model(model, torch.empty(2, 8))
+        >>> [graph.nodes[call].name for call in graph.calls]
+        ['0', '2']
+    """
+    arguments = with_data((args, kwargs), device)
+    traces = trace_parts(
+        model, step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
+    )
+    return traces[1].graph
+
+
+def plan_model(
+    model: nn.Module,
+    *args: Any,
+    config: Config,
+    world_size: int,
+    cluster: Cluster,
+    measured: MeasuredProfile | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    search_degrees: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Makes the plan of a training run from what was measured before, or from FLOPs, bytes and rates.
+
+    Args:
+        model: any module; under ``torch.device("meta")`` it takes no memory.
+        *args: one batch of one replica; tensors may be on the meta device.
+        config: the settings of the run.
+        world_size: ranks of the run.
+        cluster: its machines.
+        measured: what units of the model cost; of others, and without it, that is estimated.
+        loss: as for `trace_model`.
+        search_degrees: choose the degrees that the settings leave open, too.
+        **kwargs: one batch of one replica.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the number of ranks.
+        PlanError: the settings cannot be met, or nothing fits.
+        StalePlanError: another model was measured.
+        TraceError: the model cannot be traced; the line is named.
+    """
+    planner = _Offline(
+        model, with_data((args, kwargs), "cpu"), config=config, cluster=cluster, measured=measured, loss=loss
+    )
+    if not search_degrees:
+        return planner.plan(config.resolve_world(world_size))
+    return best_of_meshes(meshes(world_size, config), planner.plan)
+
+
+class _Offline:
+    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        *,
+        config: Config,
+        cluster: Cluster,
+        measured: MeasuredProfile | None,
+        loss: Callable[[Any], Tensor] | None,
+    ):
+        self._model = model
+        self._arguments = arguments
+        self._config = config
+        self._cluster = cluster
+        self._measured = measured
+        self._loss = loss
+        self._candidates: dict[int, Candidates] = {}
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """The plan for one grid."""
+        if mesh.pipeline not in self._candidates:
+            self._candidates[mesh.pipeline] = self._traced(mesh.pipeline)
+        plan = make_plan(
+            self._candidates[mesh.pipeline], cluster=self._cluster, config=self._config, mesh=mesh
+        )
+        notes = self._assumptions(mesh)
+        return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
+
+    def _assumptions(self, mesh: Mesh) -> tuple[str, ...]:
+        """What a profile of fewer ranks does not know."""
+        measured = self._measured
+        if measured is None or mesh.world_size <= measured.num_ranks:
+            return ()
+        hosts = -(-mesh.world_size // self._cluster.ranks_per_node)
+        rate = format_bytes(int(self._cluster.inter_node.bandwidth_Bps))
+        return (
+            f"The profile was measured with {measured.num_ranks} ranks: {mesh.world_size} are taken to be on "
+            f"{hosts} such hosts, with {rate}/s between them. Measure on as many to know.",
+        )
+
+    def _traced(self, pipeline: int) -> Candidates:
+        config, splitter = self._config, Splitter()
+        batch_size = splitter.batch_size(self._arguments)
+        if batch_size is None:
+            raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+        counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        traces = trace_parts(
+            self._model,
+            step_of(self._model, self._loss),
+            {m: splitter.split(self._arguments, m)[0] for m in counts},
+            device=torch.device("cpu"),
+            num_stages=pipeline * (config.virtual_stages or 2),
+        )
+        return {m: (trace.graph, self._profile(trace.graph)) for m, trace in traces.items()}
+
+    def _profile(self, graph: ModelGraph) -> Profile:
+        estimated = estimate_profile(graph, device=self._cluster.device)
+        if self._measured is None:
+            return estimated
+        if graph.model_fingerprint != self._measured.fingerprint:
+            raise StalePlanError(
+                f"the profile is of a model with fingerprint {self._measured.fingerprint}, but this one has "
+                f"{graph.model_fingerprint}: other parameters, or other shapes, types or ties of them. "
+                "Measure this one: shardwright profile"
+            )
+        known = {key: cost for key, cost in self._measured.costs.items() if key in estimated.costs}
+        return Profile(costs={**estimated.costs, **known}, device=self._cluster.device.name)
+
+
+def step_of(model: nn.Module, loss: Callable[[Any], Tensor] | None) -> Callable[..., Tensor]:
+    """A training step: the model, the loss, the backward."""
+
+    def step(*args: Any, **kwargs: Any) -> Tensor:
+        value = loss_of(model(*args, **kwargs), loss)
+        handler = active_handler()
+        if handler is not None and value.requires_grad:
+            with plain_torch():
+                handler.backward(value, None)
+        return value
+
+    return step
+
+
+def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.mean()
+    raise UsageError(
+        f"the model returns {type(output).__name__} without a tensor of floating-point numbers, so there is "
+        "no loss to train it with. Give a function loss that makes one number of what the model returns."
+    )
+
+
+def with_data(arguments: Arguments, device: torch.device | str) -> Arguments:
+    """Arguments with data: operations between units look at values, so zeros stand for meta tensors."""
+    items, structure = flatten(arguments)
+    args, kwargs = structure.rebuild([_tensor_with_data(item, device) for item in items])
+    return args, kwargs
+
+
+def _tensor_with_data(item: Any, device: torch.device | str) -> Any:
+    if isinstance(item, Tensor) and item.is_meta:
+        return torch.zeros(item.shape, dtype=item.dtype, device=device)
+    return item

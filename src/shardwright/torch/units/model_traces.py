@@ -1,0 +1,139 @@
+"""Chooses the units of a model and traces it, once for each microbatch size."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.errors import DeferredReadError
+from shardwright.torch.backward.activation_checkpointing import is_marked
+from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.counting.compiled_modules import calls_compiled, compile_units
+from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.interception.glue import intercept_calls, restore_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.units.module_costs import discover
+from shardwright.torch.units.unit_choice import choose_units
+
+__all__ = ["trace_parts"]
+
+log = logging.getLogger(__name__)
+
+
+def trace_parts(
+    model: nn.Module,
+    function: Callable[..., Any],
+    parts: Mapping[int, Arguments],
+    *,
+    device: torch.device,
+    num_stages: int,
+    splitter: Splitter | None = None,
+    prepare: Callable[[UnitMap], None] | None = None,
+    count_memory: bool = False,
+    agree_on_end: Callable[[float], float] | None = None,
+) -> dict[int, Trace]:
+    """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
+
+    Args:
+        model: the whole model.
+        function: the step function.
+        parts: for each number of microbatches, (args, kwargs) of one microbatch. The first must be traced;
+            others with which the model cannot be called are left out.
+        device: where the model computes.
+        num_stages: how many stages are thought of, which says how fine the units need to be.
+        splitter: knows how many samples are in a part.
+        prepare: called with the units before a trace is tried.
+        count_memory: work out what every call needs for a moment.
+        agree_on_end: see `trace_step`.
+
+    Raises:
+        TraceError: the step function cannot be traced; the line is named.
+    """
+    splitter = Splitter() if splitter is None else splitter
+    hooks = HookEffects()
+    costs = discover(model, function, next(iter(parts.values())), device=device, hooks=hooks)
+    forced: set[int] = set()
+    preferred = frozenset(
+        id(module)
+        for name, module in model.named_modules()
+        if is_marked(module)
+        or _recomputes_itself(module)
+        or (name in costs and costs[name].recomputed)
+        or has_backward_hooks(module)
+        or calls_compiled(module)
+    )
+    while True:
+        names = choose_units(
+            model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=preferred
+        )
+        unit_map = UnitMap.of(model, names)
+        if prepare is not None:
+            prepare(unit_map)
+        compile_units(model, names)
+        for module in unit_map.modules.values():
+            intercept_calls(module)
+        try:
+            traces: dict[int, Trace] = {}
+            for m, part in parts.items():
+                trace = partial(
+                    trace_step,
+                    unit_map,
+                    function,
+                    part,
+                    device=device,
+                    batch_size=splitter.batch_size(part) or 1,
+                    count_memory=count_memory,
+                    agree_on_end=agree_on_end,
+                    hooks=hooks,
+                    units_may_change=True,
+                )
+                with _left_out(m, part, splitter) if traces else nullcontext():
+                    traces[m] = trace()
+            return traces
+        except DeferredReadError as error:
+            whole = _smallest_around(error, model, forced)
+            if whole is None:
+                raise
+            log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
+            forced.add(id(whole))
+        finally:
+            for module in unit_map.modules.values():
+                restore_calls(module)
+
+
+@contextmanager
+def _left_out(m: int, part: Arguments, splitter: Splitter) -> Iterator[None]:
+    """Does without a number of microbatches that the model cannot be called with, as others will do.
+
+    A batch norm over channels, for example, refuses a single sample.
+    """
+    try:
+        yield
+    except DeferredReadError:
+        raise
+    except Exception as error:
+        samples = splitter.batch_size(part)
+        log.info("%d microbatches of %s samples are not considered: %s", m, samples, error)
+
+
+def _recomputes_itself(module: nn.Module) -> bool:
+    """Whether it is a layer of transformers that recomputes itself in training, unlike in evaluation."""
+    is_layer = any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+    return is_layer and bool(getattr(module, "gradient_checkpointing", False))
+
+
+def _smallest_around(error: DeferredReadError, model: nn.Module, forced: set[int]) -> nn.Module | None:
+    """The smallest module around a failure that can be a unit."""
+    inner = {id(module) for module in model.modules()} - {id(model)} - forced
+    for module in reversed(error.inside):
+        if id(module) in inner:
+            assert isinstance(module, nn.Module)
+            return module
+    return None
