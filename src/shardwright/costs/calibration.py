@@ -11,7 +11,7 @@ import yaml
 
 from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
 
-__all__ = ["Calibration", "calibration_of", "document_of"]
+__all__ = ["TENTH", "Calibration", "calibration_of", "document_of", "known_runtimes"]
 
 _FILE = "calibration.yaml"
 _VERSION = 1
@@ -21,7 +21,10 @@ _UNSEEN = 1.5
 _BLIND_SPREAD = 0.25
 """Spread of the logarithm where nothing like it was measured: a quarter."""
 
-_TENTH = 1.2816
+_CHANGED = 1.25
+"""So much wider are intervals where a runtime changed much from version to version."""
+
+TENTH = 1.2816
 """Standard deviations of a normal distribution between its middle and its first tenth."""
 
 
@@ -31,7 +34,7 @@ class Calibration:
 
     Attributes:
         efficiencies: for `shardwright.costs.step_seconds`.
-        spread: standard deviation of ``log(predicted / measured)`` of runs that were left out of the fit.
+        spread: of ``log(predicted / measured)`` of runs that were left out of the fit.
         provenance: what they were fitted to.
     """
 
@@ -45,7 +48,7 @@ class Calibration:
         Args:
             seconds: predicted.
         """
-        factor = exp(_TENTH * self.spread)
+        factor = exp(TENTH * self.spread)
         return seconds / factor, seconds * factor
 
 
@@ -78,7 +81,12 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
     if fitted is not None:
         values = medians | fitted["efficiencies"]
         text = f"calibrated on {fitted['runs']} published runs of {runtime} on {family}"
-        return Calibration(efficiencies=Efficiencies(**values), spread=fitted["spread"], provenance=text)
+        note = fitted.get("note", "")
+        return Calibration(
+            efficiencies=Efficiencies(**values),
+            spread=fitted["spread"] * (_CHANGED if note else 1.0),
+            provenance=f"{text}, {note}" if note else text,
+        )
     widest = max(each["spread"] for each in known["runtimes"].values())
     return Calibration(
         efficiencies=Efficiencies(**medians),
