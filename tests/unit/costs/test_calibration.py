@@ -18,7 +18,13 @@ SHAPE = Shape.of(find_architecture("llama3-8b"))
 
 
 def test_what_is_calibrated_ships():
-    for family, runtime in (("A100", "megatron"), ("A100", "fsdp"), ("A100", "smp"), ("H100", "fsdp"), ("H100", "megatron")):
+    for family, runtime in (
+        ("A100", "megatron"),
+        ("A100", "fsdp"),
+        ("A100", "smp"),
+        ("H100", "fsdp"),
+        ("H100", "megatron"),
+    ):
         found = calibration_of(family, runtime)
         assert found.provenance.startswith("calibrated on ")
         assert 0 < found.spread < 0.25
