@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.comm._private import has_nccl
-from shardwright.comm.backend import register_backend
+from shardwright.comm.backend.registration import register_backend
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 

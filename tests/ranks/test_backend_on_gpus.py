@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.comm._private import has_nccl
-from shardwright.comm.backend import register_backend
-from shardwright.comm.device_probe import measure_device_prices
+from shardwright.comm.backend.registration import register_backend
+from shardwright.comm.probing.device_probe import measure_device_prices
 from shardwright.testing import run_ranks
 
 pytestmark = [

@@ -14,10 +14,10 @@ from choices import in_every_run, some_combinations
 from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve
 from shardwright.collectives.routine import Routine
-from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.connect import connect
-from shardwright.comm.process_group import default_store
-from shardwright.comm.reduction import Reduction
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.connect import connect
+from shardwright.comm.collectives.reduction import Reduction
+from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 

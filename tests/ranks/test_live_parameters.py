@@ -113,7 +113,7 @@ def test_few_at_once_over_stages(pipeline, checkpointing):
 def stays_few(ranks_per_host):
     from torch.multiprocessing.reductions import StorageWeakRef
 
-    from shardwright.comm.communicator import Communicator
+    from shardwright.comm.collectives.communicator import Communicator
 
     taken: list[tuple[StorageWeakRef, int]] = []
     original = Communicator.share_memory

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from shardwright.comm.environment import detect
-from shardwright.comm.process_group import destroy_process_group, group_of, init_process_group
-from shardwright.comm.session import Session
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.joining.process_group import destroy_process_group, group_of, init_process_group
+from shardwright.comm.joining.session import Session
 from shardwright.errors import LaunchError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -65,7 +65,7 @@ def test_a_later_generation_does_not_meet_the_addresses_of_the_earlier_one():
             # A new life is a new process: it has made no group before.
             import itertools
 
-            from shardwright.comm import process_group
+            from shardwright.comm.joining import process_group
 
             process_group._NUMBER_OF_GROUP = itertools.count()
             found.append(join_and_sum())
@@ -78,7 +78,7 @@ def test_hosts_that_count_restarts_differently_agree_on_a_generation():
     def join():
         from datetime import timedelta
 
-        from shardwright.comm.generation import agree_on_generation
+        from shardwright.comm.joining.generation import agree_on_generation
 
         environment = detect(os.environ)
         store = dist.TCPStore(
@@ -152,7 +152,9 @@ def test_a_rank_that_is_left_while_it_joins_says_so(monkeypatch):
         raise RuntimeError("Connection was likely closed")
 
     monkeypatch.setattr(dist, "init_process_group", lose)
-    monkeypatch.setattr("shardwright.comm.process_group.begin_session", lambda *_, **__: Session(None))
+    monkeypatch.setattr(
+        "shardwright.comm.joining.process_group.begin_session", lambda *_, **__: Session(None)
+    )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = detect({}, rank=1, world_size=2, master_addr="127.0.0.1", master_port=store.port)
     with pytest.raises(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.comm.process_group import seal_of_session, tell_all
+from shardwright.comm.joining.process_group import seal_of_session, tell_all
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.comm.rate_probe import measure_memory_rates, measure_products
+from shardwright.comm.probing.rate_probe import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
 
 

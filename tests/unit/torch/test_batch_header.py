@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.comm.seal import ForgedError, Seal
+from shardwright.comm.trust.seal import ForgedError, Seal
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.batch.batch import _describe
 from shardwright.torch.batch.batch_header import outline, read_header, written_header

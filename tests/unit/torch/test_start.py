@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import shardwright.torch as sw
-from shardwright.comm import process_group
-from shardwright.comm.launch_environment import LaunchEnvironment
+from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm.joining import process_group
 from shardwright.torch.run.context import context
 
 

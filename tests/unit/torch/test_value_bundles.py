@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.value_bundles import OwnValues, TakenValues
 

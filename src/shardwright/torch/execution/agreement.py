@@ -8,8 +8,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.batch.batch import Arguments, BatchBroadcast, loaded_another
 from shardwright.torch.pytorch.autocast import autocast_state

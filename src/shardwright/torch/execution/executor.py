@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.transport import Receipt, Transport
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.messages.transport import Receipt, Transport
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan

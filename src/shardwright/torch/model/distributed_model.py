@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import groups_in_doubt
+from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.batch.batch import Arguments, Splitter
 from shardwright.torch.batch.batch_result import BatchResult, Engine

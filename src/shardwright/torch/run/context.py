@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from shardwright.cluster import Cluster
-from shardwright.comm.backend import BACKEND
-from shardwright.comm.blame import Blame
-from shardwright.comm.codec import declare
-from shardwright.comm.devices_in_use import DEVICE_VARIABLE, uses_gpus
-from shardwright.comm.launch_environment import LaunchEnvironment
-from shardwright.comm.local_peers import LocalPeers, connect_local_peers
-from shardwright.comm.process_group import (
+from shardwright.comm.absence.blame import Blame
+from shardwright.comm.absence.whereabouts import Whereabouts
+from shardwright.comm.backend.name import BACKEND
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.identity.devices_in_use import DEVICE_VARIABLE, uses_gpus
+from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm.joining.process_group import (
     default_store,
     group_of,
     leave_groups_in_doubt,
@@ -27,12 +27,12 @@ from shardwright.comm.process_group import (
     tell_all,
     tell_from,
 )
-from shardwright.comm.roll_call import RollCall
-from shardwright.comm.session import Session
-from shardwright.comm.small_collectives import SmallCollectives
-from shardwright.comm.transport import Transport
-from shardwright.comm.versions import refuse_mixed_versions
-from shardwright.comm.whereabouts import Whereabouts
+from shardwright.comm.joining.session import Session
+from shardwright.comm.joining.versions import refuse_mixed_versions
+from shardwright.comm.messages.roll_call import RollCall
+from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.messages.transport import Transport
+from shardwright.comm.one_host.local_peers import LocalPeers, connect_local_peers
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.files import DocumentError, UserFile, parse_json
@@ -236,8 +236,8 @@ def _object(variable: str, found: Any) -> Mapping[str, Any]:
 
 def make_context(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
     """Finds the ranks, joins them, and lays them out."""
-    from shardwright.comm.environment import detect
-    from shardwright.comm.process_group import init_process_group
+    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.joining.process_group import init_process_group
 
     environment = detect(os.environ)
     if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
