@@ -220,12 +220,8 @@ def test_a_penalty_through_all_that_is_called_names_its_line():
 
 def penalty_after(penalty: Callable[..., Tensor]) -> float:
     """A step without the penalty, then one with it: how far gradients are from those of a plain loop."""
-    sw.init(
-        {
-            **{"run_dir": "off", "profile": "estimated", "microbatches": 4},
-            **{"auto_partition": False, "default_partition": 0},
-        }
-    )
+    by_hand = {"auto_partition": False, "default_partition": 0}
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 4, **by_hand})
     torch.manual_seed(0)
     net = Net().double()
     plain = copy.deepcopy(net)

@@ -330,7 +330,9 @@ class PipelineEngine:
         self._programs.placed(residency, recompute)
         if context.data_group is not None:
             ranks = context.mesh.group("dp", context.rank)
-            self._replica_buffers = ReplicaBuffers(module, context.data_group, ranks=ranks, rank=context.rank)
+            self._replica_buffers = ReplicaBuffers(
+                module, context.data_group, ranks=ranks, rank=context.rank, device=context.device
+            )
             self._replica_buffers.note()
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)
