@@ -269,10 +269,13 @@ class PipelineEngine:
             )
 
     def _refuse_other_parameters(self) -> None:
-        if self._parameters is not None and _parameter_ids(self._model.get_module()) != self._parameters:
+        module, known = self._model.get_module(), self._parameters
+        if known is not None and _parameter_ids(module) != known:
+            found = next((n for n, p in module.named_parameters() if id(p) not in known), "one is gone")
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
-                "replicas, which know nothing of them. Change the model before the first step."
+                f"replicas, which know nothing of them: {found}, on rank {self._context.rank}. Change the "
+                "model before the first step."
             )
 
     # ---- the first step ----
@@ -289,6 +292,7 @@ class PipelineEngine:
         assert context.reporter is not None
         agree_on_registration(module, context)  # scripts may have changed it since it was wrapped
         self._materialiser.agree_on_seed()
+        self._agreement.on_first_trace()
         trace = None
         if context.plan is None:
             context.plan, trace = self._planner(function, arguments, splitter)
