@@ -26,6 +26,7 @@ from shardwright.torch.deferred import DeferredTensor
 from shardwright.torch.functions import name_of_call
 from shardwright.torch.instructions import Instruction, Place
 from shardwright.torch.program import Program
+from shardwright.torch.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.replica_collectives import COLLECTIVES
 from shardwright.torch.rng import get_state, same_state
 from shardwright.torch.source_line import user_line
@@ -254,6 +255,8 @@ class ProgramCursor:
     @property
     def _remedy(self) -> str:
         program = self._program
+        if program.draws_of_python:
+            return SKIPS_BY_PYTHON
         remedy = "Make the path the same in every microbatch, or put the choice inside one module."
         if not program.takes_unknown and not program.changes_free_tensors:
             remedy += (
