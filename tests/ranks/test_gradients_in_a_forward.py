@@ -1,5 +1,6 @@
 """`torch.autograd.grad` in the middle of a forward: forces are gradients of an energy by positions."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
+import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -178,6 +180,82 @@ def test_a_gradient_through_what_is_recomputed(build):
 
 def test_a_gradient_in_the_loss_over_replicas():
     check(Net, loss=gradient_penalty, ranks=4, data_parallel_degree=2)
+
+
+def inner_energy(model: nn.Module, position: Tensor) -> Tensor:
+    """Of a part that is called alone, as a discriminator is."""
+    inner = model.get_module() if hasattr(model, "get_module") else model
+    return inner.energy(position)
+
+
+def energy_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return inner_energy(model, batch["position"]).square().mean()
+
+
+def slope_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """R1, the penalty of a discriminator."""
+    position = batch["position"].detach().requires_grad_()
+    return Net.gradient(inner_energy(model, position).sum(), position).square().mean()
+
+
+def slope_late(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """In between come modules of another rank, and behind them one of the same rank."""
+    position = batch["position"].detach().requires_grad_()
+    energy = inner_energy(model, position)
+    rest = force_matching(model, batch) + energy_alone(model, batch)
+    return rest + Net.gradient(energy.sum(), position).square().mean()
+
+
+def test_a_part_that_is_called_alone_is_split():
+    """Shares of work were those of a model that nobody calls: 0, too small to be split."""
+    check(Net, loss=energy_alone)
+
+
+def test_a_penalty_through_all_that_is_called_names_its_line():
+    """The part was one unit: "use a model with more, smaller blocks", and no line."""
+    message = r"c for torch\.autograd\.grad\(\) at \S+test_gradients_in_a_forward\.py:\d+\)\. Use at most 1"
+    with pytest.raises(RanksFailedError, match=message):
+        check(Net, loss=slope_alone)
+
+
+def penalty_after(penalty: Callable[..., Tensor]) -> float:
+    """A step without the penalty, then one with it: how far gradients are from those of a plain loop."""
+    by_hand = {"auto_partition": False, "default_partition": 0}
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 4, **by_hand})
+    torch.manual_seed(0)
+    net = Net().double()
+    plain = copy.deepcopy(net)
+    for part in net.tail:
+        sw.set_partition(part, 1)
+    model = sw.DistributedModel(net)
+    whole = {name: each.double() for name, each in batch(8, 0).items()}
+    for loss in (force_matching, penalty):
+
+        @sw.step
+        def train(model: Any, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss) -> None:
+            model.backward(loss(model, batch))
+
+        train(model, whole)
+        for i in range(4):
+            (loss(plain, {name: each.chunk(4)[i] for name, each in whole.items()}) / 4).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    pairs = [(p.grad, expected[name]) for name, p in model.local_named_parameters()]
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs if theirs is not None)
+
+
+def test_a_penalty_right_behind_what_it_goes_back_through():
+    def right_behind(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return slope_alone(model, batch) + force_matching(model, batch)
+
+    assert max(run_ranks(penalty_after, 2, right_behind)) < 1e-12
+
+
+def test_a_penalty_behind_another_module_is_refused_with_the_remedy():
+    message = (
+        r"test_gradients_in_a_forward\.py:\d+: torch\.autograd\.grad\(\) asks for .* Call it right behind"
+    )
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(penalty_after, 2, slope_late)
 
 
 @pytest.mark.parametrize(

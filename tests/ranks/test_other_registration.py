@@ -296,6 +296,67 @@ def test_parts_that_come_after_wrapping_are_matched_by_name():
         assert found == pytest.approx({"bcd": 0.0, "efg": 0.0}, abs=1e-12)
 
 
+def on_one_rank_alone(what: str, settings: dict[str, Any]) -> None:
+    """The last rank gets a part of its own after the first step; the model has no buffer before."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    sw.init({**QUIET, **settings})
+    model = sw.DistributedModel(net)
+
+    def make(module: nn.Module, args: Any) -> None:
+        if not hasattr(module, "late"):
+            module.register_buffer("late", torch.zeros(2))
+
+    train = sw.step(_train)
+    train(model, batch_of(0))
+    if sw.rank() == sw.size() - 1:
+        if what == "parameter":
+            net[2].late = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        elif what == "buffer":
+            net[2].register_buffer("late", torch.zeros(2))
+        else:
+            net[2].register_forward_pre_hook(make)
+    train(model, batch_of(0))
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "buffer of a forward"])
+def test_what_one_replica_alone_is_given_is_refused_at_once(what):
+    """The others waited for it until the timeout, or were told of two collectives."""
+    outcomes = run_ranks_outcomes(on_one_rank_alone, 2, what, {"data_parallel_degree": 2})
+    for outcome in outcomes:
+        assert outcome.error_type == "UsageError"
+        assert "2.late is" in outcome.error
+        assert "not there on rank 0" in outcome.error or "not on rank 0" in outcome.error
+        assert "on rank 1" in outcome.error
+
+
+def test_a_parameter_that_one_stage_alone_is_given_is_named():
+    outcomes = run_ranks_outcomes(on_one_rank_alone, 2, "parameter", {"pipeline_parallel_degree": 2})
+    for outcome in outcomes:
+        assert "which know nothing of them: 2.late, on rank 1." in outcome.error
+
+
+def evaluated_by_one_replica() -> float:
+    """Without buffers nothing is exchanged, so that the other replica need not be there."""
+    torch.manual_seed(1)
+    net = nn.Linear(8, 8).double()
+    sw.init({**QUIET, "data_parallel_degree": 2})
+    model = sw.DistributedModel(net)
+    train = sw.step(_train)
+    train(model, batch_of(0))
+    difference = 0.0
+    if sw.rank() == 0:
+        with torch.no_grad():
+            found = sw.step(lambda model, x: model(x).square().mean())(model, batch_of(0)).reduce_mean()
+            difference = abs(float(found - net(batch_of(0)).square().mean()))
+    train(model, batch_of(0))
+    return difference
+
+
+def test_one_replica_alone_may_evaluate():
+    assert max(run_ranks(evaluated_by_one_replica, 2)) < 1e-12
+
+
 def test_sets_have_other_orders_on_the_ranks():
     """The models of these tests are reversed by hand; this one is as scripts are."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,11 +137,23 @@ USES = [
 ]
 
 
-def refusals() -> dict[str, str]:
+def sensitivity(average: nn.Module, model: nn.Module) -> None:
+    """Of AdaLoRA: the gradients of other ranks are None, which was an error of types."""
+    assert [(p * p.grad).abs() for p in model.parameters()]
+
+
+def sensitivity_from_the_left(average: nn.Module, model: nn.Module) -> None:
+    assert [p.grad * p.data for p in model.parameters()]
+
+
+USES_OF_GRADIENTS = [sensitivity, sensitivity_from_the_left]
+
+
+def refusals(uses: Sequence[Callable[[nn.Module, nn.Module], None]]) -> dict[str, str]:
     """What is said to each use, on this rank."""
     _, model, average = trained(copy.deepcopy)
     said = {}
-    for use in USES:
+    for use in uses:
         try:
             with torch.no_grad():
                 use(average, model.module)
@@ -151,7 +164,7 @@ def refusals() -> dict[str, str]:
 
 def test_values_of_other_ranks_are_not_computed_with():
     """PyTorch takes `average.add_(parameter)` for done where the parameter has no values."""
-    for rank, said in enumerate(run_ranks(refusals, 2)):
+    for rank, said in enumerate(run_ranks(refusals, 2, USES)):
         assert list(said) == [use.__name__ for use in USES]
         for text in said.values():
             assert f"which are on rank {1 - rank} and not here" in text
@@ -160,6 +173,15 @@ def test_values_of_other_ranks_are_not_computed_with():
             assert "test_parameters_of_other_ranks.py:" in text or "swa_utils" in text
     assert "of blocks.0.up.weight," in said["update_averages"]
     assert "of norms.0.running_mean," in said["update_averages_of_buffers"]
+
+
+def test_gradients_of_other_ranks_are_not_computed_with():
+    for rank, said in enumerate(run_ranks(refusals, 2, USES_OF_GRADIENTS)):
+        assert list(said) == [use.__name__ for use in USES_OF_GRADIENTS]
+        for text in said.values():
+            assert re.search(r"test_parameters_of_other_ranks\.py:\d+: \S+ is multiplied with None", text)
+            assert f"its gradient: both are on rank {1 - rank} and not here" in text
+            assert "Take model.local_named_parameters()" in text
 
 
 # ---- what goes on as it was

@@ -15,8 +15,9 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH, Block
 from zoo_modules import Stack as Blocks
 
+import shardwright.torch as sw
 from choices import in_sweep
-from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 V = {**CONFIG, "pipeline": "zb_v"}
@@ -86,6 +87,44 @@ def test_a_block_that_skipped_itself_in_the_trace_alone_is_noticed():
     message = r"SkipsByPython makes a tensor in microbatch \d, but in the trace it gave back"
     with pytest.raises(RanksFailedError, match=message):
         run_ranks(job, 2)
+
+
+class DropsLayers(Blocks):
+    """Layer dropping in the code between the blocks."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(6)
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() >= self.share:
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [(0.3, "takes another path than when it was traced"), (1.0, "need at least 2 stages")],
+)
+def test_layers_that_are_dropped_between_modules_are_one_error_on_all_ranks(share, message):
+    """Each rank traced what its own random numbers chose: "different models", or one had no units left."""
+
+    def job() -> None:
+        model = start(lambda: DropsLayers(share), CONFIG)[2]
+        random.seed(1 + dist.get_rank())
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> None:
+            model.backward(model(x).square().mean())
+
+        for _ in range(4):
+            train(model, torch.randn(8, 5, WIDTH, dtype=torch.float64))
+
+    for outcome in run_ranks_outcomes(job, 2):
+        assert message in outcome.error
+        assert "draws random numbers of Python or NumPy between modules" in outcome.error
+        assert "by torch.rand(())" in outcome.error
 
 
 class ClampsLargeRows(Block):

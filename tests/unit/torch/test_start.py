@@ -8,7 +8,7 @@ import pytest
 
 import shardwright.torch as sw
 from shardwright.comm.identity.launch_environment import LaunchEnvironment
-from shardwright.comm.joining import process_group
+from shardwright.torch.run import joining as joining_module
 from shardwright.torch.run.context import context
 
 
@@ -38,7 +38,7 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> list[LaunchEnvironment]:
         found.append(environment)
         raise JoinedError
 
-    monkeypatch.setattr(process_group, "init_process_group", join)
+    monkeypatch.setattr(joining_module, "init_process_group", join)
     for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.delenv("MASTER_PORT", raising=False)

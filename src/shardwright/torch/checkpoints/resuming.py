@@ -28,7 +28,7 @@ from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.buffer_kind import BufferKind
-from shardwright.torch.run.context import following
+from shardwright.torch.run.launch_settings import following
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]
