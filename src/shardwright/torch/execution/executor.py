@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
+from shardwright.runtime.crossings import Crossing
 from shardwright.schedule import Action, Kind, Schedule
 from shardwright.torch._private import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
@@ -28,7 +29,6 @@ from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatch import Microbatch
 from shardwright.torch.execution.own_attributes import OwnAttributes
 from shardwright.torch.execution.reading_microbatch import ReadingMicrobatch
-from shardwright.torch.program.crossings import Crossing
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.pytorch.layout import from_memory_order, in_memory_order

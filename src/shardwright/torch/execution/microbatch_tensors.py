@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.program.crossings import Crossing
-from shardwright.torch.program.dataflow import Copy, Keep
+from shardwright.runtime.crossings import Crossing
+from shardwright.runtime.dataflow import Copy, Keep
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.functions import name_of_call

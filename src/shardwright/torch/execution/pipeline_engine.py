@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
+from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
+from shardwright.runtime.homes import home_stages
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
@@ -42,9 +44,7 @@ from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
-from shardwright.torch.program.batch_programs import check_one_order, homes_of_buffers
-from shardwright.torch.program.homes import home_stages
-from shardwright.torch.program.program import Program, generators_of, merged_edges
+from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import python_random_kept

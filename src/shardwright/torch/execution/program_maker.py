@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
+from shardwright.runtime.homes import home_stages
 from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.agreement import Agreement
@@ -13,7 +14,6 @@ from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.interception.step_code import asks_for_types
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.program.homes import home_stages
 from shardwright.torch.program.program import Program, build_program
 from shardwright.torch.program.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch

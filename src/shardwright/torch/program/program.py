@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.model_graph import TensorSpec
-from shardwright.schedule import Edge
-from shardwright.torch.program.crossings import Crossing, crossings_of
-from shardwright.torch.program.dataflow import Dataflow
-from shardwright.torch.program.homes import home_stages
+from shardwright.runtime.crossings import Crossing, Crossings, crossings_of
+from shardwright.runtime.dataflow import Dataflow
+from shardwright.runtime.homes import home_stages
 from shardwright.torch.program.instructions import Instruction, instructions_of
 from shardwright.torch.program.program_checks import (
     check_after_backward,
@@ -36,7 +35,7 @@ from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.randomness.rng import own_generators
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["Program", "build_program", "generators_of", "merged_edges"]
+__all__ = ["Program", "build_program", "generators_of"]
 
 
 @dataclass(slots=True)
@@ -86,7 +85,7 @@ class Program:
     """
 
     instructions: list[Instruction]
-    crossings: Mapping[tuple[int, int], tuple[Crossing, ...]]
+    crossings: Crossings
     sends: Mapping[int, tuple[Crossing, ...]]
     receives: Mapping[int, tuple[Crossing, ...]]
     loss: int | None
@@ -133,28 +132,6 @@ def generators_of(programs: Iterable[Program]) -> tuple[torch.Generator, ...]:
     )
 
 
-def merged_edges(programs: Sequence[Program]) -> list[Edge]:
-    """Transfers between stages for lowering and simulation: those of any of the microbatches.
-
-    Bytes are those of the largest microbatch.
-    """
-    pairs = sorted({pair for program in programs for pair in program.crossings})
-    edges = []
-    for source, target in pairs:
-        groups = [program.crossings.get((source, target), ()) for program in programs]
-        gradient_bytes = max(sum(c.spec.num_bytes for c in group if c.has_gradient) for group in groups)
-        edges.append(
-            Edge(
-                source=source,
-                target=target,
-                num_bytes=max(sum(c.spec.num_bytes for c in group) for group in groups),
-                gradient_bytes=gradient_bytes,
-                has_gradient=gradient_bytes > 0,
-            )
-        )
-    return edges
-
-
 def build_program(
     trace: Trace,
     *,
@@ -176,7 +153,7 @@ def build_program(
     homes = home_stages(graph, stage_of_call, stage_ranks)
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
-    crossings = crossings_of(trace, dataflow, homes)
+    crossings = crossings_of(dataflow)
     check_after_backward(trace, homes, home_of)
     if len(stage_ranks) > 1:
         check_lasting_tensors(trace)
