@@ -56,6 +56,13 @@ class MicrobatchTensors:
         for kept in (self.values, self.held, self.leaves, self.gradients):
             kept.clear()
 
+    def free(self, stage: int) -> None:
+        """Lets go of what a stage made, once its backward has ended: but for what is needed after it."""
+        program = self._program
+        for kept in (self.values, self.held):
+            for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
+                del kept[value]
+
     def in_result(self, result: Any) -> Any:
         """What the step function returned, where its variables refer to tensors before a change in place."""
         wanted = [(p, v) for p, v in self._program.result_values if v in self.held]

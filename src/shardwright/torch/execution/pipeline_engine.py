@@ -186,8 +186,8 @@ class PipelineEngine:
             samples=splitter.batch_size(arguments) or 0,
             tokens=num_tokens(arguments),
             flops=sum(program.flops for program in programs),
-            row=self.executor.timeline.events,
-            memory=self.executor.timeline.memory,
+            row=self.executor.row.events,
+            memory=self.executor.row.memory,
             schedule=schedule,
             edges=merged_edges(programs),
         )
