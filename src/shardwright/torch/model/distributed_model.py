@@ -491,7 +491,7 @@ class DistributedModel(nn.Module):
         """
         state_dict = without_prefixes(state_dict)
         if self.replicas.sharding is not None:
-            meet("model.load_state_dict()", context().mesh.group("shard", context().rank))
+            meet("model.load_state_dict()", context().mesh.group("dp_shard", context().rank))
         if self._residency is None:
             if self._materialiser.waits and not assign:
                 # There is nowhere to put it yet: each rank takes its part when it knows which that is.

@@ -80,9 +80,7 @@ class SharingGroups:
     def ranks(self, pipeline_ranks: Sequence[int]) -> tuple[int, ...]:
         """World ranks at these pipeline ranks, in all replicas."""
         mesh = self._mesh
-        return tuple(
-            sorted(mesh.rank_of(pipeline=p, data=d) for p in pipeline_ranks for d in range(mesh.data))
-        )
+        return tuple(sorted(mesh.rank_of(pp=p, rdp=d) for p in pipeline_ranks for d in range(mesh.data)))
 
     def make(self, wanted: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of these sets of pipeline ranks; collective over all ranks of the world."""

@@ -36,7 +36,7 @@ from shardwright.comm.whereabouts import Whereabouts
 from shardwright.config import Config
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.files import DocumentError, UserFile, parse_json
-from shardwright.mesh import GroupKind, Mesh
+from shardwright.mesh import Axes, Mesh, gradient_axes
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
@@ -111,18 +111,17 @@ class Context:
     @property
     def pipeline_rank(self) -> int:
         """Position in the pipeline, from 0."""
-        return self.mesh.coordinates(self.rank).pipeline
+        return self.mesh.group_rank("pp", self.rank)
 
     @property
     def data_rank(self) -> int:
         """Which replica, from 0."""
-        return self.mesh.coordinates(self.rank).data
+        return self.mesh.group_rank("rdp", self.rank)
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """World ranks of this replica, by pipeline rank."""
-        data = self.data_rank
-        return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
+        return self.mesh.group("pp", self.rank)
 
     def group_of_replicas(self) -> dist.ProcessGroup | None:
         """One rank of each replica, this one of its own; None for a single rank."""
@@ -135,9 +134,9 @@ class Context:
             self._alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return self._alone
 
-    def further_group(self, kind: GroupKind, *, use: str) -> dist.ProcessGroup:
+    def further_group(self, axes: Axes, *, use: str) -> dist.ProcessGroup:
         """A group of its own for a use; collective over all ranks."""
-        return _own_group(self.mesh, self.rank, kind, use=use, timeout_s=self.config.timeout_s)
+        return _own_group(self.mesh, self.rank, axes, use=use, timeout_s=self.config.timeout_s)
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.
@@ -288,11 +287,11 @@ def make_context(config: Config, plan: Plan | None, *, kind: type[_ContextT]) ->
         )
     if mesh.data > 1:
         own_group = partial(own_group, backend=_backend_of_replicas(config, device))
-        made.data_group = own_group("dp", use="sums over replicas")
+        made.data_group = own_group(gradient_axes(), use="sums over replicas")
         if mesh.shard > 1:
-            made.shard_group = own_group("shard", use="shards")
+            made.shard_group = own_group("dp_shard", use="shards")
             made.replica_group = (
-                own_group("replicas", use="replicas of shards") if mesh.shard < mesh.data else None
+                own_group("dp_replicate", use="replicas of shards") if mesh.shard < mesh.data else None
             )
     return made
 
@@ -369,13 +368,13 @@ def _say_who_is_trusted(session: Session, environment: LaunchEnvironment) -> Non
 
 
 def _own_group(
-    mesh: Mesh, rank: int, kind: GroupKind, *, use: str, timeout_s: float, backend: str | None = None
+    mesh: Mesh, rank: int, axes: Axes, *, use: str, timeout_s: float, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Makes all groups of a kind, on all ranks in the same order, and returns the one with this rank."""
+    """Makes all groups along these axes, on all ranks in the same order; returns that of this rank."""
     made = {
-        ranks: group_of(ranks, use=use, timeout_s=timeout_s, backend=backend) for ranks in mesh.groups(kind)
+        ranks: group_of(ranks, use=use, timeout_s=timeout_s, backend=backend) for ranks in mesh.groups(axes)
     }
-    return made[mesh.group(kind, rank)]
+    return made[mesh.group(axes, rank)]
 
 
 def _device(local_rank: int) -> torch.device:
