@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from shardwright.errors import ScheduleError
 from shardwright.runtime.messages import Messages, Sender
 from shardwright.schedule import Action, Kind, Schedule
 
-__all__ = ["MeasuredRow", "Stage", "run_actions"]
+__all__ = ["MeasuredRow", "Stage", "check_runnable", "run_actions"]
 
 
 class Stage(Sender, Protocol):
@@ -56,6 +57,21 @@ class MeasuredRow:
 
     events: list[tuple[Action, float, float, float]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+
+
+def check_runnable(schedule: Schedule) -> None:
+    """Refuses a schedule that asks for more than the loop can do.
+
+    Raises:
+        ScheduleError: it copies activations to the host.
+    """
+    if schedule.has_host_copies:
+        found = next(a for row in schedule.actions for a in row if a.kind in (Kind.OFFLOAD, Kind.LOAD))
+        raise ScheduleError(
+            f"schedule {schedule.kind!r} has {found}, a copy to or from the memory of the host, which is "
+            "simulated, but not run in this version. Recompute activations instead "
+            "(activation_checkpointing), or leave OFFLOAD and LOAD out."
+        )
 
 
 def run_actions(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwright.comm.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
+from shardwright.runtime.action_loop import check_runnable
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
 from shardwright.runtime.homes import home_stages
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
@@ -408,6 +409,7 @@ class PipelineEngine:
                 forward_only=not train,
                 costs=costs if costs and len(costs) == len(stage_ranks) else None,
             )
+            check_runnable(schedule)
             self._schedules[key] = lower(schedule, merged_edges(programs))
         return self._schedules[key]
 
