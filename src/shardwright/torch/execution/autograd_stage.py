@@ -9,8 +9,8 @@
     its gradient goes back
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -58,29 +58,31 @@ class AutogradStage:
     def forward(self, microbatch: int) -> None:
         """Runs the step function up to the end of the stage."""
         running = self.microbatches[microbatch]
-        with self._computing(microbatch, forward=True):
+        with self._prepared(microbatch, forward=True):
             count_uses(running.uses)
             running.forward(self.number)
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
         """Runs autograd from what the stage sent, and the loss."""
-        with self._computing(microbatch, forward=False):
-            running = self.microbatches[microbatch]
+        running = self.microbatches[microbatch]
+        with self._prepared(microbatch, forward=False):
             roots, gradients = self._roots(running)
-            with self._told(is_last=is_last, is_whole=True):
-                if roots:
-                    with self._as_in_forward(running):
-                        run_backward(roots, gradients)
+            self._tell(begins=True, is_last=is_last, is_whole=True)
+            if roots:
+                with self._running_again(running), running.as_left(self.number):
+                    run_backward(roots, gradients)
+            self._tell(begins=False, is_last=is_last, is_whole=True)
             self._end_backward(running)
 
     def backward_input(self, microbatch: int) -> None:
         """Runs autograd, and puts the gradients of weights off where a module can."""
-        with self._computing(microbatch, forward=False):
-            running = self.microbatches[microbatch]
+        running = self.microbatches[microbatch]
+        with self._prepared(microbatch, forward=False):
             roots, gradients = self._roots(running)
             if roots:
                 with (
-                    self._as_in_forward(running),
+                    self._running_again(running),
+                    running.as_left(self.number),
                     put_off_weights(root.grad_fn for root in roots) as work,
                 ):
                     run_backward(roots, gradients)
@@ -89,9 +91,11 @@ class AutogradStage:
 
     def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
         """Computes what `backward_input` has put off."""
-        with self._computing(microbatch, forward=False), self._told(is_last=is_last, is_whole=False):
+        with self._prepared(microbatch, forward=False):
+            self._tell(begins=True, is_last=is_last, is_whole=False)
             for work in self._put_off.pop(microbatch, ()):
                 work()
+            self._tell(begins=False, is_last=is_last, is_whole=False)
 
     def to_send(self, microbatch: int, crossing: Crossing) -> Tensor:
         """A value that the stage has made."""
@@ -103,30 +107,20 @@ class AutogradStage:
 
     # ---- inside ----
 
-    @contextmanager
-    def _computing(self, microbatch: int, *, forward: bool) -> Iterator[None]:
+    def _prepared(self, microbatch: int, *, forward: bool) -> AbstractContextManager[None]:
         # For the forward, and for the one that a backward repeats.
         allow_split(microbatch in self.split)
-        with nullcontext() if self.statistics is None else self.statistics.updated(forward=forward):
-            yield
+        return nullcontext() if self.statistics is None else self.statistics.updated(forward=forward)
 
-    @contextmanager
-    def _told(self, *, is_last: bool, is_whole: bool) -> Iterator[None]:
-        """Tells who sums gradients over ranks that a backward begins and ends."""
-        if self.on_backward is None:
-            yield
-            return
-        self.on_backward(self.number, begins=True, last=is_last, whole=is_whole)
-        yield
-        self.on_backward(self.number, begins=False, last=is_last, whole=is_whole)
+    def _tell(self, *, begins: bool, is_last: bool, is_whole: bool) -> None:
+        """Tells who sums gradients over ranks that a backward begins, or has ended."""
+        if self.on_backward is not None:
+            self.on_backward(self.number, begins=begins, last=is_last, whole=is_whole)
 
-    @contextmanager
-    def _as_in_forward(self, running: Microbatch) -> Iterator[None]:
-        """Has the backward find what the forward of this stage found, and left."""
+    def _running_again(self, running: Microbatch) -> AbstractContextManager[None]:
+        """Has a forward that the backward repeats find what it got."""
         recomputes = running.program.recomputes or running.is_behind_end
-        again = running.running_again(self.number) if recomputes else nullcontext()
-        with again, running.as_left(self.number):
-            yield
+        return running.running_again(self.number) if recomputes else nullcontext()
 
     def _roots(self, running: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
         """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss.

@@ -19,7 +19,7 @@ import torch
 from shardwright.model_graph import TensorSpec
 from shardwright.runtime.crossings import Crossing, Crossings, crossings_of
 from shardwright.runtime.dataflow import Dataflow
-from shardwright.runtime.homes import home_stages
+from shardwright.runtime.placement import Placement
 from shardwright.torch.program.instructions import Instruction, instructions_of
 from shardwright.torch.program.program_checks import (
     check_after_backward,
@@ -134,9 +134,8 @@ def generators_of(programs: Iterable[Program]) -> tuple[torch.Generator, ...]:
 
 def build_program(
     trace: Trace,
+    placement: Placement,
     *,
-    stage_of_call: Mapping[int, int],
-    stage_ranks: Sequence[int],
     rank: int,
     recompute: frozenset[str] = frozenset(),
 ) -> Program:
@@ -144,13 +143,12 @@ def build_program(
 
     Args:
         trace: the traced step function.
-        stage_of_call: stage of every node that calls a unit.
-        stage_ranks: pipeline rank of each stage.
+        placement: where each of its nodes runs.
         rank: this pipeline rank.
         recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
-    homes = home_stages(graph, stage_of_call, stage_ranks)
+    homes, stage_ranks = placement.homes, placement.stage_ranks
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
     crossings = crossings_of(dataflow)
@@ -178,7 +176,7 @@ def build_program(
         backward_at=trace.backward_at,
         home_of=home_of,
         specs=tuple(value.spec for value in graph.values),
-        stage_ranks=tuple(stage_ranks),
+        stage_ranks=stage_ranks,
         stages=local,
         result_values=trace.result_values,
         kept=read_late.union(graph.outputs),
