@@ -403,7 +403,7 @@ class Config(BaseModel):
             )
         if self.default_partition is not None and self.default_partition >= pipeline:
             raise ConfigError(_default_partition_problem(self.default_partition, pipeline))
-        return Mesh(
+        return Mesh.of(
             world_size=world_size,
             pipeline=pipeline,
             data=data,

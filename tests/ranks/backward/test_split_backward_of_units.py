@@ -300,7 +300,7 @@ def made_ready_and_split(kind: str) -> tuple[int, int, int]:
     train_step(model, x)
     with mock.patch.object(split_backward, "_count_use", wraps=split_backward._count_use) as made:
         train_step(model, x)
-    events = model._engine.executor.timeline.events
+    events = model._engine.executor.row.events
     sizes = [len(stage.units) for stage in context().plan.stages]
 
     def layers(kind: Kind) -> int:

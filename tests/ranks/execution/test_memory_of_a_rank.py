@@ -178,7 +178,7 @@ def test_what_was_sent_and_received_is_let_go():
     def run():
         import shardwright.torch as sw
         from shardwright.comm.messages.transport import Transport
-        from shardwright.torch.execution.executor import Executor
+        from shardwright.runtime.messages import Messages
 
         sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 16})
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
@@ -191,7 +191,7 @@ def test_what_was_sent_and_received_is_let_go():
                 return reference
             return None
 
-        send, receive = Transport.send, Executor._receive
+        send, receive = Transport.send, Messages.receive
         Transport.send = lambda self, tensor, target: (note(tensor), send(self, tensor, target))[1]
 
         def received(self, *arguments, **options):
@@ -199,7 +199,7 @@ def test_what_was_sent_and_received_is_let_go():
             note(tensor)
             return tensor
 
-        Executor._receive = received
+        Messages.receive = received
 
         @sw.step
         def train(model, x):

@@ -47,8 +47,7 @@ class ValueBoard:
         timeout_s: the longest wait.
 
     Attributes:
-        waited_s: for values, since it was set to zero.
-        waited_in_batch_s: for values, since the batch began.
+        waited_s: for values, since the batch began.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class ValueBoard:
         self._rank = rank
         self._has_ended = has_ended
         self._timeout_s = timeout_s
-        self.waited_s = self.waited_in_batch_s = 0.0
+        self.waited_s = 0.0
         self._batch = -1
         self._mine: list[str] = []
 
     def begin(self) -> None:
         """A batch begins; all ranks say so."""
         self._batch += 1
-        self.waited_in_batch_s = 0.0
+        self.waited_s = 0.0
 
     def put(self, key: str, value: bytes) -> None:
         """Puts up a value, under a name of its own in this batch."""
@@ -112,9 +111,7 @@ class ValueBoard:
         """
         begin_s = time.monotonic()
         key = self._first_of(keys, source, absent, is_through=is_late, mark=mark)
-        waited_s = time.monotonic() - begin_s
-        self.waited_s += waited_s
-        self.waited_in_batch_s += waited_s
+        self.waited_s += time.monotonic() - begin_s
         num_further, _, first = self._store.get(self._name(key)).partition(b"\n")
         with not_from_a_stranger("a value of a step"):
             number_of_parts = int(num_further)

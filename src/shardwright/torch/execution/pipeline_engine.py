@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
+from shardwright.runtime.action_loop import check_runnable
+from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
+from shardwright.runtime.placement import place
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
@@ -42,15 +45,12 @@ from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
-from shardwright.torch.program.batch_programs import check_one_order, homes_of_buffers
-from shardwright.torch.program.homes import home_stages
-from shardwright.torch.program.program import Program, generators_of, merged_edges
+from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.replicas.plan_in_effect import (
     SharingGroups,
-    call_placement,
     reduced_parameters,
     synchronise,
 )
@@ -186,8 +186,8 @@ class PipelineEngine:
             samples=splitter.batch_size(arguments) or 0,
             tokens=num_tokens(arguments),
             flops=sum(program.flops for program in programs),
-            row=self.executor.timeline.events,
-            memory=self.executor.timeline.memory,
+            row=self.executor.row.events,
+            memory=self.executor.row.memory,
             schedule=schedule,
             edges=merged_edges(programs),
         )
@@ -321,9 +321,8 @@ class PipelineEngine:
         self._agreement.on_trace(trace)
         self._statistics.note(trace.graph.batch_statistics)
         plan.check(trace.graph, world_size=context.mesh.world_size)
-        placed = call_placement(trace.graph, plan, None)
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
-        residency = Residency.of(trace.graph, homes, placed.stage_ranks)
+        placement = place(trace.graph, plan)
+        residency = Residency.of(trace.graph, placement.homes, placement.stage_ranks)
         unchanged = self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
@@ -350,7 +349,7 @@ class PipelineEngine:
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)
         unchanged = self._model.placed(residency) and unchanged
-        return KnownTrace(part, trace) if unchanged else None
+        return KnownTrace(part, trace, placement) if unchanged else None
 
     def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> bool:
         """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree.
@@ -376,7 +375,7 @@ class PipelineEngine:
         waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
         self._materialiser.named(held - waiting, units)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
-        units = self._programs.set_units(list(units.modules))
+        units = self._programs.note_new_tensors()
         parameters = {
             n: p
             for n, p in _first_named(module).items()
@@ -414,6 +413,7 @@ class PipelineEngine:
                 forward_only=not train,
                 costs=costs if costs and len(costs) == len(stage_ranks) else None,
             )
+            check_runnable(schedule)
             self._schedules[key] = lower(schedule, merged_edges(programs))
         return self._schedules[key]
 

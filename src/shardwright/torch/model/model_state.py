@@ -90,7 +90,7 @@ class ModelState:
         Before the first step of a model on the meta device, it is kept until then.
         """
         if self._replicas.sharding is not None:
-            meet("model.load_state_dict()", context().mesh.group("shard", context().rank))
+            meet("model.load_state_dict()", context().mesh.group("dp_shard", context().rank))
         if self._residency is None and self._materialiser.waits and not assign:
             # There is nowhere to put it yet: each rank takes its part when it knows which that is.
             self._waiting = state

@@ -20,7 +20,7 @@ from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import LocalPeers
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.mesh import GroupKind, Mesh
+from shardwright.mesh import Axes, Mesh
 from shardwright.plan import Plan
 from shardwright.torch.run.roles import Reports, WrappedModel, WrappedOptimizer
 
@@ -89,18 +89,17 @@ class Context:
     @property
     def pipeline_rank(self) -> int:
         """Position in the pipeline, from 0."""
-        return self.mesh.coordinates(self.rank).pipeline
+        return self.mesh.group_rank("pp", self.rank)
 
     @property
     def data_rank(self) -> int:
         """Which replica, from 0."""
-        return self.mesh.coordinates(self.rank).data
+        return self.mesh.group_rank("rdp", self.rank)
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
         """World ranks of this replica, by pipeline rank."""
-        data = self.data_rank
-        return tuple(self.mesh.rank_of(pipeline=p, data=data) for p in range(self.mesh.pipeline))
+        return self.mesh.group("pp", self.rank)
 
     def group_of_replicas(self) -> dist.ProcessGroup | None:
         """One rank of each replica, this one of its own; None for a single rank."""
@@ -113,17 +112,17 @@ class Context:
             self._alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return self._alone
 
-    def further_group(self, kind: GroupKind, *, use: str, backend: str | None = None) -> dist.ProcessGroup:
+    def further_group(self, axes: Axes, *, use: str, backend: str | None = None) -> dist.ProcessGroup:
         """A group of its own for a use.
 
-        Collective over all ranks, which make all groups of the kind in the same order.
+        Collective over all ranks, which make all groups along these axes in the same order.
         """
         timeout_s = self.config.timeout_s
         made = {
             ranks: group_of(ranks, use=use, timeout_s=timeout_s, backend=backend)
-            for ranks in self.mesh.groups(kind)
+            for ranks in self.mesh.groups(axes)
         }
-        return made[self.mesh.group(kind, self.rank)]
+        return made[self.mesh.group(axes, self.rank)]
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.

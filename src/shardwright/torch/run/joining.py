@@ -28,6 +28,7 @@ from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import connect_local_peers
 from shardwright.config import Config
 from shardwright.errors import ConfigError
+from shardwright.mesh import gradient_axes
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
 from shardwright.torch.run.context import Context
@@ -111,11 +112,11 @@ def _meet_replicas(made: Context) -> None:
     """The ranks with the same stages, one in each replica."""
     group: Callable[..., dist.ProcessGroup]
     group = partial(made.further_group, backend=_backend_of_replicas(made.config, made.device))
-    made.data_group = group("dp", use="sums over replicas")
+    made.data_group = group(gradient_axes(), use="sums over replicas")
     if made.mesh.shard > 1:
-        made.shard_group = group("shard", use="shards")
+        made.shard_group = group("dp_shard", use="shards")
         if made.mesh.shard < made.mesh.data:
-            made.replica_group = group("replicas", use="replicas of shards")
+            made.replica_group = group("dp_replicate", use="replicas of shards")
 
 
 def _check_backend(wanted: str, device: torch.device) -> None:

@@ -113,12 +113,4 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
 def ranks_with_the_model() -> tuple[int, ...]:
     """World ranks that together have all elements of the model once, with this one among them."""
     current = context()
-    mesh, shard = current.mesh, current.mesh.shard
-    first = current.data_rank // shard * shard
-    return tuple(
-        sorted(
-            mesh.rank_of(pipeline=stage, data=data)
-            for stage in range(mesh.pipeline)
-            for data in range(first, first + shard)
-        )
-    )
+    return current.mesh.group(("pp", "dp_shard"), current.rank)

@@ -145,7 +145,7 @@ class Finiteness:
         of_losses, of_gradients = zip(*(text.split("\n") for text in told), strict=True)
         parts = [text for text in dict.fromkeys(of_losses) if text]
         ranks: dict[str, list[int]] = {}  # replicas have the same gradients
-        for rank in sorted(range(len(told)), key=lambda rank: -mesh.coordinates(rank).pipeline):
+        for rank in sorted(range(len(told)), key=lambda rank: -mesh.group_rank("pp", rank)):
             if of_gradients[rank]:
                 ranks.setdefault(of_gradients[rank], []).append(rank)
         parts += [f"gradients on {_ranks(r)} {text}" for text, r in ranks.items()]

@@ -48,7 +48,7 @@ def test_a_run_is_written_once_it_has_gone_on_for_a_while(tmp_path):
     assert recorded(tmp_path, steps=7) == []
     (run,) = recorded(tmp_path, steps=8)
     assert (run.predicted_s, run.measured_s, run.steps) == (0.1, 0.2, 6)
-    assert run.kind == RunKind.of(Mesh(world_size=2, pipeline=2), ranks_per_node=2)
+    assert run.kind == RunKind.of(Mesh.of(world_size=2, pipeline=2), ranks_per_node=2)
     assert (run.predicted_bytes, run.measured_bytes) == (5, 7)
 
 

@@ -1,7 +1,8 @@
 import torch
 
+from shardwright.runtime.traced import Change, View
 from shardwright.torch.tracing.aliases import follow_changes, view_of
-from shardwright.torch.tracing.trace_data import Change, Step, View
+from shardwright.torch.tracing.trace_data import Step
 
 
 def step(*, reads=(), changes=()):

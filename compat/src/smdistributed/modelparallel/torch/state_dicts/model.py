@@ -72,7 +72,7 @@ class ModelStates(sw.DistributedModel):
         """
         if self.replicas.sharding is not None:
             run = current_run()
-            meet("model.local_state_dict()", run.mesh.group("shard", run.rank))
+            meet("model.local_state_dict()", run.mesh.group("dp_shard", run.rank))
         with self.replicas.all_rows():
             copies = self.replicas.sharding is not None
             state: dict[str, Any] = OrderedDict(

@@ -1,14 +1,12 @@
 """What one stage makes and another reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.model_graph import TensorSpec
-from shardwright.torch.program.dataflow import Dataflow
-from shardwright.torch.pytorch.layout import Order
-from shardwright.torch.tracing.trace_data import Trace
+from shardwright.runtime.dataflow import Dataflow
 
-__all__ = ["Crossing", "crossings_of"]
+__all__ = ["Crossing", "Crossings", "crossings_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class Crossing:
     spec: TensorSpec
     has_gradient: bool
     detached: bool = False
-    order: Order | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def message_shape(self) -> tuple[int, ...]:
@@ -39,17 +37,17 @@ class Crossing:
         return self.spec.shape if self.order is None else tuple(self.spec.shape[dim] for dim in self.order)
 
 
-def crossings_of(
-    trace: Trace, dataflow: Dataflow, homes: Sequence[int]
-) -> dict[tuple[int, int], tuple[Crossing, ...]]:
-    """What goes from stage to stage: (source, target) -> values, ascending.
+Crossings = Mapping[tuple[int, int], tuple[Crossing, ...]]
+"""(source, target) -> what goes from the one stage to the other, by ascending value."""
+
+
+def crossings_of(dataflow: Dataflow) -> Crossings:
+    """What goes from stage to stage.
 
     Args:
-        trace: the traced step function.
         dataflow: which values cross.
-        homes: stage of each node.
     """
-    graph = trace.graph
+    graph, homes = dataflow.trace.graph, dataflow.homes
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
     contributes = graph.contributing()
     for value, reader in dataflow.crossings:
@@ -67,6 +65,6 @@ def crossings_of(
             spec,
             has_gradient,
             detached=not has_gradient and gradient and detached,
-            order=trace.orders.get(value),
+            order=dataflow.trace.orders.get(value),
         )
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.errors import TraceError
-from shardwright.torch.program.unforeseen_changes import may_change
-from shardwright.torch.tracing.trace_data import Change, Step, Trace, View
+from shardwright.runtime.traced import Change, TracedFunction, TracedStep, View
+from shardwright.runtime.unforeseen_changes import may_change
 
 __all__ = ["Copy", "Dataflow", "Keep", "StepFlow"]
 
@@ -105,7 +105,7 @@ class Dataflow:
         displaced: values whose tensor is not in the user's variables.
     """
 
-    trace: Trace
+    trace: TracedFunction
     homes: Sequence[int]
     home_of: Sequence[int]
     flows: list[StepFlow] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Dataflow:
 
     # ---- what steps read ----
 
-    def _inputs(self, index: int, step: Step) -> StepFlow:
+    def _inputs(self, index: int, step: TracedStep) -> StepFlow:
         assert step.node is not None
         stage = self.homes[step.node]
         cuts = tuple((position, value) for position, value in step.reads if self.home_of[value] != stage)
@@ -154,7 +154,7 @@ class Dataflow:
         allowed = may_change(self.trace, step, self.homes, self.home_of)
         return StepFlow(cuts=cuts, held=held, buffers=buffers, copies=tuple(copies), may_change=allowed)
 
-    def _storage_of_result(self, index: int, step: Step, stage: int, value: int) -> Any:
+    def _storage_of_result(self, index: int, step: TracedStep, stage: int, value: int) -> Any:
         """The memory of a new tensor: that of the input of which it is a view, or its own."""
         memory = self.trace.memory
         for read in (*(value for _, value in step.reads), *(change.after for change in step.changes)):
@@ -184,7 +184,7 @@ class Dataflow:
                 self.displaced.add(change.after)
         return True
 
-    def _copy(self, index: int, step: Step, stage: int, group: tuple[Change, ...]) -> Copy:
+    def _copy(self, index: int, step: TracedStep, stage: int, group: tuple[Change, ...]) -> Copy:
         base = group[0] if len(group) == 1 else self._base(step, group)
         assert base.before is not None
         own = self.home_of[base.before] == stage
@@ -199,7 +199,7 @@ class Dataflow:
         views = tuple((change.position, change.after, change.view) for change in group)
         return Copy(base.before, not own, order, base.view.offset, views)
 
-    def _base(self, step: Step, group: tuple[Change, ...]) -> Change:
+    def _base(self, step: TracedStep, group: tuple[Change, ...]) -> Change:
         base = next((b for b in step.bases if b.view.memory == group[0].view.memory), None)
         gradients = {
             self.trace.graph.values[change.before].spec.requires_grad
@@ -242,7 +242,7 @@ class Dataflow:
                 if value in needed or value in self._held
             )
 
-    def _keep_change(self, step: Step, change: Change, needed: set[int]) -> Keep:
+    def _keep_change(self, step: TracedStep, change: Change, needed: set[int]) -> Keep:
         if change.position is not None or change.before is not None:
             return self._keep(change.after, change.position, change.before, needed)
         position = next(

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.program.program import Program
+from shardwright.runtime.rank_program import RankProgram
+from shardwright.schedule import Edge
 
-__all__ = ["check_one_order", "homes_of_buffers"]
+__all__ = ["check_one_order", "homes_of_buffers", "merged_edges"]
 
 
-def check_one_order(programs: Sequence[Program]) -> None:
+def check_one_order(programs: Sequence[RankProgram]) -> None:
     """Refuses a batch for which no one schedule exists."""
     orders = sorted({program.stage_ranks for program in programs})
     if len(orders) > 1:
@@ -20,7 +21,7 @@ def check_one_order(programs: Sequence[Program]) -> None:
         )
 
 
-def homes_of_buffers(programs: Sequence[Program]) -> dict[str, int]:
+def homes_of_buffers(programs: Sequence[RankProgram]) -> dict[str, int]:
     """The pipeline rank on which a batch changes each buffer: one for all microbatches."""
     found: dict[str, int] = {}
     for program in programs:
@@ -32,3 +33,25 @@ def homes_of_buffers(programs: Sequence[Program]) -> dict[str, int]:
                     "no rank would see all changes. Change it in one place, or inside one module."
                 )
     return found
+
+
+def merged_edges(programs: Sequence[RankProgram]) -> list[Edge]:
+    """Transfers between stages for lowering and simulation: those of any of the microbatches.
+
+    Bytes are those of the largest microbatch.
+    """
+    pairs = sorted({pair for program in programs for pair in program.crossings})
+    edges = []
+    for source, target in pairs:
+        groups = [program.crossings.get((source, target), ()) for program in programs]
+        gradient_bytes = max(sum(c.spec.num_bytes for c in group if c.has_gradient) for group in groups)
+        edges.append(
+            Edge(
+                source=source,
+                target=target,
+                num_bytes=max(sum(c.spec.num_bytes for c in group) for group in groups),
+                gradient_bytes=gradient_bytes,
+                has_gradient=gradient_bytes > 0,
+            )
+        )
+    return edges

@@ -6,9 +6,9 @@ from torch import nn
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph
+from shardwright.runtime.homes import home_stages
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.program.homes import home_stages
 from shardwright.torch.tracing.trace import trace_step
 
 WIDTH = 4
