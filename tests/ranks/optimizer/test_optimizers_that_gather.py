@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_changes_between_steps import Stack
+from stacks import Stack
 from test_joint_updates import DP, train_with
 from torch import Tensor
 from torch.optim import Optimizer

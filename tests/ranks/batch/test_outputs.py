@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, start
+from stacks import Stack, start
 from torch import nn
 
 from shardwright.testing import RanksFailedError, run_ranks

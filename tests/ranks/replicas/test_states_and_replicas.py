@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_changes_between_steps import QUIET, Stack, apart, batches, start, trainer
+from stacks import QUIET, Stack, apart, batches, start, trainer
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, start
+from stacks import Stack, start
 from torch import Tensor, nn
 
 from shardwright.checkpoint.folder import CheckpointFolder

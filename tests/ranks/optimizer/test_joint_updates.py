@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import WIDTH, Stack, batches, start, trainer
+from stacks import WIDTH, Stack, batches, start, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

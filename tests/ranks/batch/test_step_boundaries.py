@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, apart, batches, start
+from stacks import Stack, apart, batches, start
 from torch import Tensor
 
 from choices import some_combinations

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, batches, start
+from stacks import Stack, batches, start
 from torch import Tensor
 
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_changes_between_steps import TOLERANCE, Stack, apart, batches, start
+from stacks import TOLERANCE, Stack, apart, batches, start
 from torch import Tensor, nn
 
 from shardwright.testing import run_ranks

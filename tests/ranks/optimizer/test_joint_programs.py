@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import WIDTH, Stack, batches, start
+from stacks import WIDTH, Stack, batches, start
 from test_joint_updates import BOTH, Sam, train_with, trainer, with_gradients
 from torch import Tensor, nn
 from torch.optim import Optimizer

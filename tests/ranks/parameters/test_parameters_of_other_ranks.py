@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from test_changes_between_steps import Stack, batches, start
+from stacks import Stack, batches, start
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes_between_steps import Stack, batches, start
+from stacks import Stack, batches, start
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_changes_between_steps import start
+from stacks import start
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features

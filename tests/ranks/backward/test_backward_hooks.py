@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from test_changes_between_steps import apart, batches, start
+from stacks import apart, batches, start
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features

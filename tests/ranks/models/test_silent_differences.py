@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_changes_between_steps import QUIET, Stack, apart, batches, start
+from stacks import QUIET, Stack, apart, batches, start
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences
 from zoo import classify, features
