@@ -35,6 +35,14 @@ class TwoHeads(nn.Module):
         return {"early": early, "logits": self.net(x)}
 
 
+def count_call() -> None:
+    """Counts the calls of a step function that are made for a microbatch."""
+    import shardwright.torch as sw
+
+    if not sw.is_tracing():
+        calls[0] += 1
+
+
 def outcome(
     function: Callable[..., Any],
     *,
@@ -370,7 +378,7 @@ def some_rank_reads(rank: int, every: int) -> Callable[..., Any]:
     def step(model: Any, x: Tensor, y: Tensor) -> Any:
         import shardwright.torch as sw
 
-        calls[0] += 1
+        count_call()
         logits = model(x)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
         if sw.rank() in (rank, -rank) and calls[0] % every == every - 1:
@@ -425,7 +433,7 @@ def test_one_rank_may_read_alone(rank: int, every: int) -> None:
 
 def decides_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """A condition that the trace did not come by."""
-    calls[0] += 1
+    count_call()
     loss = loss_of(model, x, y)
     if calls[0] > MICROBATCHES + 2 and loss > 16:
         loss = loss.log()
@@ -447,7 +455,7 @@ def one_reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """One rank alone, by a function that does not look like it, in later calls."""
     import shardwright.torch as sw
 
-    calls[0] += 1
+    count_call()
     loss = loss_of(model, x, y)
     if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
         value_of(loss)
@@ -495,7 +503,7 @@ value_of = operator.methodcaller("item")  # a name that tells nothing
 
 def reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """Reads in later calls, by a function that does not look like it, and decides."""
-    calls[0] += 1
+    count_call()
     loss = loss_of(model, x, y)
     twice = loss * 2
     if calls[0] > MICROBATCHES + 2 and value_of(twice) > 25:
@@ -551,7 +559,7 @@ class Residual(nn.Module):
 
 def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """What no trace could foresee, in the middle of the model."""
-    calls[0] += 1
+    count_call()
     reads, total = calls[0] > MICROBATCHES + 2, 0.0
     hidden = model.module.embedding(x)
     for part in model.module.body:
@@ -615,7 +623,7 @@ def total(tensor: Tensor) -> float:
 
 def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
     """In some calls, before the change and behind it."""
-    calls[0] += 1
+    count_call()
     reads, parts = calls[0] > MICROBATCHES + 2, model.module
     hidden = parts.body[0](parts.embedding(x)) * 1.0
     before = total(hidden) if reads else 0.0
@@ -652,7 +660,7 @@ def one_reads_before_a_change(model: Any, x: Tensor, y: Tensor) -> Any:
     """The rank that has it does not come by."""
     import shardwright.torch as sw
 
-    calls[0] += 1
+    count_call()
     parts = model.module
     hidden = parts.body[0](parts.embedding(x)) * 1.0
     alone = 0.0
@@ -679,7 +687,7 @@ def one_reads_between_calls_of_the_model(model: Any, x: Tensor, y: Tensor) -> An
     """In some calls, the first loss."""
     import shardwright.torch as sw
 
-    calls[0] += 1
+    count_call()
     first = loss_of(model, x, y)
     if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
         print(first.item())
@@ -959,7 +967,7 @@ class Deep(TwoHeads):
 
 def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any:
     """In some calls: the early stage would wait for the last one, and that for it."""
-    calls[0] += 1
+    count_call()
     out = model(x)
     loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
     if calls[0] > MICROBATCHES + 2:

@@ -1,8 +1,7 @@
-"""What forwards keep outside of modules must not be a fake tensor when a trace has ended."""
+"""A trace leaves no stand-in anywhere, and what a model holds as it was; scripts count every run."""
 
 import random
 from collections import defaultdict, deque
-from fractions import Fraction
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwright.torch as sw
 from shardwright.errors import TraceError
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
 from shardwright.torch.pytorch.tensor_contents import TensorContents
@@ -76,6 +76,10 @@ def nothing_kept():
     if hasattr(KeepsEverywhere, "last"):
         del KeepsEverywhere.last
     Helper.tables.clear()
+    Counts.seen.clear()
+    Counts.calls = 0
+    HISTORY["size"].clear()
+    LOG.by_name["size"].clear()
     bounded.cache_clear()
     unbounded.cache_clear()
 
@@ -87,7 +91,7 @@ def test_no_fake_tensor_is_left():
     assert not _TABLES
     assert not KeepsEverywhere.by_length
     assert not hasattr(KeepsEverywhere, "last")
-    assert KeepsEverywhere.num_calls == 0
+    assert KeepsEverywhere.num_calls > 0
     assert model.helper.last is None
     assert model.helper.all == []
     assert model.nested["tables"] == [torch.zeros(1)]
@@ -108,24 +112,44 @@ class Inherits(Counts):
     pass
 
 
-def test_counts_in_classes_of_the_script_are_put_back():
-    """Each trace counted once more, so that the script counted a step too much."""
-
+def test_a_class_of_the_script_counts_every_run_and_keeps_no_stand_in():
     class Inside:
         calls = 0
 
-    model = nn.Linear(4, 4)
+    model, num_runs = nn.Linear(4, 4), 0
 
     def step(x):
+        nonlocal num_runs
+        num_runs += 1
         Counts.calls += 1
-        Inherits.calls = Counts.calls
         Counts.seen.append(len(x))
         Inside.calls += 1
+        Inherits.last = Inside.last = model(x).sum()
+        return Inside.last
+
+    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
+    assert num_runs > 0
+    assert (Counts.calls, Counts.seen, Inside.calls) == (num_runs, [2] * num_runs, num_runs)
+    assert not hasattr(Inherits, "last")
+    assert not hasattr(Inside, "last")
+
+
+def test_a_script_can_tell_a_trace_from_a_run():
+    model, counter, marks = nn.Linear(4, 4), 0, []
+
+    def step(x):
+        nonlocal counter
+        marks.append(sw.is_tracing())
+        if not sw.is_tracing():
+            counter += 1
         return model(x).sum()
 
     discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert (Counts.calls, Counts.seen, Inside.calls) == (0, [], 0)
-    assert "calls" not in vars(Inherits)
+    assert marks
+    assert all(marks)
+    assert not sw.is_tracing()
+    step(torch.zeros(2, 4))
+    assert counter == 1
 
 
 def test_what_a_step_keeps_of_units_in_a_list_of_the_script_is_taken_out():
@@ -155,26 +179,33 @@ class Log:
 LOG = Log()
 
 
-def test_lists_inside_of_other_variables_and_of_arguments_are_as_they_were():
-    """They had entries of each trace: statistics of a script were of more microbatches than there were."""
-    model, by_name, given, mixed = nn.Linear(4, 4), defaultdict(list), Log(), []
+class Record:
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def test_lists_inside_of_other_variables_and_of_arguments_have_no_stand_ins():
+    model, by_name, given, records = nn.Linear(4, 4), defaultdict(list), Log(), ["of before"]
 
     def step(x, log):
         loss = model(x).sum()
         for each in (HISTORY["size"], LOG.by_name["size"], by_name["size"], log.by_name["size"]):
             each.append(len(x))
         for rows in (LOG.rows, log.rows):
-            rows.append((1, "row", len(x)))
+            rows.append((1, "row", loss))
         HISTORY["loss"].append(loss.detach())
-        mixed.extend([1, object(), 2])
+        records.append(Record(loss))
+        by_name["loss"].append({"newest": loss})
         return loss
 
     discover(model, step, ((torch.zeros(2, 4), given), {}), device=torch.device("cpu"))
-    assert HISTORY == {"loss": [], "size": []}
-    assert not by_name
+    sizes = HISTORY["size"]
+    assert sizes
+    assert {"loss": [], "size": sizes} == HISTORY
+    assert records == ["of before"]
+    assert by_name == {"size": sizes}
     for log in (LOG, given):
-        assert (log.rows, log.by_name) == ([], {"size": []})
-    assert [type(each) for each in mixed[:3]] == [int, object, int]  # who knows what the object is for
+        assert (log.rows, log.by_name) == ([], {"size": sizes})
 
 
 class Slotted:
@@ -194,23 +225,20 @@ class Metric(nn.Module):
         self.count = 0
 
 
-def test_what_a_step_counts_in_other_kinds_of_variables_is_as_it_was():
-    """A step counted four microbatches too many in each of them, and in a deque it left stand-ins."""
+def test_other_kinds_of_variables_count_every_run_and_keep_no_stand_in():
+    """A deque kept stand-ins."""
     model, metric, slotted, table = nn.Linear(4, 4), Metric(), Slotted(), np.zeros(3)
     newest: deque = deque([1.0], maxlen=2)
-    seen, kept = {"a"}, {"pair": (0, 0), "exact": Fraction(0), "array": np.float32(0)}
-    rows: list = [0]
+    seen, mean, num_runs = {"a"}, 0.5, 0
 
     def step(x):
-        nonlocal rows
+        nonlocal mean, num_runs
+        num_runs += 1
         loss = model(x).sum()
         newest.extend([len(x), loss.detach()])
         seen.add("b")
-        seen.discard("a")
-        rows = [*rows, len(x)]
-        kept["pair"] = (kept["pair"][0] + 1, len(x))
-        kept["exact"] += 1
-        kept["array"] += 1
+        seen.add(loss)
+        mean = 0.9 * mean + 0.1 * loss.detach()
         table[1] += 1
         metric.count += 1
         metric.total += 1
@@ -221,63 +249,39 @@ def test_what_a_step_counts_in_other_kinds_of_variables_is_as_it_was():
 
     discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
     assert newest == deque([1.0])
-    assert (seen, rows, table.tolist()) == ({"a"}, [0], [0, 0, 0])
-    assert kept == {"pair": (0, 0), "exact": 0, "array": 0}
-    assert (metric.count, metric.total.item()) == (0, 0)
-    assert (slotted.count, slotted.rows, hasattr(slotted, "last")) == (0, [], False)
-
-
-def test_what_a_step_takes_out_of_a_variable_is_there_again():
-    """Losses had the weights of later microbatches, without a word; a list lost its last entries."""
-    model, weights, by_name, handles = (
-        nn.Linear(4, 4),
-        [1.0, 2.0, 3.0],
-        {"a": 1, "b": 2},
-        [object(), object()],
-    )
-    before = list(handles)
-
-    def step(x):
-        handles.pop()
-        return model(x).sum() * weights.pop(0) * by_name.pop(next(iter(by_name)))
-
-    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert weights == [1.0, 2.0, 3.0]
-    assert list(by_name.items()) == [("a", 1), ("b", 2)]
-    assert handles == before
+    assert (seen, mean, table.tolist()) == ({"a"}, 0.5, [0, num_runs, 0])
+    assert (metric.count, metric.total.item()) == (num_runs, num_runs)
+    assert (slotted.count, slotted.rows, hasattr(slotted, "last")) == (num_runs, [2] * num_runs, False)
 
 
 def test_generators_of_the_script_are_where_they_were():
     """Losses had random numbers that a plain loop would have drawn later, without a word."""
     model = nn.Linear(4, 4)
     python, numpy, legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
-    num_draws = 0
 
     def draw():
-        nonlocal num_draws
-        num_draws += 1
         return python.random(), float(numpy.random()), float(legacy.rand())
 
     def step(x):
         return model(x).sum() * sum(draw())
 
     discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert num_draws == 0  # a variable of a function that the step calls
     found = draw()
     python, numpy, legacy = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
     assert found == draw()
 
 
-def test_an_array_that_a_step_makes_longer_is_as_long_as_it_was():
+def test_an_array_of_the_model_that_a_step_makes_longer_is_as_long_as_it_was():
     """A trace ended on NumPy's error."""
-    model, tables = nn.Linear(4, 4), [np.ones(3)]
+    model = nn.Linear(4, 4)
+    model.table = np.ones(3)
 
     def step(x):
-        tables[0].resize(5, refcheck=False)
+        model.table.resize(5, refcheck=False)
         return model(x).sum()
 
     discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert tables[0].tolist() == [1, 1, 1]
+    assert model.table.tolist() == [1, 1, 1]
 
 
 def test_what_was_there_stays():
@@ -327,7 +331,7 @@ def test_many_objects_do_not_take_long():
     model.samples = [[list(range(20)) for _ in range(1000)] for _ in range(100)]
     guard = NothingLeftBehind(model, model.forward)
     with guard:
-        assert len(guard._owned) + len(guard._shared) < 30_000
+        assert len(guard._of_model) + len(guard._of_script) < 30_000
         model.helper.last = torch.zeros(1)
     assert model.helper.last is None
 
