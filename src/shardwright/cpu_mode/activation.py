@@ -63,7 +63,7 @@ def enable(*, says_so: bool = True) -> None:
     process_groups.put_in_force()
     synchronised_norms.put_in_force()
     data_loading.put_in_force()
-    children.put_in_force()
+    children.put_in_force(enable)
 
 
 def _place() -> tuple[int, int]:

@@ -1,36 +1,53 @@
 """The all-gather of several tensors into memory that the ranks of a node share."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shardwright.collectives import gather_to_nodes
+from shardwright.collectives import Topology, gather_to_nodes
 from shardwright.collectives.routine import Routine
 from shardwright.collectives.steps import Row
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 
-if TYPE_CHECKING:
-    from shardwright.comm.collectives.communicator import Communicator
-
 __all__ = ["NodeGather"]
+
+
+class NodeGroup(Protocol):
+    """What the gather asks of the group whose thread it runs on: see `Communicator`."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks share a node."""
+
+    def share_memory(self, num_bytes: int) -> Tensor:
+        """Memory that the ranks of the node share."""
+
+    def run_routine(
+        self, name: str, routine: Routine, data: Tensor, result: Tensor, *, shared: Tensor | None = None
+    ) -> None:
+        """Runs the steps of a collective."""
 
 
 class NodeGather:
     """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`.
 
     Args:
-        communicator: of the group.
+        group: the ranks that gather.
     """
 
-    def __init__(self, communicator: "Communicator"):
-        self._communicator = communicator
+    def __init__(self, group: NodeGroup):
+        self._group = group
         self._routines: dict[tuple[int, ...], Routine] = {}
         self._packed = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, memory: Tensor, data: Tensor, pieces: tuple[int, ...]) -> None:
         """Gathers elements as they are."""
-        group = self._communicator
+        group = self._group
         if pieces not in self._routines:
             steps = gather_to_nodes(group.topology, group.rank, pieces=pieces)
             self._routines[pieces] = Routine.of(steps)
@@ -40,7 +57,7 @@ class NodeGather:
         self, memory: Tensor, data: Tensor, pieces: tuple[int, ...], quantiser: BlockQuantiser
     ) -> None:
         """Gathers packed elements, of which the ranks of the node unpack those of some ranks each."""
-        group = self._communicator
+        group = self._group
         num_ranks, here = group.topology.num_ranks, group.topology.local(group.rank)
         count = data.numel() - pieces[-1]
         packed = torch.cat([quantiser.pack(data[:count]), data[count:].view(torch.uint8)])
