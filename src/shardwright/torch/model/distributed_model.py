@@ -16,28 +16,24 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.batch.batch import Arguments, Splitter
 from shardwright.torch.batch.batch_result import BatchResult, Engine
-from shardwright.torch.counting.compiled_modules import without_compilers, without_prefixes
+from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
-from shardwright.torch.interception.foreign_wrappers import refuse_wrappers
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.interception.loss_checks import refuse_no_tensor
 from shardwright.torch.interception.own_errors import point_out_in_run
-from shardwright.torch.interception.scripted_code import without_scripted
 from shardwright.torch.loss_scale.grad_scaler import scaling_begins
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.model.accepted_module import accepted
 from shardwright.torch.model.model_state import ModelState
 from shardwright.torch.parameters.buffer_kind import first_kinds
-from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
-from shardwright.torch.parameters.registration import agree_on_registration
-from shardwright.torch.parameters.residency import Residency, refuse_released
-from shardwright.torch.parameters.sendable import refuse_unsendable
+from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
 from shardwright.torch.pytorch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
@@ -100,24 +96,9 @@ class DistributedModel(nn.Module):
     ):
         super().__init__()
         current = context()
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.")
         if isinstance(module, DistributedModel):
             raise UsageError("this model is wrapped already. Call DistributedModel once.")
-        if current.model is not None:
-            raise UsageError(
-                "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
-            )
-        refuse_wrappers(module, alone=current.mesh.pipeline == 1)
-        module = without_scripted(without_compilers(module))
-        _refuse_lazy(module)
-        refuse_released(module)
-        refuse_half_built(module)
-        refuse_unsendable(module, current.data_group)
-        with first_cause_named(current), call_together("sw.DistributedModel(...)", _all_ranks(current)):
-            agree_on_registration(module, current)
-        for optimizer in current.optimizers:
-            optimizer.check(module.parameters())
+        module = accepted(module, current)
         self.module = module
         self.first_buffers = first_kinds(module)
         self.average_grads_across_microbatches = average_grads_across_microbatches
@@ -145,21 +126,24 @@ class DistributedModel(nn.Module):
             self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)
         for optimizer in current.optimizers:
             self._scale_as_wanted(optimizer)
-        self._engine: Engine
         if current.mesh.pipeline == 1:
-            self._materialiser.agree_on_seed()
-            self._materialiser.everything(
-                but=self.replicas.filled_when_shared(dict(module.named_parameters()))
-            )
-            if current.device.type != "cpu":
-                move: Any = module._apply
-                move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
-        self._engine = self._new_engine(current)
+            self._take_memory(current)
+        self._engine: Engine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
         self._together = TogetherUntil(current)
         current.model = self
         for optimizer in current.optimizers:
             optimizer.match_names()
+
+    def _take_memory(self, current: Context) -> None:
+        """Gives memory on the device of this rank to the whole model."""
+        module = self.get_module()
+        self._materialiser.agree_on_seed()
+        shared = self.replicas.filled_when_shared(dict(module.named_parameters()))
+        self._materialiser.everything(but=shared)
+        if current.device.type != "cpu":
+            move: Any = module._apply
+            move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
 
     def _new_engine(self, current: Context) -> "Engine":
         several = current.mesh.pipeline > 1
@@ -567,16 +551,6 @@ class DistributedModel(nn.Module):
         return not self.partitioned or not tensor.is_meta
 
 
-def _refuse_lazy(module: nn.Module) -> None:
-    """Refuses parameters that get their shapes in a first forward."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(
-                f"{name} has no shape yet: it gets one in the first forward. Call the model once on a "
-                "sample, under torch.no_grad(), before DistributedModel."
-            )
-
-
 def _called(function: Callable[..., Any]) -> str:
     return f"{STEP} {getattr(function, '__qualname__', type(function).__qualname__)}"
 
@@ -584,10 +558,6 @@ def _called(function: Callable[..., Any]) -> str:
 def _ranks_of_a_step(current: Context) -> Sequence[int]:
     """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
     return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
-
-
-def _all_ranks(current: Context) -> Sequence[int]:
-    return range(current.mesh.world_size)
 
 
 def _hint_for_evaluations(current: Context) -> str:
