@@ -4,7 +4,7 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -28,20 +28,19 @@ from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
 from shardwright.torch.model.accepted_module import accepted
 from shardwright.torch.model.model_state import ModelState
+from shardwright.torch.model.spread_module import SpreadModule
 from shardwright.torch.parameters.buffer_kind import first_kinds
 from shardwright.torch.parameters.first_values import Initialise
-from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.parameters.state_gathering import rank_that_runs
 from shardwright.torch.pytorch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import Context, context, is_initialized
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together, meet, ranks_with_the_model
+from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
 from shardwright.torch.run.roles import WrappedOptimizer
 from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
@@ -52,7 +51,7 @@ __all__ = ["DistributedModel", "wrapped_model"]
 log = logging.getLogger(__name__)
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(SpreadModule):
     """Wraps any `nn.Module`; inside a step function it is called as the module itself.
 
     With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once
@@ -94,18 +93,15 @@ class DistributedModel(nn.Module):
         overlapping_allreduce: bool = True,
         bucket_cap_mb: float = 25,
     ):
-        super().__init__()
         current = context()
         if isinstance(module, DistributedModel):
             raise UsageError("this model is wrapped already. Call DistributedModel once.")
         module = accepted(module, current)
-        self.module = module
+        bucket_bytes = int(bucket_cap_mb * 2**20)
+        replicas = Replicas(current, module, bucket_bytes=bucket_bytes, overlap=overlapping_allreduce)
+        super().__init__(module, replicas)
         self.first_buffers = first_kinds(module)
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self.replicas = Replicas(
-            current, module, bucket_bytes=int(bucket_cap_mb * 2**20), overlap=overlapping_allreduce
-        )
-        self._residency: Residency | None = None
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
@@ -331,103 +327,12 @@ class DistributedModel(nn.Module):
         """
         return self._together.joined(throws=throw_on_early_termination) if enable else nullcontext()
 
-    # ---- what lives here ----
+    # ---- its state ----
 
     @property
     def partitioned(self) -> bool:
         """Whether every rank has been given its part: after the first step, or at once with one stage."""
         return self._residency is not None or isinstance(self._engine, SingleEngine)
-
-    def get_module(self) -> nn.Module:
-        """The user's module."""
-        return self.module
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that this rank holds, by their names in the user's module."""
-        return ((name, p) for name, p in self.get_module().named_parameters() if self._is_local(p))
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that this rank holds."""
-        return (parameter for _, parameter in self.local_named_parameters())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that this rank holds, by their names in the user's module."""
-        return ((name, b) for name, b in self.get_module().named_buffers() if self._is_local(b))
-
-    def local_parameter_ids(self) -> set[int]:
-        """Identities of the parameters that this rank holds."""
-        return {id(parameter) for parameter in self.local_parameters()}
-
-    def gathered(self, *parts: nn.Module | Tensor) -> AbstractContextManager[None]:
-        """Gives every rank the values of parameters and buffers, for a computation between steps.
-
-        Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
-        that holds a parameter keeps what it is changed to. Parts take memory on every rank meanwhile: pass
-        few of them at a time.
-
-        Args:
-            parts: modules, parameters or buffers of the model; all of it if there are none.
-
-        Raises:
-            UsageError: replicas share the parameters, or a part is not of the model.
-
-        Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
-
-            pairs = zip(net.student.parameters(), net.teacher.parameters(), strict=True)
-            with torch.no_grad():
-                for student, teacher in pairs:
-                    with model.gathered(student, teacher):
-                        teacher.lerp_(student, 0.01)
-        """
-        if self.replicas.sharding is not None:
-            raise UsageError(
-                "model.gathered() cannot be used where replicas share the parameters: each rank has some "
-                "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
-            )
-        current = context()
-        if self._residency is None or current.pipeline_group is None:
-            return nullcontext()
-        meet("model.gathered()", ranks_with_the_model())
-        return gathered_values(self.get_module(), self._residency, current, parts)
-
-    def counted_elsewhere(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank that another rank of the replica counts: several hold them."""
-        if self._residency is None:
-            return
-        for name, parameter in self.local_named_parameters():
-            # The next step refuses parameters that were added meanwhile.
-            holders = self._residency.ranks.get(name)
-            if holders and holders[0] != context().pipeline_rank:
-                yield parameter
-
-    def ranks_with(self, name: str) -> tuple[int, ...]:
-        """The world ranks of this replica that hold a parameter of a placed model."""
-        assert self._residency is not None
-        return tuple(context().pipeline_ranks[rank] for rank in self._residency.ranks[name])
-
-    def counts_here(self, name: str) -> bool:
-        """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
-        residency = self._residency
-        if residency is None:
-            return context().pipeline_rank == 0
-        holders = residency.ranks.get(name)
-        # A buffer that a forward has registered is where its module runs.
-        holder = holders[0] if holders else rank_that_runs(name, residency) or 0
-        return context().pipeline_rank == holder
-
-    def stage_of(self, name: str) -> int:
-        """The first stage that uses a parameter."""
-        stages = None if self._residency is None else self._residency.stages.get(name)
-        return min(stages, default=0) if stages else 0
-
-    def runs_here(self, module_name: str) -> bool:
-        """Whether this rank of the replica runs a module, or stands for those that do.
-
-        Args:
-            module_name: of a module inside the user's, such as ``"layers.0"``.
-        """
-        rank = None if self._residency is None else rank_that_runs(f"{module_name}.", self._residency)
-        return context().pipeline_rank == (rank or 0)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -546,9 +451,6 @@ class DistributedModel(nn.Module):
             "load_state_dict. For an average of the weights (EMA, SWA) take model.local_named_parameters() "
             "on each rank. A copy that is part of the training is made of the module before it is wrapped."
         )
-
-    def _is_local(self, tensor: Tensor) -> bool:
-        return not self.partitioned or not tensor.is_meta
 
 
 def _called(function: Callable[..., Any]) -> str:
