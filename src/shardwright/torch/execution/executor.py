@@ -13,6 +13,7 @@ from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, Schedule
 from shardwright.torch.backward.split_backward import allow_split
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.autograd_stage import AutogradStage
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatch import Microbatch
@@ -60,7 +61,7 @@ class Executor:
         rank: int,
         programs: Sequence[Program],
         function: Callable[..., Any],
-        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        parts: Sequence[Batch],
         *,
         board: ValueBoard,
         loss_scale: float = 1.0,
@@ -75,7 +76,7 @@ class Executor:
             rank: this pipeline rank.
             programs: the program of each microbatch.
             function: the step function.
-            arguments: (args, kwargs) of each microbatch.
+            parts: the microbatches.
             board: where ranks put up values that a `ReadingStep` reads.
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
             model: the model, for step functions that register hooks on it.
@@ -97,8 +98,8 @@ class Executor:
             attributes=attributes,
         )
         microbatches: list[Microbatch] = [
-            make(index, program, function, args, messages.receive)
-            for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
+            make(index, program, function, part.arguments, messages.receive)
+            for index, (program, part) in enumerate(zip(programs, parts, strict=True))
         ]
         final_state = self._run_generators_ahead(programs, microbatches)
         stages = self._stages(schedule, rank, microbatches, messages, loss_scale, model)

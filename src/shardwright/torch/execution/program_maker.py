@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.model_graph import ModelGraph
 from shardwright.runtime.placement import Placement, place
-from shardwright.torch.batch.batch import Arguments
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.agreement import Agreement
 from shardwright.torch.execution.trained_model import TrainedModel
@@ -34,17 +34,17 @@ class KnownTrace:
     """A trace that serves microbatches of its signature, as long as nothing but the batch has changed.
 
     Args:
-        part: arguments of the microbatch that was traced.
+        part: the microbatch that was traced.
         trace: the trace.
         placement: where its nodes run.
     """
 
-    def __init__(self, part: Arguments, trace: Trace, placement: Placement):
+    def __init__(self, part: Batch, trace: Trace, placement: Placement):
         self.trace = trace
         self.placement = placement
         self._signature = signature_of(part)
 
-    def holds_for(self, part: Arguments) -> bool:
+    def holds_for(self, part: Batch) -> bool:
         """Whether a microbatch is such a one."""
         return self._signature == signature_of(part) and self.trace.holds_for(part)
 
@@ -111,7 +111,7 @@ class ProgramMaker:
     def trace(
         self,
         function: Callable[..., Any],
-        part: Arguments,
+        part: Batch,
         *,
         agree_on_end: Callable[[float], float] | None = None,
         numbers: NumberReads | None = None,
@@ -120,7 +120,7 @@ class ProgramMaker:
         return trace_step(
             self.units,
             function,
-            part,
+            part.arguments,
             device=self._context.device,
             agree_on_end=agree_on_end or self._agreement.on_end,
             numbers=numbers,
@@ -131,7 +131,7 @@ class ProgramMaker:
     def of_batch(
         self,
         function: Callable[..., Any],
-        parts: list[Arguments],
+        parts: list[Batch],
         path: Hashable,
         attributes: Hashable,
         known: KnownTrace | None,
@@ -169,7 +169,7 @@ class ProgramMaker:
     def _program(
         self,
         function: Callable[..., Any],
-        part: Arguments,
+        part: Batch,
         path: Hashable,
         attributes: Hashable,
         known: KnownTrace | None,
@@ -222,13 +222,11 @@ class ProgramMaker:
     def _on_all(self, found: bool, together: bool) -> bool:
         return not self._on_any(not found, together)
 
-    def _watches_numbers(
-        self, function: Callable[..., Any], part: Arguments, circumstances: Hashable
-    ) -> bool:
+    def _watches_numbers(self, function: Callable[..., Any], part: Batch, circumstances: Hashable) -> bool:
         return self._cache.watches_numbers(part, circumstances) and not asks_for_types(function)
 
     def _trace_watching_numbers(
-        self, function: Callable[..., Any], part: Arguments, *, together: bool
+        self, function: Callable[..., Any], part: Batch, *, together: bool
     ) -> tuple[Trace, NumberPath | None]:
         """A trace, and for which numbers among the arguments it holds; None for those of this part alone.
 
