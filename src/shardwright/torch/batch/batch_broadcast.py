@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.process_group import seal_of_session
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.small_collectives import SmallCollectives
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import seal_of_session
+from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
 from shardwright.torch.batch.batch_header import Leaf, Outline, outline, read_header, written_header

@@ -8,8 +8,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
@@ -192,10 +193,17 @@ class Agreement:
 
     def on_random_numbers_of_python(self) -> None:
         """Gives all ranks of the replica the generators of Python and NumPy of its first."""
-        context = self._context
-        assert context.replica is not None
-        shared = state_as_tensor().to(context.device)
-        context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+        assert self._context.replica is not None
+        self._share_python_state(self._context.replica, self._context.pipeline_ranks[0])
+
+    def on_first_trace(self) -> None:
+        """Gives all ranks the generators of Python and NumPy of the first: traces follow choices by them."""
+        assert self._context.world is not None
+        self._share_python_state(self._context.world, 0)
+
+    def _share_python_state(self, ranks: SmallCollectives, source: int) -> None:
+        shared = state_as_tensor().to(self._context.device)
+        ranks.broadcast([shared], source, Purpose.AGREEMENT)
         state_from_tensor(shared)
 
     def on_any(self, found: bool) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.comm.transport import Transport
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.messages.transport import Transport
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, Schedule

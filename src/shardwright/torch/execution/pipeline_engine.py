@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
 from shardwright.runtime.action_loop import check_runnable
@@ -278,10 +278,13 @@ class PipelineEngine:
             )
 
     def _refuse_other_parameters(self) -> None:
-        if self._parameters is not None and _parameter_ids(self._model.get_module()) != self._parameters:
+        module, known = self._model.get_module(), self._parameters
+        if known is not None and _parameter_ids(module) != known:
+            found = next((n for n, p in module.named_parameters() if id(p) not in known), "one is gone")
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
-                "replicas, which know nothing of them. Change the model before the first step."
+                f"replicas, which know nothing of them: {found}, on rank {self._context.rank}. Change the "
+                "model before the first step."
             )
 
     # ---- the first step ----
@@ -296,6 +299,7 @@ class PipelineEngine:
         assert context.reporter is not None
         agree_on_registration(module, context)  # scripts may have changed it since it was wrapped
         self._materialiser.agree_on_seed()
+        self._agreement.on_first_trace()
         trace = None
         if context.plan is None:
             context.plan, trace = self._planner(function, batch)
@@ -336,7 +340,9 @@ class PipelineEngine:
         self._programs.placed(residency, recompute)
         if context.data_group is not None:
             ranks = context.mesh.group("dp", context.rank)
-            self._replica_buffers = ReplicaBuffers(module, context.data_group, ranks=ranks, rank=context.rank)
+            self._replica_buffers = ReplicaBuffers(
+                module, context.data_group, ranks=ranks, rank=context.rank, device=context.device
+            )
             self._replica_buffers.note()
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)

@@ -4,8 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.torch.program.program import Program
 from shardwright.torch.run.context import Context
 from shardwright.units import format_seconds

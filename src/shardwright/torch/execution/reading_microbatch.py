@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceError, TraceMismatchError, UsageError
 from shardwright.runtime.crossings import Crossing
 from shardwright.torch.execution.exchange import Returned

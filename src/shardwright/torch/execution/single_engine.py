@@ -90,8 +90,6 @@ class SingleEngine:
         if self._context.data_group is not None:
             refuse_accumulation_hooks(self._model.get_module())
             self._prepare_replicas(self._context.data_group)
-        if self._buffers is not None:
-            self._buffers.agree_on_what_scripts_set()
         results: list[Any] = []
         losses: list[Tensor] = []
         row: list[tuple[Action, float, float, float]] = []
@@ -180,19 +178,23 @@ class SingleEngine:
     def _prepare_replicas(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first, and reduces their gradients.
 
-        Before the first batch, and again where the script has given the model other parameters since.
+        Before the first batch, and again where the script of any replica has given the model other parameters
+        since.
         """
         module = self._model.get_module()
         present = {id(parameter) for parameter in module.parameters()}
-        if present == self._reduced:
-            return
+        if self._buffers is not None:
+            others = present != self._reduced
+            if not self._buffers.agree_on_what_scripts_set(other_parameters=others):
+                return
         agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
         self._share(group)
         self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
-        ranks = self._context.mesh.group("dp", self._context.rank)
-        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=self._context.rank)
+        context = self._context
+        ranks = context.mesh.group("dp", context.rank)
+        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=context.rank, device=context.device)
         self._model.settle()
         self._buffers.note()
 

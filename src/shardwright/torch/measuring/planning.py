@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -39,6 +39,7 @@ from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
+from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
@@ -80,7 +81,7 @@ class Planner:
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
-        with context.reporter.phase("planning"), _said_of_early_ends(traces[counts[0]]):
+        with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
                 lambda: make_plan(
                     candidates,
@@ -163,18 +164,22 @@ class Planner:
 
 
 @contextmanager
-def _said_of_early_ends(trace: Trace) -> Iterator[None]:
-    """Says in errors of plans that a step function reads values before it has called all of the model."""
+def _said_of_what_has_no_stage(trace: Trace) -> Iterator[None]:
+    """Says in errors of plans why a step function has not called all of the model in its trace."""
     try:
         yield
     except PlanError as error:
         used = {name for unit in trace.graph.units.values() for name in unit.parameters}
-        if not trace.end_line or used.issuperset(trace.graph.parameters):
+        if used.issuperset(trace.graph.parameters):
             raise
-        raise PlanError(
-            f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
-            "calls behind that has no stage. Call the whole model first, and read values then."
-        ) from error
+        if trace.end_line:
+            raise PlanError(
+                f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
+                "calls behind that has no stage. Call the whole model first, and read values then."
+            ) from error
+        if trace.python_draws:
+            raise PlanError(f"{error} {SKIPS_BY_PYTHON}") from error
+        raise
 
 
 def _first_of_all_ranks(place: float) -> float:

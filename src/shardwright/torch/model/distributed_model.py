@@ -4,7 +4,7 @@ import logging
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import groups_in_doubt
+from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Engine
@@ -28,6 +28,7 @@ from shardwright.torch.interception.scripted_code import without_scripted
 from shardwright.torch.loss_scale.grad_scaler import scaling_begins
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.model.model_state import ModelState
 from shardwright.torch.parameters.buffer_kind import first_kinds
 from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.first_values import Initialise
@@ -37,7 +38,7 @@ from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, refuse_released
 from shardwright.torch.parameters.sendable import refuse_unsendable
-from shardwright.torch.parameters.state_gathering import gather_state, rank_that_runs
+from shardwright.torch.parameters.state_gathering import rank_that_runs
 from shardwright.torch.pytorch.heap import give_back_freed_memory, keep_freed_memory
 from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.replicas.replicas import Replicas
@@ -127,16 +128,15 @@ class DistributedModel(nn.Module):
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
+        self._state = ModelState(module, self.replicas, self._materialiser)
         self._called_to_train = self._pointed_out = self._has_told_no_sync = False
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
-        self._state_to_load: Mapping[str, Any] | None = None
         self._when_settled: list[Callable[[], None]] = []
         self._outside = BackwardWatch(refuse_backward_outside)
         self._cores = OwnCores(current)
         # Before anything is measured: giving memory back and taking it again costs time.
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
         self._gives_back = keeps_memory and keep_freed_memory()
-        self._gathers = False
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:
             cast_model(module, self._low_precision)
@@ -452,71 +452,14 @@ class DistributedModel(nn.Module):
 
         Once the model is spread over stages it is a copy, which further training does not change.
         """
-        current = context()
-        if self._residency is not None or self.replicas.sharding is not None:
-            meet("model.state_dict()", ranks_with_the_model())
-        if self._residency is None or current.pipeline_group is None:
-            given = {} if destination is None else {"destination": destination}
-            with self.replicas.all_rows():
-                state = self.get_module().state_dict(**given, prefix=prefix, keep_vars=keep_vars)
-                if self.replicas.sharding is not None:
-                    state.update({key: _copy(value) for key, value in state.items()})
-            return state
-        with self.replicas.all_rows():
-            return self._gathered_state(destination, prefix, keep_vars=keep_vars)
-
-    def _gathered_state(
-        self, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
-    ) -> dict[str, Any]:
-        """The state of all stages."""
-        current = context()
-        assert self._residency is not None
-        self._gathers = True
-        try:
-            state = self.get_module().state_dict(keep_vars=keep_vars)
-            with first_cause_named(current):
-                full = gather_state(state, self.get_module(), self._residency, current)
-        finally:
-            self._gathers = False
-        if destination is None and not prefix:
-            return full
-        target = OrderedDict() if destination is None else destination
-        target.update((f"{prefix}{key}", value) for key, value in full.items())
-        return target
+        return self._state.whole(destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes what it holds.
 
         Before the first step of a model on the meta device, it is kept until then.
         """
-        state_dict = without_prefixes(state_dict)
-        if self.replicas.sharding is not None:
-            meet("model.load_state_dict()", context().mesh.group("dp_shard", context().rank))
-        if self._residency is None:
-            if self._materialiser.waits and not assign:
-                # There is nowhere to put it yet: each rank takes its part when it knows which that is.
-                self._state_to_load = state_dict
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*no-op.*")
-                    return self.get_module().load_state_dict(state_dict, strict=strict)
-            with self.replicas.all_rows(written=True):
-                # Wrappers of scripts, whose load_state_dict is their own, may not know `assign`.
-                options = {"assign": True} if assign else {}
-                return self.get_module().load_state_dict(state_dict, strict=strict, **options)
-        with self.replicas.all_rows(written=True):
-            return self._load_own(state_dict, strict=strict)
-
-    def _load_own(self, state_dict: Any, *, strict: bool) -> Any:
-        """Loads what this rank holds of the state of all stages."""
-        self._gathers = True
-        try:
-            own = self.get_module().state_dict()
-        finally:
-            self._gathers = False
-        known = {
-            name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
-        }
-        return self.get_module().load_state_dict(known, strict=strict)
+        return self._state.load(without_prefixes(state_dict), strict=strict, assign=assign)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Has the units of each rank compiled, to be called before the first step.
@@ -560,11 +503,8 @@ class DistributedModel(nn.Module):
 
     def settle(self) -> None:
         """Calls what has waited for this rank to have what it trains; loads a state that has."""
-        if self._state_to_load is not None:
-            state, self._state_to_load = self._state_to_load, None
-            self.load_state_dict(state, strict=False)
-            if self.replicas.sharding is not None:  # the first step goes on with all rows
-                self.replicas.sharding.to_whole()
+        if self._state.load_waiting() and self.replicas.sharding is not None:
+            self.replicas.sharding.to_whole()  # the first step goes on with all rows
         while self._when_settled:
             self._when_settled.pop(0)()
 
@@ -588,13 +528,8 @@ class DistributedModel(nn.Module):
             Whether the model is as it was: no state was waiting for this, and no hook.
         """
         self._residency = residency
-        self.get_module().register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda _, state, *rest: self._refuse_part(state)
-        )
-        unchanged = not (self._state_to_load or self._post_partition_hooks or self._when_settled)
-        if self._state_to_load is not None:
-            self.load_state_dict(self._state_to_load, strict=False)
-            self._state_to_load = None
+        self._state.placed(residency)
+        unchanged = not (self._state.load_waiting() or self._post_partition_hooks or self._when_settled)
         local = self.local_parameter_ids()
         for optimizer in context().optimizers:
             optimizer.keep(local)
@@ -606,15 +541,6 @@ class DistributedModel(nn.Module):
     def _call_hook(self, hook: Callable[..., Any]) -> None:
         optimizers = context().optimizers
         hook(self, optimizers[0] if optimizers else None)
-
-    def _refuse_part(self, state: Mapping[str, Any]) -> None:
-        """Keeps a script from saving the part of a rank as if it were the model."""
-        if not self._gathers and any(_is_meta(value) for value in state.values()):
-            raise UsageError(
-                f"{user_line()}: the module's own state_dict() has the weights of this rank only: the model "
-                "is spread over stages. Call model.state_dict() of the DistributedModel, on all ranks, and "
-                "save it on one."
-            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -669,14 +595,6 @@ def _hint_for_evaluations(current: Context) -> str:
     if current.mesh.data == 1 or not torch.is_grad_enabled():
         return ""
     return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def wrapped_model() -> DistributedModel | None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import group_of
+from shardwright.comm.joining.process_group import group_of
 from shardwright.mesh import Mesh
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.replicas.gradient_buckets import Reduced

@@ -34,7 +34,7 @@ from greenlet import getcurrent
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.process_group import default_store
+from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.mesh import Axes
 from shardwright.torch._private import default_group
@@ -197,7 +197,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
         """Of the ranks that hold the same stage; made at the first call, by these alone."""
         current, axes = context(), self.axes
         if axes not in self._made or self._made[axes][0] is not current:
-            from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+            from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
 
             ranks = current.mesh.group(axes, current.rank)
             with default_group(self.world):

@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.rank_set import listed
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
 from shardwright.torch.execution.trained_model import TrainedModel
