@@ -64,10 +64,10 @@ class Executor:
         parts: Sequence[Batch],
         *,
         board: ValueBoard,
-        loss_scale: float = 1.0,
-        model: nn.Module | None = None,
-        buffers: GlueBuffers | None = None,
-        watch_memory: bool = False,
+        loss_scale: float,
+        model: nn.Module,
+        buffers: GlueBuffers | None,
+        watch_memory: bool,
     ) -> list[Returned]:
         """Runs all microbatches.
 
@@ -79,7 +79,7 @@ class Executor:
             parts: the microbatches.
             board: where ranks put up values that a `ReadingStep` reads.
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
-            model: the model, for step functions that register hooks on it.
+            model: the model.
             buffers: its buffers, for step functions that change them between modules.
             watch_memory: look after each action how much is in use.
 
@@ -92,17 +92,17 @@ class Executor:
             ReadingMicrobatch,
             board=board,
             device=self._device,
-            parameters=cache(lambda: frozenset() if model is None else _parameters_of(model)),
+            parameters=cache(partial(_parameters_of, model)),
             model=model,
             buffers=buffers,
             attributes=attributes,
         )
-        microbatches: list[Microbatch] = [
+        microbatches = [
             make(index, program, function, part.arguments, messages.receive)
             for index, (program, part) in enumerate(zip(programs, parts, strict=True))
         ]
         final_state = self._run_generators_ahead(programs, microbatches)
-        stages = self._stages(schedule, rank, microbatches, messages, loss_scale, model)
+        stages = self._stages(schedule, rank, microbatches, messages, loss_scale=loss_scale, model=model)
         try:
             self.row = run_actions(
                 schedule,
@@ -131,15 +131,14 @@ class Executor:
         rank: int,
         microbatches: Sequence[Microbatch],
         messages: Messages,
+        *,
         loss_scale: float,
-        model: nn.Module | None,
+        model: nn.Module,
     ) -> dict[int, AutogradStage]:
         """The stages of this rank, for this batch."""
         split = {(a.stage, a.microbatch) for a in schedule.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
         repeated = [microbatch.program.repeated_buffers for microbatch in microbatches]
-        statistics = None
-        if model is not None and any(repeated):
-            statistics = RecomputedStatistics(model, repeated)
+        statistics = RecomputedStatistics(model, repeated) if any(repeated) else None
         return {
             number: AutogradStage(
                 number=number,
