@@ -12,8 +12,8 @@ from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
 from shardwright.runtime.action_loop import check_runnable
+from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
-from shardwright.runtime.placement import place
 from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
@@ -319,8 +319,8 @@ class PipelineEngine:
         self._agreement.on_trace(trace)
         self._statistics.note(trace.graph.batch_statistics)
         plan.check(trace.graph, world_size=context.mesh.world_size)
-        placement = place(trace.graph, plan)
-        residency = Residency.of(trace.graph, placement.homes, placement.stage_ranks)
+        assignment = assign(trace.graph, plan)
+        residency = Residency.of(trace.graph, assignment.homes, assignment.stage_ranks)
         unchanged = self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ class PipelineEngine:
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)
         unchanged = self._model.placed(residency) and unchanged
-        return KnownTrace(part, trace, placement) if unchanged else None
+        return KnownTrace(part, trace, assignment) if unchanged else None
 
     def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> bool:
         """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree.
