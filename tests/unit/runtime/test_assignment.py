@@ -7,9 +7,12 @@ from graphs import GraphBuilder
 
 from shardwright.errors import TraceMismatchError
 from shardwright.model_graph import TensorSpec
+from shardwright.plan import SchedulePlan
 from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
+from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.runtime.crossings import Crossing, gradients_of
+from shardwright.schedule import Kind
 
 PLAN = SimpleNamespace(
     stages=[SimpleNamespace(units=("a",)), SimpleNamespace(units=("b", "c"))], stage_ranks=(0, 1)
@@ -53,7 +56,11 @@ def crossing(num_bytes, *, has_gradient):
 
 
 def program(stage_ranks=(0, 1), state=(), crossings=()):
-    return SimpleNamespace(stage_ranks=stage_ranks, state=dict(state), crossings=dict(crossings))
+    crossings = dict(crossings)
+    gradients = gradients_of(crossings)
+    return SimpleNamespace(
+        stage_ranks=stage_ranks, state=dict(state), crossings=crossings, gradients=gradients
+    )
 
 
 def test_edges_of_a_batch_are_those_of_its_largest_microbatch():
@@ -77,3 +84,17 @@ def test_a_batch_has_one_order_and_one_home_for_each_buffer():
     assert homes_of_buffers([program(state={"x": 0}), program(state={"y": 1})]) == {"x": 0, "y": 1}
     with pytest.raises(TraceMismatchError, match="change the buffer x on different ranks, 0 and 1"):
         homes_of_buffers([program(state={"x": 0}), program(state={"x": 1})])
+
+
+def test_schedules_of_a_plan_are_made_once_for_each_kind_of_batch():
+    schedules = BatchSchedules(SchedulePlan(kind="1f1b", microbatches=2), None)
+    trained = program(crossings={(0, 1): (crossing(4, has_gradient=True),)})
+    frozen = program(crossings={(0, 1): (crossing(4, has_gradient=False),)})
+    first = schedules.of_batch([trained] * 2, trains=True)
+    assert schedules.of_batch([trained] * 2, trains=True) is first
+    assert first.has_transfers
+    one_way = schedules.of_batch([frozen] * 2, trains=True)
+    assert Kind.SEND_B in {action.kind for row in first.actions for action in row}
+    assert Kind.SEND_B not in {action.kind for row in one_way.actions for action in row}
+    assert not schedules.of_batch([frozen] * 2, trains=False).has_backward
+    assert schedules.of_batch([trained] * 3, trains=True).num_microbatches == 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
-from shardwright.runtime.action_loop import check_runnable
 from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
-from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
+from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.schedule import Schedule, splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
 from shardwright.torch.batch.batch import Batch
@@ -99,7 +99,7 @@ class PipelineEngine:
         self._agreement = Agreement(context)
         self._attributes = AttributeWatch(model.get_module())
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules: BatchSchedules | None = None
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._several_stages: dict[str, nn.Parameter] = {}
@@ -158,7 +158,8 @@ class PipelineEngine:
         check_one_order(programs)
         if _trains(programs):
             self._statistics.training_begins(module, batch, microbatches=len(parts))
-        schedule = self._schedule(programs, train=_trains(programs))
+        assert self._schedules is not None
+        schedule = self._schedules.of_batch(programs, trains=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers(generators_of(programs))
         if any(program.draws_of_python for program in programs):
@@ -305,6 +306,7 @@ class PipelineEngine:
             context.plan, trace = self._planner(function, batch)
         plan = context.plan
         context.reporter.plan_made(plan)
+        self._schedules = BatchSchedules(plan.schedule, stage_costs_of(plan))
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
         refuse_unknown_units(module, names)
         units = self._programs.set_units(names)
@@ -387,33 +389,6 @@ class PipelineEngine:
         )
         self.reducer = self._model.replicas.make_reducer(members) if members else None
         return was_whole and not changed
-
-    # ---- every step ----
-
-    def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
-        assert self._context.plan is not None
-        chosen = self._context.plan.schedule
-        pairs = tuple(sorted({pair for program in programs for pair in program.crossings}))
-        one_way = {
-            pair
-            for pair in pairs
-            if not any(c.has_gradient for program in programs for c in program.crossings.get(pair, ()))
-        }
-        stage_ranks = programs[0].stage_ranks
-        costs = stage_costs_of(self._context.plan)
-        key = (stage_ranks, len(programs), train, pairs, frozenset(one_way))
-        if key not in self._schedules:
-            schedule = build_schedule(
-                chosen.kind,
-                stage_ranks=stage_ranks,
-                num_microbatches=len(programs),
-                active_microbatches=chosen.active_microbatches if train else None,
-                forward_only=not train,
-                costs=costs if costs and len(costs) == len(stage_ranks) else None,
-            )
-            check_runnable(schedule)
-            self._schedules[key] = lower(schedule, merged_edges(programs))
-        return self._schedules[key]
 
 
 def _parameter_ids(module: nn.Module) -> frozenset[int]:
