@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shardwright.model_graph import TensorSpec
 from shardwright.runtime.dataflow import Dataflow
 
-__all__ = ["Crossing", "Crossings", "crossings_of"]
+__all__ = ["Crossing", "Crossings", "crossings_of", "gradients_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,12 @@ def crossings_of(dataflow: Dataflow) -> Crossings:
             order=dataflow.trace.orders.get(value),
         )
     return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
+
+
+def gradients_of(crossings: Crossings) -> Crossings:
+    """What goes back, where each gradient has the form of its value: (reader, maker) -> values."""
+    back = {
+        (target, source): tuple(crossing for crossing in group if crossing.has_gradient)
+        for (source, target), group in crossings.items()
+    }
+    return {pair: group for pair, group in back.items() if group}

@@ -58,28 +58,22 @@ class Messages:
     def post(self, action: Action) -> None:
         """Posts the receives of one edge; the stage of the action is the one that receives."""
         assert action.peer is not None
-        program = self._programs[action.microbatch]
-        is_gradient = action.kind is Kind.RECV_B
-        edge = (action.stage, action.peer) if is_gradient else (action.peer, action.stage)
+        program, is_gradient = self._programs[action.microbatch], action.kind is Kind.RECV_B
+        routes = program.gradients if is_gradient else program.crossings
         source = program.stage_ranks[action.peer]
-        for crossing in program.crossings.get(edge, ()):
-            if is_gradient and not crossing.has_gradient:
-                continue
+        for crossing in routes.get((action.peer, action.stage), ()):
             key = action.microbatch, crossing.value, crossing.target, is_gradient
             self._inbox[key] = self._channels.post_receive(crossing, source)
 
     def send(self, action: Action, stage: Sender) -> None:
         """Sends the values of one edge, or their gradients; the stage is the one of the action."""
         assert action.peer is not None
-        program = self._programs[action.microbatch]
+        program, is_gradient = self._programs[action.microbatch], action.kind is Kind.SEND_B
+        routes = program.gradients if is_gradient else program.crossings
+        made = stage.gradient_to_send if is_gradient else stage.to_send
         target = program.stage_ranks[action.peer]
-        if action.kind is Kind.SEND_F:
-            for crossing in program.crossings.get((action.stage, action.peer), ()):
-                self._channels.send(stage.to_send(action.microbatch, crossing), crossing, target)
-            return
-        for crossing in program.crossings.get((action.peer, action.stage), ()):
-            if crossing.has_gradient:
-                self._channels.send(stage.gradient_to_send(action.microbatch, crossing), crossing, target)
+        for crossing in routes.get((action.stage, action.peer), ()):
+            self._channels.send(made(action.microbatch, crossing), crossing, target)
 
     def receive(self, microbatch: int, crossing: Crossing, *, is_gradient: bool = False) -> Any:
         """Waits for a value, or for its gradient, whose receive was posted."""

@@ -13,7 +13,8 @@ class RankProgram(Protocol):
 
     Attributes:
         stage_ranks: stage -> pipeline rank.
-        crossings: what goes from stage to stage, on all ranks.
+        crossings: what forwards send from stage to stage, on all ranks.
+        gradients: what backwards send: (sending stage, receiving stage) -> values.
         state: buffers that the step function changes -> pipeline rank of their home.
     """
 
@@ -21,5 +22,7 @@ class RankProgram(Protocol):
     def stage_ranks(self) -> tuple[int, ...]: ...
     @property
     def crossings(self) -> Crossings: ...
+    @property
+    def gradients(self) -> Crossings: ...
     @property
     def state(self) -> Mapping[str, int]: ...

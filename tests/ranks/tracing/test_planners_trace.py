@@ -14,6 +14,7 @@ from transparency import Recipe
 from zoo import TRANSFORMERS, ZOO, classify, features
 from zoo_modules import Block, Stack
 
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import trace_parts
@@ -39,7 +40,7 @@ def traced(recipe: Recipe, *, count_memory: bool) -> Trace:
 
     device = torch.device("cpu")
     traces = trace_parts(
-        model, train, {1: ((part,), {})}, device=device, num_stages=4, count_memory=count_memory
+        model, train, {1: Batch(((part,), {}))}, device=device, num_stages=4, count_memory=count_memory
     )
     return traces[1]
 

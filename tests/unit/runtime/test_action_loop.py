@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.model_graph import TensorSpec
 from shardwright.runtime.action_loop import run_actions
-from shardwright.runtime.crossings import Crossing
+from shardwright.runtime.crossings import Crossing, gradients_of
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, build_schedule, chain_edges, lower, place_stages
 
@@ -23,6 +23,7 @@ class Program:
         self.crossings = {
             (s, s + 1): (Crossing(s, s, s + 1, SPEC, has_gradient=True),) for s in range(len(stage_ranks) - 1)
         }
+        self.gradients = gradients_of(self.crossings)
 
 
 class Receipt:

@@ -12,7 +12,8 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
-from shardwright.torch.batch.batch import Arguments, BatchBroadcast, loaded_another
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
 from shardwright.torch.pytorch.autocast import autocast_state
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
@@ -92,13 +93,11 @@ class Agreement:
             context.replica, source=context.pipeline_ranks[0], device=context.device
         )
 
-    def on_batch(
-        self, arguments: Arguments, settings: Mapping[str, Any], *, function: Callable[..., Any]
-    ) -> Arguments:
+    def on_batch(self, batch: Batch, settings: Mapping[str, Any], *, function: Callable[..., Any]) -> Batch:
         """The batch of the first rank of the replica, whose settings must be those of this rank, too.
 
         Args:
-            arguments: what this rank's script passed to the step function.
+            batch: what this rank's script passed to the step function.
             settings: see `path_settings`.
             function: the step function.
 
@@ -107,7 +106,7 @@ class Agreement:
         """
         mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
         name_here = getattr(function, "__qualname__", type(function).__qualname__)
-        (first, theirs, name_there), _ = self._broadcast(((arguments, mine, name_here), {}))
+        (first, theirs, name_there), _ = self._broadcast(((batch.arguments, mine, name_here), {}))
         if name_there != name_here:
             raise UsageError(
                 f"rank {self._context.rank} calls the step function {name_here} where rank "
@@ -120,11 +119,11 @@ class Agreement:
                 f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
                 f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
             )
-        agreed: Arguments = first
-        self._point_out_other_batches(arguments, agreed)
+        agreed = batch if first is batch.arguments else batch.with_arguments(first)
+        self._point_out_other_batches(batch, agreed)
         return agreed
 
-    def _point_out_other_batches(self, own: Arguments, agreed: Arguments) -> None:
+    def _point_out_other_batches(self, own: Batch, agreed: Batch) -> None:
         """Says once that another rank loads batches of its own, to which no output belongs."""
         context = self._context
         if not self._looks_at_batches:

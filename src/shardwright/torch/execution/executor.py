@@ -13,6 +13,7 @@ from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, Schedule
 from shardwright.torch.backward.split_backward import allow_split
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.autograd_stage import AutogradStage
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatch import Microbatch
@@ -60,13 +61,13 @@ class Executor:
         rank: int,
         programs: Sequence[Program],
         function: Callable[..., Any],
-        arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        parts: Sequence[Batch],
         *,
         board: ValueBoard,
-        loss_scale: float = 1.0,
-        model: nn.Module | None = None,
-        buffers: GlueBuffers | None = None,
-        watch_memory: bool = False,
+        loss_scale: float,
+        model: nn.Module,
+        buffers: GlueBuffers | None,
+        watch_memory: bool,
     ) -> list[Returned]:
         """Runs all microbatches.
 
@@ -75,10 +76,10 @@ class Executor:
             rank: this pipeline rank.
             programs: the program of each microbatch.
             function: the step function.
-            arguments: (args, kwargs) of each microbatch.
+            parts: the microbatches.
             board: where ranks put up values that a `ReadingStep` reads.
             loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
-            model: the model, for step functions that register hooks on it.
+            model: the model.
             buffers: its buffers, for step functions that change them between modules.
             watch_memory: look after each action how much is in use.
 
@@ -91,17 +92,17 @@ class Executor:
             ReadingMicrobatch,
             board=board,
             device=self._device,
-            parameters=cache(lambda: frozenset() if model is None else _parameters_of(model)),
+            parameters=cache(partial(_parameters_of, model)),
             model=model,
             buffers=buffers,
             attributes=attributes,
         )
-        microbatches: list[Microbatch] = [
-            make(index, program, function, args, messages.receive)
-            for index, (program, args) in enumerate(zip(programs, arguments, strict=True))
+        microbatches = [
+            make(index, program, function, part.arguments, messages.receive)
+            for index, (program, part) in enumerate(zip(programs, parts, strict=True))
         ]
         final_state = self._run_generators_ahead(programs, microbatches)
-        stages = self._stages(schedule, rank, microbatches, messages, loss_scale, model)
+        stages = self._stages(schedule, rank, microbatches, messages, loss_scale=loss_scale, model=model)
         try:
             self.row = run_actions(
                 schedule,
@@ -130,15 +131,14 @@ class Executor:
         rank: int,
         microbatches: Sequence[Microbatch],
         messages: Messages,
+        *,
         loss_scale: float,
-        model: nn.Module | None,
+        model: nn.Module,
     ) -> dict[int, AutogradStage]:
         """The stages of this rank, for this batch."""
         split = {(a.stage, a.microbatch) for a in schedule.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
         repeated = [microbatch.program.repeated_buffers for microbatch in microbatches]
-        statistics = None
-        if model is not None and any(repeated):
-            statistics = RecomputedStatistics(model, repeated)
+        statistics = RecomputedStatistics(model, repeated) if any(repeated) else None
         return {
             number: AutogradStage(
                 number=number,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardwright.config import Config
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
-from shardwright.torch.batch.batch import Arguments, Splitter
-from shardwright.torch.batch.batch_result import BatchResult, detached, num_tokens, to_device
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import BatchResult, detached
 from shardwright.torch.execution.one_stage import recompute_as_wished
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -69,25 +69,23 @@ class SingleEngine:
         if context.data_group is not None:
             self._share(context.data_group)
 
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs the microbatches one after the other."""
         with self._norms.in_force():
-            return self._run(function, arguments, splitter)
+            return self._run(function, batch)
 
-    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
-        arguments = to_device(arguments, self._context.device)
+    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+        batch = batch.to(self._context.device)
         if self._planner is not None and self._context.plan is None and torch.is_grad_enabled():
-            self._plan(self._planner, function, arguments, splitter)
+            self._plan(self._planner, function, batch)
         num_microbatches = self._context.config.microbatches or 1
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         scale *= self._model.loss_scale
-        parts = splitter.split(arguments, num_microbatches)
+        parts = batch.split(num_microbatches)
         if torch.is_grad_enabled():
-            self._statistics.training_begins(
-                self._model.get_module(), splitter, arguments, microbatches=num_microbatches
-            )
+            self._statistics.training_begins(self._model.get_module(), batch, microbatches=num_microbatches)
         if not self._prepared and torch.is_grad_enabled():
-            recompute_as_wished(self._context, self._model.get_module(), function, parts[0], splitter)
+            recompute_as_wished(self._context, self._model.get_module(), function, parts[0])
             self._prepared = True
         if self._context.data_group is not None:
             refuse_accumulation_hooks(self._model.get_module())
@@ -99,7 +97,8 @@ class SingleEngine:
         reporter = self._context.reporter
         looks = reporter is not None and reporter.draws_next_step
         device = self._context.device
-        for index, (args, kwargs) in enumerate(parts):
+        for index, part in enumerate(parts):
+            args, kwargs = part.arguments
             handler = _Plain(
                 scale,
                 self._reducer,
@@ -142,8 +141,8 @@ class SingleEngine:
         return BatchResult(
             results=[detached(result) for result in results],
             losses=losses if trains else None,
-            samples=splitter.batch_size(arguments) or 0,
-            tokens=num_tokens(arguments),
+            samples=batch.num_samples or 0,
+            tokens=batch.num_tokens,
             row=row,
             memory=memory,
             schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
@@ -157,12 +156,10 @@ class SingleEngine:
             shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
             point_out_foreign_behind(loss, [*self._model.get_module().parameters(), *shared])
 
-    def _plan(
-        self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> None:
+    def _plan(self, planner: "Planner", function: Callable[..., Any], batch: Batch) -> None:
         """Makes a plan, and follows it; before parameters are shared, so that units can be timed."""
         context = self._context
-        plan, _ = planner(function, arguments, splitter)
+        plan, _ = planner(function, batch)
         context.plan = plan
         context.config = Config.merge(context.config, {"microbatches": plan.schedule.microbatches})
         assert context.reporter is not None

@@ -33,7 +33,7 @@ from shardwright.planner import (
     microbatch_counts,
 )
 from shardwright.profile import Profile, UnitCost
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.profiler import Profiler
 from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.parameters.manual_partition import rank_of
@@ -58,9 +58,7 @@ class Planner:
         self._model = model
         self._materialiser = materialiser
 
-    def __call__(
-        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> tuple[Plan, Trace | None]:
+    def __call__(self, function: Callable[..., Any], batch: Batch) -> tuple[Plan, Trace | None]:
         """Returns the plan, the same on every rank, and the trace that it rests on.
 
         An evaluation that comes before training is planned as if it had gradients: the plan must do for
@@ -71,10 +69,10 @@ class Planner:
             TraceError: the model cannot be traced.
         """
         context = self._context
-        counts = self._counts(arguments, splitter)
+        counts = self._counts(batch)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            trace_all = partial(self._trace, function, arguments, splitter, counts)
+            trace_all = partial(self._trace, function, batch, counts)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
@@ -92,23 +90,20 @@ class Planner:
                     mesh=context.mesh,
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
-                    correction=_correction(
-                        context, traces[counts[0]].graph, samples=splitter.batch_size(arguments) or 0
-                    ),
+                    correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
                 )
             )
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
-    def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
+    def _counts(self, batch: Batch) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
-        batch_size = splitter.batch_size(arguments)
-        if batch_size is None:
+        if batch.num_samples is None:
             raise PlanError(
                 "the step function gets no tensor that can be cut into microbatches. Pass the batch "
                 "as an argument."
             )
-        return microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        return microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
 
     def _as_in_training(self, trace: Callable[[], dict[int, Trace]]) -> dict[int, Trace] | None:
         """Traces an evaluation as if it trained, if training is to follow; None if not, or if it cannot."""
@@ -126,21 +121,14 @@ class Planner:
             for module, mode in modes.items():
                 module.training = mode
 
-    def _trace(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        splitter: Splitter,
-        counts: tuple[int, ...],
-    ) -> dict[int, Trace]:
+    def _trace(self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...]) -> dict[int, Trace]:
         context = self._context
         return trace_parts(
             self._model,
             function,
-            {m: splitter.split(arguments, m)[0] for m in counts},
+            {m: batch.split(m)[0] for m in counts},
             device=context.device,
             num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
-            splitter=splitter,
             prepare=self._materialiser.buffers_outside,
             count_memory=True,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError, UsageError
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Engine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
@@ -211,18 +211,18 @@ class DistributedModel(SpreadModule):
         with plain_torch():
             handler.backward(loss, gradient)
 
-    def run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+    def run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
         """Runs a step function on a batch; `sw.step` calls it."""
         self._together.begin_step()
         try:
-            return self._run_step(function, arguments, splitter)
+            return self._run_step(function, batch)
         except PeerLostError as error:
             told = out_of_data(context(), error) if torch.is_grad_enabled() else error
             if told is error:
                 raise
             raise told from error
 
-    def _run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+    def _run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
         current = context()
         start = time.perf_counter()
         self._called_to_train = False
@@ -238,7 +238,7 @@ class DistributedModel(SpreadModule):
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
             try:
-                run = self._run(function, arguments, splitter)
+                run = self._run(function, batch)
             except BaseException as error:
                 groups_in_doubt()
                 if isinstance(error, Exception):
@@ -251,7 +251,7 @@ class DistributedModel(SpreadModule):
                 self._point_out_missing_backward(function)
         return run.results
 
-    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
         replicas, scaling = self.replicas, self.scaling
         try:
@@ -259,7 +259,7 @@ class DistributedModel(SpreadModule):
                 replicas.sharding.to_whole()
             if scaling is not None:
                 scaling.begin(self._engine.reduced)
-            run = self._engine.run(function, arguments, splitter)
+            run = self._engine.run(function, batch)
             if scaling is not None:
                 scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
         except BaseException:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.model_graph import TensorSpec
-from shardwright.runtime.crossings import Crossing, Crossings, crossings_of
+from shardwright.runtime.assignment import Assignment
+from shardwright.runtime.crossings import Crossing, Crossings, crossings_of, gradients_of
 from shardwright.runtime.dataflow import Dataflow
-from shardwright.runtime.placement import Placement
 from shardwright.torch.program.instructions import Instruction, instructions_of
 from shardwright.torch.program.program_checks import (
     check_after_backward,
@@ -45,6 +45,7 @@ class Program:
     Attributes:
         instructions: one for each step of the trace.
         crossings: (source, target) -> values, for all ranks.
+        gradients: (target, source) -> values whose gradients go back.
         sends: stage of this rank -> crossings that leave it, by target.
         receives: stage of this rank -> crossings that enter it, by source.
         loss: value given to backward.
@@ -86,6 +87,7 @@ class Program:
 
     instructions: list[Instruction]
     crossings: Crossings
+    gradients: Crossings
     sends: Mapping[int, tuple[Crossing, ...]]
     receives: Mapping[int, tuple[Crossing, ...]]
     loss: int | None
@@ -134,7 +136,7 @@ def generators_of(programs: Iterable[Program]) -> tuple[torch.Generator, ...]:
 
 def build_program(
     trace: Trace,
-    placement: Placement,
+    assignment: Assignment,
     *,
     rank: int,
     recompute: frozenset[str] = frozenset(),
@@ -143,12 +145,12 @@ def build_program(
 
     Args:
         trace: the traced step function.
-        placement: where each of its nodes runs.
+        assignment: where each of its nodes runs.
         rank: this pipeline rank.
         recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
-    homes, stage_ranks = placement.homes, placement.stage_ranks
+    homes, stage_ranks = assignment.homes, assignment.stage_ranks
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
     crossings = crossings_of(dataflow)
@@ -165,6 +167,7 @@ def build_program(
     return Program(
         instructions=instructions_of(trace, dataflow, homes, stage_ranks, rank, recompute),
         crossings=crossings,
+        gradients=gradients_of(crossings),
         sends={
             s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local
         },

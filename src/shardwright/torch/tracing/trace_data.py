@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
 from shardwright.runtime.traced import Change
-from shardwright.torch.batch.batch import Arguments
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
 from shardwright.torch.pytorch.autocast import AutocastState
@@ -189,11 +189,11 @@ class Trace:
         """Whether the step function goes on behind the last step."""
         return math.isfinite(self.end)
 
-    def holds_for(self, part: Arguments) -> bool:
+    def holds_for(self, part: Batch) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""
         if self.path is None:
             return not self.reads_data
-        return self.path.taken_by(part)
+        return self.path.taken_by(part.leaves)
 
     @property
     def counters_in_one_place(self) -> bool:

@@ -22,7 +22,7 @@ from shardwright.planner import (
 )
 from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.profile import Profile
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.units.model_traces import trace_parts
@@ -67,9 +67,9 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    arguments = with_data((args, kwargs), device)
+    batch = Batch(with_data((args, kwargs), device))
     traces = trace_parts(
-        model, step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
+        model, step_of(model, loss), {1: batch}, device=torch.device(device), num_stages=num_stages
     )
     return traces[1].graph
 
@@ -126,7 +126,7 @@ class _Offline:
         loss: Callable[[Any], Tensor] | None,
     ):
         self._model = model
-        self._arguments = arguments
+        self._batch = Batch(arguments)
         self._config = config
         self._cluster = cluster
         self._measured = measured
@@ -156,15 +156,14 @@ class _Offline:
         )
 
     def _traced(self, pipeline: int) -> Candidates:
-        config, splitter = self._config, Splitter()
-        batch_size = splitter.batch_size(self._arguments)
-        if batch_size is None:
+        config, batch = self._config, self._batch
+        if batch.num_samples is None:
             raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-        counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
         traces = trace_parts(
             self._model,
             step_of(self._model, self._loss),
-            {m: splitter.split(self._arguments, m)[0] for m in counts},
+            {m: batch.split(m)[0] for m in counts},
             device=torch.device("cpu"),
             num_stages=pipeline * (config.virtual_stages or 2),
         )

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
 import shardwright.torch as sw
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.measure import measure_class
 from shardwright.torch.units.model_traces import trace_parts
 
@@ -37,7 +38,7 @@ def samples_of(unit):
 
 
 def traced(model):
-    batch = ((torch.randn(8, WIDTH),), {})
+    batch = Batch(((torch.randn(8, WIDTH),), {}))
 
     def step(x):
         return model(x).sum()

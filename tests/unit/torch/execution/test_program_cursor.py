@@ -25,7 +25,11 @@ def cursor(*steps, backward_at=None, exact=False, unknown=True, parameters=()):
         for number, (func, place, *draws) in enumerate(steps)
     ]
     program: Any = SimpleNamespace(
-        instructions=instructions, backward_at=backward_at, changes_free_tensors=exact, takes_unknown=unknown
+        instructions=instructions,
+        backward_at=backward_at,
+        changes_free_tensors=exact,
+        takes_unknown=unknown,
+        draws_of_python=False,
     )
     return ProgramCursor(0, program, lambda: {id(p) for p in parameters}, torch.device("cpu"))
 

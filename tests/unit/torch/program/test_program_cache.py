@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.program.program_cache import (
     _NUMBERS_TOLD,
     _SIGNATURES_KEPT,
@@ -15,11 +16,10 @@ from shardwright.torch.program.program_cache import (
     signature_of,
 )
 from shardwright.torch.python_state.watched_numbers import NumberReads
-from shardwright.torch.pytorch.tree import flatten
 
 
 def signature(*args):
-    return signature_of((args, {}))
+    return signature_of(part(*args))
 
 
 def test_values_of_tensors_do_not_count():
@@ -72,7 +72,7 @@ class Program:
 
 
 def part(*args):
-    return args, {}
+    return Batch((args, {}))
 
 
 TRACE = SimpleNamespace(reads_data=False, path=None)
@@ -150,7 +150,7 @@ def test_numbers_are_watched_where_others_have_come():
 def test_a_program_may_hold_for_other_numbers():
     cache, x, general = ProgramCache(), torch.zeros(2), Program()
     reads = NumberReads()
-    _, step = reads.watched(*flatten(part(x, 3)))
+    _, step = reads.watched(part(x, 3).leaves, part(x, 3).structure)
     assert step % 10 != 0
     cache.keep(part(x, 0), "function", TRACE, Program())
     cache.keep(part(x, 3), "function", TRACE, general, watched=True, numbers=reads.path())

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 
@@ -33,7 +34,7 @@ def traced(function, *args: Tensor, model: nn.Module | None = None) -> Trace:
 def takes(trace: Trace, *args: Tensor) -> bool:
     assert trace.reads_data
     assert trace.path is not None
-    return trace.path.taken_by((args, {}))
+    return trace.path.taken_by(leaves((args, {})))
 
 
 ONES, ZEROS, MIXED = torch.ones(2, 4), torch.zeros(2, 4), torch.tensor([[1.0] * 4, [0.0] * 4])

@@ -146,7 +146,7 @@ def test_an_operation_without_a_fake_kernel_runs_on_random_data():
     assert shapes(trace)[-1] == ()
     assert trace.graph.nodes[-1].name == "ctc_loss"
     assert trace.path is not None
-    assert trace.path.taken_by(((torch.ones(6, 3, WIDTH), targets, torch.tensor([1, 2, 1])), {}))
+    assert trace.path.taken_by([torch.ones(6, 3, WIDTH), targets, torch.tensor([1, 2, 1])])
 
 
 def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
@@ -158,8 +158,8 @@ def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
     x, counts = torch.ones(3, WIDTH), torch.tensor([2, 0, 3])
     trace = traced(model, step, x, counts)
     assert shapes(trace)[-1] == (5, 2)
-    assert trace.path.taken_by(((x, torch.tensor([1, 1, 3])), {}))
-    assert not trace.path.taken_by(((x, torch.tensor([1, 1, 1])), {}))
+    assert trace.path.taken_by([x, torch.tensor([1, 1, 3])])
+    assert not trace.path.taken_by([x, torch.tensor([1, 1, 1])])
 
 
 def test_a_slice_may_end_at_a_free_tensor():

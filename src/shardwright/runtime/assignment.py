@@ -1,4 +1,4 @@
-"""Where each node of one trace runs, as the plan says."""
+"""Assigns each node of one trace to a stage, as the plan says."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, stage_of_label
 from shardwright.runtime.homes import home_stages
 
-__all__ = ["Placement", "place"]
+__all__ = ["Assignment", "assign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Assignment:
     """Where the nodes of one trace run.
 
     Attributes:
@@ -25,8 +25,8 @@ class Placement:
     homes: tuple[int, ...]
 
 
-def place(graph: ModelGraph, plan: Plan, holders: Mapping[str, tuple[int, ...]] | None = None) -> Placement:
-    """Places the calls of units as the plan says, and all else where it follows from them.
+def assign(graph: ModelGraph, plan: Plan, holders: Mapping[str, tuple[int, ...]] | None = None) -> Assignment:
+    """Assigns the calls of units as the plan says, and all else where it follows from them.
 
     The step function for which the plan was made calls units in the order of the stages. Another one (an
     evaluation) may call them in another order, or call other units; then every run of calls on one rank
@@ -41,7 +41,7 @@ def place(graph: ModelGraph, plan: Plan, holders: Mapping[str, tuple[int, ...]] 
         TraceError: nodes that must have one home cannot have it.
     """
     stage_of_call, stage_ranks = _calls(graph, plan, holders)
-    return Placement(stage_of_call, stage_ranks, tuple(home_stages(graph, stage_of_call, stage_ranks)))
+    return Assignment(stage_of_call, stage_ranks, tuple(home_stages(graph, stage_of_call, stage_ranks)))
 
 
 def _calls(
