@@ -11,9 +11,10 @@ from shardwright.cli.measuring_order import Order
 from shardwright.cli.plan_verify import verified_plan
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.cluster import Cluster, Device, Link, cluster_of, find_machines
+from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
+from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import UsageError
 from shardwright.files import check_place
 from shardwright.limits import MOST_RANKS
@@ -49,7 +50,10 @@ Machines = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="With --cluster: whose rates: bfloat16, float16 or float32 (default)."),
+    typer.Option(
+        "--dtype",
+        help="Of the model: bfloat16, float16 (as the settings bf16, fp16: updates in float32), or float32.",
+    ),
 ]
 SearchDegrees = Annotated[
     bool,
@@ -120,7 +124,7 @@ def make(
 
     shardwright plan make model.py:build --world 2 --verify 3
     """
-    resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
+    resolved = _with_dtype(Config.merge(read_settings(config), parse_settings(settings or ())), dtype)
     _check(resolved, world)
     if output is not None and output.absolute().parent.is_dir():
         _refuse_unwritable(output)
@@ -157,12 +161,38 @@ def make(
             build_on or "meta",
             config=resolved,
             world=world,
-            cluster=_cluster(machine, machines, dtype, measured, world=world),
+            cluster=_cluster(machine, machines, dtype, measured, config=resolved, world=world),
             measured=measured,
             search_degrees=search_degrees,
         )
     if plan is not None:
         _hand_out(plan, output=output, world=world, as_json=as_json)
+
+
+_LOW = {"bfloat16": "bf16", "float16": "fp16"}
+"""The setting that has a model train in a type of 16 bits."""
+
+
+def _dtype_of(config: Config) -> str:
+    return next((dtype for dtype, setting in _LOW.items() if getattr(config, setting)), "float32")
+
+
+def _with_dtype(config: Config, dtype: str | None) -> Config:
+    """The settings of a model that is stored and computes in a type.
+
+    Raises:
+        UsageError: there is no such type, or the settings say another one.
+    """
+    if dtype is None:
+        return config
+    if dtype != "float32" and dtype not in _LOW:
+        raise UsageError(f"--dtype is {dtype!r}, but it must be one of {', '.join(_LOW)}, float32.")
+    other = next(
+        (setting for low, setting in _LOW.items() if low != dtype and getattr(config, setting)), None
+    )
+    if other is not None:
+        raise UsageError(f"--dtype is {dtype}, but the settings have {other}. Drop one of the two.")
+    return config if dtype == "float32" else Config.merge(config, {_LOW[dtype]: True})
 
 
 def _cluster(
@@ -171,6 +201,7 @@ def _cluster(
     dtype: str | None,
     measured: MeasuredProfile | None,
     *,
+    config: Config,
     world: int,
 ) -> Cluster:
     given = {"--machine": machine, "--cluster": machines, "--profile": measured}
@@ -191,7 +222,7 @@ def _cluster(
                 f"--world is {world}, but {found.name} has {found.num_ranks} ranks. Take more nodes, or "
                 "fewer ranks."
             )
-        return cluster_of(found, dtype=dtype or "float32")
+        return cluster_of(found, dtype=_dtype_of(config))
     if measured is not None:
         return measured.cluster
     Console().status(_assumption())

@@ -45,7 +45,13 @@ Machines = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")]
 Sequence_ = Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="Of products: bfloat16, float16 or float32.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="Of the model: bfloat16, float16 (as the settings bf16, fp16: updates in float32), or float32.",
+    ),
+]
 Runtime = Annotated[
     str, typer.Option("--runtime", help="Whose efficiencies count: shardwright, megatron, fsdp, smp, ...")
 ]
@@ -86,9 +92,10 @@ def task_of(
     from shardwright.topology import Task
     from shardwright.topology.pins import parse_pins
 
+    found = find_machines(machines)
     return Task(
-        model=_model(model, build_on),
-        machines=find_machines(machines),
+        model=_model(model, build_on, on_accelerators=not any(kind.cores for kind, _ in found.nodes)),
+        machines=found,
         batch=batch,
         sequence=sequence,
         dtype=dtype,
@@ -98,9 +105,9 @@ def task_of(
     )
 
 
-def _model(text: str, build_on: str) -> "Transformer | LayerChain":
+def _model(text: str, build_on: str, *, on_accelerators: bool) -> "Transformer | LayerChain":
     if ":" in text:
-        return _traced(text, build_on)
+        return _traced(text, build_on, on_accelerators=on_accelerators)
     from shardwright.catalogue import find_architecture, from_hugging_face
 
     path = Path(text)
@@ -116,7 +123,7 @@ def _model(text: str, build_on: str) -> "Transformer | LayerChain":
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _traced(factory: str, build_on: str) -> "LayerChain":
+def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "LayerChain":
     """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
     from shardwright.cli.factory import advice_on_meta, build
     from shardwright.observe.console import Console
@@ -128,6 +135,11 @@ def _traced(factory: str, build_on: str) -> "LayerChain":
         sample = build(factory, device=build_on)
     with console.phase("tracing the model"), advice_on_meta(build_on):
         graph = trace_model(
-            sample.model, *sample.args, loss=sample.loss, num_stages=_FINE_STAGES, **sample.kwargs
+            sample.model,
+            *sample.args,
+            loss=sample.loss,
+            num_stages=_FINE_STAGES,
+            on_accelerators=on_accelerators,
+            **sample.kwargs,
         )
     return chain_of(graph, name=factory)

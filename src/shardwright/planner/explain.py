@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from shardwright.config import Config
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
 from shardwright.planner.conditions import conditions_of
+from shardwright.planner.estimate import error_of_estimates
 from shardwright.planner.option import Option
 from shardwright.units import format_bytes, format_seconds
 
@@ -43,7 +44,9 @@ def predict(option: Option) -> Prediction:
         provenance=layout.chain.provenance,
         correction=correction.factor,
         update_s=_update_seconds(option),
-        error=correction.error_of(layout.chain.provenance),
+        error=correction.error_of(
+            layout.chain.provenance, estimates=error_of_estimates(option.workload.fabric.cluster.device)
+        ),
         conditions=conditions_of(option),
     )
 

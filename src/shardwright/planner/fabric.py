@@ -5,26 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.cluster import Cluster, Link
+from shardwright.costs.own_runtime import STEP_S
 from shardwright.mesh import Mesh
 from shardwright.planner.layout import Layout
 from shardwright.planner.overlap import Moments, exposed_after, exposed_before, moments_of
 from shardwright.planner.past_runs import NO_CORRECTION, Correction
 
-__all__ = ["ACTION_OVERHEAD_S", "NO_SUMS", "Fabric", "ReplicaSeconds"]
-
-ACTION_OVERHEAD_S = 8e-5
-"""Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
-
-A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean, which
-also counts for both parts of a backward that is split.
-"""
-
-_STEP_OVERHEAD_S = 4e-3
-"""Seconds for which a rank keeps its core busy before the first action of a step and after the last one.
-
-It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
-to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
-"""
+__all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +110,7 @@ class Fabric:
         """
         cores = self.cluster.cores_per_node
         crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
-        return crowd * _STEP_OVERHEAD_S
+        return crowd * STEP_S
 
     def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int], *, at_once: int = 1) -> float:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.

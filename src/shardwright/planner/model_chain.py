@@ -1,7 +1,7 @@
 """Makes the chain of a traced model.
 
-Operations between calls have a home too: the latest call that they rest on, or, where they rest on parameters
-alone, the first call that needs them. So every value has one home, and crosses to the calls that read it.
+Operations between calls have a home too (`ModelGraph.home_calls`). So every value has one home, and crosses
+to the calls that read it.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         )
     nodes = [graph.nodes[call] for call in calls]
     costs = _costs(nodes, profile)
-    homes = _home_calls(graph)
+    homes = graph.home_calls()
     glue = _glue(graph, homes, profile, num_calls=len(calls))
     recompute_s = np.array([cost.forward_s for cost in costs])
     backward_s = np.array([cost.backward_s for cost in costs])
@@ -106,25 +106,6 @@ def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, n
                 glue.forward_s[home] += cost.forward_s
                 glue.backward_s[home] += cost.backward_s
     return glue
-
-
-def _home_calls(graph: ModelGraph) -> list[int | None]:
-    """For each node, the position of its home in the chain; None for free nodes and for what nobody reads."""
-    position = {node: at for at, node in enumerate(graph.calls)}
-    homes: list[int | None] = []
-    for index, node in enumerate(graph.nodes):
-        if node.kind == "unit":
-            homes.append(position[index])
-        else:
-            known = (homes[graph.values[value].producer] for value in node.inputs)
-            homes.append(max((home for home in known if home is not None), default=None))
-    consumers = graph.consumers()
-    for index in reversed(range(len(graph.nodes))):
-        node = graph.nodes[index]
-        if homes[index] is None and not node.free:
-            readers = (homes[reader] for value in node.outputs for reader in consumers[value])
-            homes[index] = min((home for home in readers if home is not None), default=None)
-    return homes
 
 
 def _flows(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Flow, ...]:

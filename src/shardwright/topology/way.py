@@ -44,8 +44,6 @@ _MEMORY = {
     "activations": "activations",
     "gathered": "gathered parameters",
     "work": "work",
-    "communication": "buffers",
-    "base": "driver",
 }
 _SCHEDULES = {
     ScheduleKind.GPIPE: "gpipe",

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from planner.machines import machines
 from planner.test_tables import PROFILE, graphs
 from shardwright.config import Config
+from shardwright.costs.own_runtime import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
+from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Demands, Draft, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
@@ -79,7 +80,7 @@ def test_no_schedule_is_faster(
     inner = data.draw(st.permutations(range(1, calls)))[: len(stages) - 1]
     draft = made.draft(kind, stages, cuts=(0, *sorted(inner), calls))
     assert draft.least_s <= draft.work_out().step_s * (1 + 1e-9)
-    assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_OVERHEAD_S
+    assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_S
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
-from shardwright.cluster import cluster_of, parse_inventory
+from shardwright.cluster import parse_inventory
 from shardwright.config import Config
+from shardwright.costs.run_cluster import cluster_of
 from shardwright.mesh import Mesh
 from shardwright.planner import make_plan
 
