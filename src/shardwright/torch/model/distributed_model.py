@@ -1,48 +1,38 @@
 """The model as the script sees it."""
 
 import logging
-import time
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.joining.process_group import groups_in_doubt
-from shardwright.errors import PeerLostError, UsageError
+from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, Engine
+from shardwright.torch.batch.batch_result import Engine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
-from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.interception.loss_checks import refuse_no_tensor
-from shardwright.torch.interception.own_errors import point_out_in_run
-from shardwright.torch.loss_scale.grad_scaler import scaling_begins
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
 from shardwright.torch.model.accepted_module import accepted
 from shardwright.torch.model.model_state import ModelState
 from shardwright.torch.model.spread_module import SpreadModule
+from shardwright.torch.model.steps import Steps
 from shardwright.torch.parameters.buffer_kind import first_kinds
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.pytorch.heap import give_back_freed_memory, keep_freed_memory
-from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
+from shardwright.torch.pytorch.heap import keep_freed_memory
+from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import Context, context, is_initialized
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
 from shardwright.torch.run.roles import WrappedOptimizer
-from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
 from shardwright.torch.tracing.tracer import Tracer
 
@@ -106,14 +96,11 @@ class DistributedModel(SpreadModule):
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
         self._state = ModelState(module, self.replicas, self._materialiser)
-        self._called_to_train = self._pointed_out = self._has_told_no_sync = False
-        self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
+        self._has_told_no_sync = False
         self._when_settled: list[Callable[[], None]] = []
-        self._outside = BackwardWatch(refuse_backward_outside)
-        self._cores = OwnCores(current)
         # Before anything is measured: giving memory back and taking it again costs time.
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
-        self._gives_back = keeps_memory and keep_freed_memory()
+        gives_back = keeps_memory and keep_freed_memory()
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:
             cast_model(module, self._low_precision)
@@ -126,7 +113,7 @@ class DistributedModel(SpreadModule):
             self._take_memory(current)
         self._engine: Engine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
-        self._together = TogetherUntil(current)
+        self._steps = Steps(current, self, self._engine, self.step_end, gives_back=gives_back)
         current.model = self
         for optimizer in current.optimizers:
             optimizer.match_names()
@@ -162,7 +149,7 @@ class DistributedModel(SpreadModule):
                 "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
-            self._called_to_train |= torch.is_grad_enabled() and self.get_module().training
+            self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:
             args, kwargs = cast_inputs((args, kwargs), self._low_precision)
         if active_handler() is None and self.replicas.sharding is not None:
@@ -180,7 +167,7 @@ class DistributedModel(SpreadModule):
             tensors: what it was given and has returned.
         """
         if context().mesh.data > 1:
-            self._outside.watch(self.get_module(), tensors)
+            self._steps.outside.watch(self.get_module(), tensors)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""
@@ -213,84 +200,12 @@ class DistributedModel(SpreadModule):
 
     def run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
         """Runs a step function on a batch; `sw.step` calls it."""
-        self._together.begin_step()
-        try:
-            return self._run_step(function, batch)
-        except PeerLostError as error:
-            told = out_of_data(context(), error) if torch.is_grad_enabled() else error
-            if told is error:
-                raise
-            raise told from error
-
-    def _run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
-        current = context()
-        start = time.perf_counter()
-        self._called_to_train = False
-        scaling_begins()
-        self._outside.step_begins()
-        # The first step measures and plans, with all cores; it frees what other ranks keep.
-        plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
-        own_cores = nullcontext() if plans else self._cores.in_force()
-        hint = "" if function in self._trained_by else _hint_for_evaluations(current)
-        together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
-        if self.partitioned and self._gives_back:
-            self._gives_back = False
-            give_back_freed_memory()
-        with first_cause_named(current), own_cores, together:
-            try:
-                run = self._run(function, batch)
-            except BaseException as error:
-                groups_in_doubt()
-                if isinstance(error, Exception):
-                    point_out_in_run(error, self.get_module())
-                raise
-            if run.losses is not None:
-                self._trained_by.add(function)
-                self.step_end.come(run, begun_s=start)
-            elif self._called_to_train and current.rank == 0:
-                self._point_out_missing_backward(function)
-        return run.results
-
-    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
-        """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
-        replicas, scaling = self.replicas, self.scaling
-        try:
-            if replicas.sharding is not None:
-                replicas.sharding.to_whole()
-            if scaling is not None:
-                scaling.begin(self._engine.reduced)
-            run = self._engine.run(function, batch)
-            if scaling is not None:
-                scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
-        except BaseException:
-            if scaling is not None:
-                scaling.leave()
-            if replicas.sharding is not None:
-                replicas.sharding.leave()
-            raise
-        if replicas.sharding is not None:
-            replicas.sharding.to_sharded()
-        return run
+        return self._steps.run(function, batch)
 
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by before the backward."""
         return 1.0 if self.scaling is None else self.scaling.scaler.scale
-
-    def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
-        """Warns once of a step that looks like training and trains nothing."""
-        if self._pointed_out or function in self._trained_by:
-            return
-        if not any(p.requires_grad for p in self.get_module().parameters()):
-            return
-        self._pointed_out = True
-        name = getattr(function, "__name__", "the step function")
-        warnings.warn(
-            f"{name}() ran the model in training mode and with gradients, but did not call "
-            "model.backward(loss), so nothing is trained. Call it in the step function; for an evaluation "
-            "call model.eval() before, or run the step under torch.no_grad().",
-            stacklevel=stacklevel_of_user(),
-        )
 
     # ---- what scripts for DistributedDataParallel call ----
 
@@ -325,7 +240,7 @@ class DistributedModel(SpreadModule):
             enable: false: change nothing.
             throw_on_early_termination: end with an error instead, on all ranks.
         """
-        return self._together.joined(throws=throw_on_early_termination) if enable else nullcontext()
+        return self._steps.together.joined(throws=throw_on_early_termination) if enable else nullcontext()
 
     # ---- its state ----
 
@@ -451,22 +366,6 @@ class DistributedModel(SpreadModule):
             "load_state_dict. For an average of the weights (EMA, SWA) take model.local_named_parameters() "
             "on each rank. A copy that is part of the training is made of the module before it is wrapped."
         )
-
-
-def _called(function: Callable[..., Any]) -> str:
-    return f"{STEP} {getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _ranks_of_a_step(current: Context) -> Sequence[int]:
-    """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
-    return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
-
-
-def _hint_for_evaluations(current: Context) -> str:
-    """What to try where only some replicas make a step that may be no training."""
-    if current.mesh.data == 1 or not torch.is_grad_enabled():
-        return ""
-    return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."
 
 
 def wrapped_model() -> DistributedModel | None:
