@@ -5,18 +5,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.topology_task import (
-    Batch,
-    BuildOn,
-    Dtype,
-    Machines,
-    Model,
-    OnlyWhatRuns,
-    Pins,
-    Runtime,
-    Sequence_,
-    task_of,
-)
+from shardwright.cli.topology_task import Asked, on_task
 from shardwright.errors import UsageError
 
 __all__ = ["cheapest"]
@@ -29,18 +18,11 @@ _DAY_S = 86400.0
 _MOST_DAYS = 1e6
 
 
+@on_task()
 def cheapest(
-    model: Model,
-    machines: Machines,
-    batch: Batch,
+    asked: Asked,
     tokens: Tokens,
     days: Deadline = None,
-    sequence: Sequence_ = None,
-    dtype: Dtype = "bfloat16",
-    pin: Pins = None,
-    runtime: Runtime = "shardwright",
-    only_what_runs: OnlyWhatRuns = False,
-    build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
     """Find the cheapest number of machines, up to MACHINES, that trains so many tokens in time.
@@ -49,17 +31,7 @@ def cheapest(
     """
     if days is not None and not 0 < days <= _MOST_DAYS:
         raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")
-    task = task_of(
-        model,
-        machines,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        runtime=runtime,
-        only_what_runs=only_what_runs,
-        pins=pin or (),
-        build_on=build_on,
-    )
+    task = asked.task
     from shardwright.plan import align
     from shardwright.topology import cheapest as choosing
 

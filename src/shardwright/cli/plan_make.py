@@ -8,6 +8,7 @@ import typer
 
 from shardwright.cli.application import AsJson, Factory, say, show_text
 from shardwright.cli.measuring_order import Order
+from shardwright.cli.plan_output import Output, check_output, write_plan
 from shardwright.cli.plan_verify import verified_plan
 from shardwright.cli.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
@@ -16,7 +17,6 @@ from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
 from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import UsageError
-from shardwright.files import check_place
 from shardwright.limits import MOST_RANKS
 from shardwright.observe.console import Console
 from shardwright.observe.plan_text import format_plan_in_full
@@ -90,9 +90,6 @@ BuildOnSomething = Annotated[
         help="Where FACTORY runs; meta takes no memory. Default: meta, with --verify cpu.",
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan file, for run --plan.")
-]
 
 
 def make(
@@ -126,8 +123,8 @@ def make(
     """
     resolved = _with_dtype(Config.merge(read_settings(config), parse_settings(settings or ())), dtype)
     _check(resolved, world)
-    if output is not None and output.absolute().parent.is_dir():
-        _refuse_unwritable(output)
+    if output is not None:
+        check_output(output)
     if verify:
         _refuse_with_verify(
             {
@@ -229,19 +226,9 @@ def _cluster(
     return _ASSUMED
 
 
-def _refuse_unwritable(output: Path) -> None:
-    try:
-        check_place(output)
-    except OSError as error:
-        raise UsageError(f"--output {output} cannot be written: {error.strerror}.") from error
-
-
 def _hand_out(plan: Plan, *, output: Path | None, world: int, as_json: bool) -> None:
     if output is not None:
-        try:
-            plan.write(output)
-        except OSError as error:
-            raise UsageError(f"--output {output} cannot be written: {error.strerror}.") from error
+        write_plan(plan, output)
     show_text(plan.to_json() if as_json else format_plan_in_full(plan) + "\n", end="")
     if output is not None:
         say(f"wrote {output}; run it: shardwright run -n {world} --plan {output} train.py")

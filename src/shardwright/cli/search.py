@@ -1,25 +1,18 @@
 """``shardwright search``: the best way to train a model on machines that need not be there."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.topology_task import (
-    Batch,
-    BuildOn,
-    Dtype,
-    Machines,
-    Model,
-    OnlyWhatRuns,
-    Pins,
-    Runtime,
-    Sequence_,
-    task_of,
-)
+from shardwright.cli.application import AsJson, print_json, say, show_text
+from shardwright.cli.plan_output import Output, check_output, write_plan
+from shardwright.cli.topology_task import Asked, on_task
 from shardwright.errors import UsageError
 
 if TYPE_CHECKING:
+    from shardwright.cli.factory import Sample
+    from shardwright.plan import Plan
     from shardwright.topology import Answer
 
 __all__ = ["search"]
@@ -30,17 +23,11 @@ ObjectiveOption = Annotated[
 _OBJECTIVES = ("speed", "memory", "batch")
 
 
+@on_task()
 def search(
-    model: Model,
-    machines: Machines,
-    batch: Batch,
-    sequence: Sequence_ = None,
-    dtype: Dtype = "bfloat16",
-    pin: Pins = None,
+    asked: Asked,
     objective: ObjectiveOption = "speed",
-    runtime: Runtime = "shardwright",
-    only_what_runs: OnlyWhatRuns = False,
-    build_on: BuildOn = "meta",
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to train a model on machines that need not be there, and say why.
@@ -48,20 +35,19 @@ def search(
     All degrees of parallelism, microbatches, schedules, recomputation and offload are priced. For example:
 
     shardwright search gpt-neox-20b "p4d.24xlarge*4" --batch 512
+
+    shardwright search model.py:build "p4d.24xlarge*4" --batch 512 --only-what-runs -o plan.json
     """
     if objective not in _OBJECTIVES:
         raise UsageError(f"--objective is {objective!r}, but it must be one of {', '.join(_OBJECTIVES)}.")
-    task = task_of(
-        model,
-        machines,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        runtime=runtime,
-        only_what_runs=only_what_runs,
-        pins=pin or (),
-        build_on=build_on,
-    )
+    task, sample = asked.task, asked.sample
+    if output is not None:
+        if sample is None:
+            raise UsageError(
+                f"--output is {output}, but a plan names the units of a module, and {task.model.name} is "
+                "none. Give the model as a factory: shardwright search model.py:build ..."
+            )
+        check_output(output)
     from shardwright.topology import largest_batch
     from shardwright.topology import search as search_all
 
@@ -69,6 +55,10 @@ def search(
         answer = largest_batch(task)
     else:
         answer = search_all(task, objective=objective)  # type: ignore[arg-type]
+    plan = None
+    if output is not None and sample is not None:
+        plan = plan_of(answer, sample)
+        write_plan(plan, output)
     if as_json:
         ways = [way.to_dict() for way in answer.alternatives]
         print_json(
@@ -77,6 +67,41 @@ def search(
         )
     else:
         show_text(_text(answer))
+    if plan is not None:
+        ranks = plan.mesh.world_size
+        say(f"wrote {output}; run it: shardwright run -n {ranks} --plan {output} train.py")
+
+
+def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
+    """The best plan of the ways that a search has found for a model that is at hand.
+
+    Raises:
+        PlanError: this version runs none of them, or none can be planned.
+    """
+    from shardwright.cli.factory import advice_on_meta
+    from shardwright.config import Config
+    from shardwright.costs.run_cluster import cluster_of
+    from shardwright.observe.console import Console
+    from shardwright.topology.plans import best_plan
+    from shardwright.torch.units.dry_run import plan_model, with_samples
+
+    task = answer.task
+    cluster = cluster_of(task.machines, dtype=task.dtype)
+
+    def make(samples: int, settings: Mapping[str, Any]) -> "Plan":
+        args, kwargs = with_samples((sample.args, sample.kwargs), samples)
+        return plan_model(
+            sample.model,
+            *args,
+            config=Config.parse(settings),
+            world_size=task.machines.num_ranks,
+            cluster=cluster,
+            loss=sample.loss,
+            **kwargs,
+        )
+
+    with Console().phase("planning what runs"), advice_on_meta("meta"):
+        return best_plan(answer, make)
 
 
 def _text(answer: "Answer") -> str:

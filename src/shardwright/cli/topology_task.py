@@ -1,8 +1,13 @@
-"""What the commands about topologies have in common: the task on the command line."""
+"""What the commands about topologies have in common: the task on the command line.
 
-from collections.abc import Sequence
+Each of them is a function of what was `Asked`; `on_task` gives it the words of a task as options.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,22 +17,12 @@ from shardwright.printable import printable
 
 if TYPE_CHECKING:
     from shardwright.catalogue import LayerChain, Transformer
+    from shardwright.cli.factory import Sample
     from shardwright.topology import Task
 
 _FINE_STAGES = 64  # units are as fine as so many stages need
 
-__all__ = [
-    "Batch",
-    "BuildOn",
-    "Dtype",
-    "Machines",
-    "Model",
-    "OnlyWhatRuns",
-    "Pins",
-    "Runtime",
-    "Sequence_",
-    "task_of",
-]
+__all__ = ["Asked", "on_task"]
 
 Model = Annotated[
     str,
@@ -70,19 +65,31 @@ BuildOn = Annotated[
 ]
 
 
-def task_of(
-    model: str,
-    machines: str,
-    *,
-    batch: int,
-    sequence: int | None,
-    dtype: str,
-    runtime: str,
-    only_what_runs: bool,
-    pins: Sequence[str],
-    build_on: str,
-) -> "Task":
-    """The task that the words of a command describe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the words of a command ask for.
+
+    Attributes:
+        task: the model, the machines, the batch, and what is given.
+        sample: the model itself, where a factory builds it.
+    """
+
+    task: "Task"
+    sample: "Sample | None"
+
+
+def _words(
+    model: Model,
+    machines: Machines,
+    batch: Batch,
+    sequence: Sequence_ = None,
+    dtype: Dtype = "bfloat16",
+    pin: Pins = None,
+    runtime: Runtime = "shardwright",
+    only_what_runs: OnlyWhatRuns = False,
+    build_on: BuildOn = "meta",
+) -> Asked:
+    """What the words ask for.
 
     Raises:
         ConfigError, UsageError: one of them cannot be read; with what is known.
@@ -93,21 +100,59 @@ def task_of(
     from shardwright.topology.pins import parse_pins
 
     found = find_machines(machines)
-    return Task(
-        model=_model(model, build_on, on_accelerators=not any(kind.cores for kind, _ in found.nodes)),
+    on_accelerators = not any(kind.cores for kind, _ in found.nodes)
+    sample, priced = _model(model, build_on, on_accelerators=on_accelerators)
+    task = Task(
+        model=priced,
         machines=found,
         batch=batch,
         sequence=sequence,
         dtype=dtype,
         runtime=runtime,
         only_what_runs=only_what_runs,
-        pins=parse_pins(pins),
+        pins=parse_pins(pin or ()),
     )
+    return Asked(task=task, sample=sample)
 
 
-def _model(text: str, build_on: str, *, on_accelerators: bool) -> "Transformer | LayerChain":
+def on_task(*, pins: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the words of a task, and to its function what they ask for.
+
+    Args:
+        pins: the annotation of an argument that takes pins in place of the option ``--pin``.
+    """
+    words = inspect.signature(_words).parameters
+    model, machines, *options = words.values()
+    if pins is not None:
+        wanted = words["pin"].replace(annotation=pins, default=inspect.Parameter.empty)
+        options = [wanted, *(each for each in options if each.name != "pin")]
+
+    def with_words(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+
+        def run(**given: Any) -> None:
+            asked = _words(**{name: given.pop(name) for name in words})
+            command(asked, **given)
+
+        parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (model, machines, *options, *own)]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return with_words
+
+
+def _model(
+    text: str, build_on: str, *, on_accelerators: bool
+) -> "tuple[Sample | None, Transformer | LayerChain]":
+    """The model that a factory builds, and what is priced."""
     if ":" in text:
         return _traced(text, build_on, on_accelerators=on_accelerators)
+    return None, _named(text)
+
+
+def _named(text: str) -> "Transformer | LayerChain":
     from shardwright.catalogue import find_architecture, from_hugging_face
 
     path = Path(text)
@@ -123,7 +168,7 @@ def _model(text: str, build_on: str, *, on_accelerators: bool) -> "Transformer |
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "LayerChain":
+def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sample, LayerChain]":
     """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
     from shardwright.cli.factory import advice_on_meta, build
     from shardwright.observe.console import Console
@@ -142,4 +187,4 @@ def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "LayerChai
             on_accelerators=on_accelerators,
             **sample.kwargs,
         )
-    return chain_of(graph, name=factory)
+    return sample, chain_of(graph, name=factory)

@@ -6,18 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.topology_task import (
-    Batch,
-    BuildOn,
-    Dtype,
-    Machines,
-    Model,
-    OnlyWhatRuns,
-    Pins,
-    Runtime,
-    Sequence_,
-    task_of,
-)
+from shardwright.cli.topology_task import Asked, on_task
 from shardwright.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,16 +17,9 @@ __all__ = ["what_if"]
 _MOST = 1000.0
 
 
+@on_task()
 def what_if(
-    model: Model,
-    machines: Machines,
-    batch: Batch,
-    sequence: Sequence_ = None,
-    dtype: Dtype = "bfloat16",
-    pin: Pins = None,
-    runtime: Runtime = "shardwright",
-    only_what_runs: OnlyWhatRuns = False,
-    build_on: BuildOn = "meta",
+    asked: Asked,
     other_machines: Annotated[str | None, typer.Option("--machines", help="Others instead.")] = None,
     other_batch: Annotated[
         int | None, typer.Option("--other-batch", help="Samples of a step instead.")
@@ -56,17 +38,7 @@ def what_if(
 
     For example: shardwright what-if gpt-neox-20b "p4d.24xlarge*4" --batch 512 --network 4
     """
-    task = task_of(
-        model,
-        machines,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        runtime=runtime,
-        only_what_runs=only_what_runs,
-        pins=pin or (),
-        build_on=build_on,
-    )
+    task = asked.task
     other = _changed(
         task, other_machines, other_batch, other_sequence, network=network, links=links, memory=memory
     )

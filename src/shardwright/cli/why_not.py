@@ -5,17 +5,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.topology_task import (
-    Batch,
-    BuildOn,
-    Dtype,
-    Machines,
-    Model,
-    OnlyWhatRuns,
-    Runtime,
-    Sequence_,
-    task_of,
-)
+from shardwright.cli.topology_task import Asked, on_task
 
 __all__ = ["why_not"]
 
@@ -24,33 +14,13 @@ Wanted = Annotated[
 ]
 
 
-def why_not(
-    model: Model,
-    machines: Machines,
-    wanted: Wanted,
-    batch: Batch,
-    sequence: Sequence_ = None,
-    dtype: Dtype = "bfloat16",
-    runtime: Runtime = "shardwright",
-    only_what_runs: OnlyWhatRuns = False,
-    build_on: BuildOn = "meta",
-    as_json: AsJson = False,
-) -> None:
+@on_task(pins=Wanted)
+def why_not(asked: Asked, as_json: AsJson = False) -> None:
     """Say why the best way to train is not the one that you have in mind: how much slower, or larger, it is.
 
     For example: shardwright why-not gpt-neox-20b "p4d.24xlarge*4" tensor=8 pipeline=4 --batch 512
     """
-    task = task_of(
-        model,
-        machines,
-        batch=batch,
-        sequence=sequence,
-        dtype=dtype,
-        runtime=runtime,
-        only_what_runs=only_what_runs,
-        pins=wanted,
-        build_on=build_on,
-    )
+    task = asked.task
     from shardwright.topology.explain import why_not as explain
 
     found = explain(task, dict(task.pins))

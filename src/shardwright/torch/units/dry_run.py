@@ -32,7 +32,7 @@ from shardwright.torch.units.model_traces import trace_parts
 from shardwright.torch.units.on_accelerators import OnAccelerators
 from shardwright.units import format_bytes
 
-__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data"]
+__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data", "with_samples"]
 
 
 def trace_model(
@@ -240,6 +240,26 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         f"the model returns {type(output).__name__} without a tensor of floating-point numbers, so there is "
         "no loss to train it with. Give a function loss that makes one number of what the model returns."
     )
+
+
+def with_samples(arguments: Arguments, number: int) -> Arguments:
+    """A batch of so many samples: those that there are, again and again.
+
+    Raises:
+        PlanError: no tensor of the batch can be cut into samples.
+    """
+    size = Batch(with_data(arguments, "cpu")).num_samples
+    if size is None:
+        raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+    again = torch.arange(number) % size
+
+    def of_number(item: Any) -> Any:
+        is_cut = isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == size
+        return item[again.to(item.device)] if is_cut else item
+
+    items, structure = flatten(arguments)
+    args, kwargs = structure.rebuild([of_number(item) for item in items])
+    return args, kwargs
 
 
 def with_data(arguments: Arguments, device: torch.device | str) -> Arguments:
