@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwright.cli.application import say
 from shardwright.errors import UsageError
 from shardwright.files import check_place, replace_file
-from shardwright.launch.request import LaunchRequest
+from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
 __all__ = ["refuse_unwritable", "run_for_files", "run_on_ranks"]
@@ -111,7 +111,7 @@ def run_on_ranks(
         run_folder=RunFolder.create(Path(folder), name="ranks", environ={}).path,
     )
     # Here, because it imports torch: --help answers before.
-    from shardwright.launch.agent import launch
+    from shardwright.launch.ranks.agent import launch
 
     code = launch(request, report=say)
     if code:

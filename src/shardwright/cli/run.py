@@ -14,12 +14,12 @@ import typer
 
 from shardwright.cli.application import say, show_text
 from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.comm.run_secret import SECRET, has_secret
+from shardwright.comm.trust.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
-from shardwright.launch.request import LaunchRequest
-from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
-from shardwright.launch.torchrun import torchrun_command, torchrun_line
+from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
+from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
 from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
 from shardwright.observe.run_folder import RunFolder, check_name, show_path
 from shardwright.plan import Plan
@@ -173,7 +173,7 @@ def _launch(request: LaunchRequest, *, quiet: bool, verbose: bool) -> None:
         where = f" on each of {request.num_nodes} hosts" if request.num_nodes > 1 else ""
         say(f"shardwright run: {ranks}{where}, run folder {show_path(request.run_folder)}")
     # Here, because it imports torch: the checks above answer before.
-    from shardwright.launch.agent import launch
+    from shardwright.launch.ranks.agent import launch
 
     sys.exit(launch(request, report=say, verbose=verbose))
 

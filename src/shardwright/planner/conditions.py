@@ -26,7 +26,7 @@ def conditions_of(option: Option) -> Conditions:
             for edge in layout.edges()
         ),
         hosts=tuple(
-            fabric.mesh.rank_of(pipeline=rank) // fabric.cluster.ranks_per_node
+            fabric.mesh.rank_of(pp=rank) // fabric.cluster.ranks_per_node
             for rank in range(fabric.mesh.pipeline)
         ),
         intra_node=_link(fabric.cluster.intra_node),

@@ -54,7 +54,7 @@ class Fabric:
 
     def link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks of a replica."""
-        return self.cluster.link(self.mesh.rank_of(pipeline=source), self.mesh.rank_of(pipeline=target))
+        return self.cluster.link(self.mesh.rank_of(pp=source), self.mesh.rank_of(pp=target))
 
     @property
     def neighbour_link(self) -> Link | None:
@@ -72,7 +72,7 @@ class Fabric:
             return ()
         mesh = self.mesh
         return tuple(
-            max(self.cluster.slowness_of(mesh.rank_of(pipeline=p, data=d)) for d in range(mesh.data))
+            max(self.cluster.slowness_of(mesh.rank_of(pp=p, rdp=d)) for d in range(mesh.data))
             for p in range(mesh.pipeline)
         )
 
@@ -80,8 +80,7 @@ class Fabric:
     def ranks_per_node(self) -> int:
         """Pipeline ranks of one replica that share a host."""
         hosts = [
-            self.mesh.rank_of(pipeline=rank) // self.cluster.ranks_per_node
-            for rank in range(self.mesh.pipeline)
+            self.mesh.rank_of(pp=rank) // self.cluster.ranks_per_node for rank in range(self.mesh.pipeline)
         ]
         return hosts.count(hosts[0])
 
@@ -143,7 +142,7 @@ class Fabric:
                 ranks = tuple(sorted({layout.ranks[stage] for stage in replicated[use.name]}))
                 groups[ranks] = groups.get(ranks, 0) + use.num_bytes
         return sum(
-            self.all_reduce_seconds(size, [self.mesh.rank_of(pipeline=rank) for rank in ranks])
+            self.all_reduce_seconds(size, [self.mesh.rank_of(pp=rank) for rank in ranks])
             for ranks, size in groups.items()
         )
 
@@ -169,12 +168,12 @@ class Fabric:
         self, rank: int, trained: tuple[int, int], moments: Moments, reductions: int, gatherings: int
     ) -> "ReplicaSeconds":
         """Of one pipeline rank."""
-        first = self.mesh.rank_of(pipeline=rank)
+        first = self.mesh.rank_of(pp=rank)
         apart, shared = trained
-        group, crowd = self.mesh.group("shard", first), self.crowding
+        group, crowd = self.mesh.group("dp_shard", first), self.crowding
         moments = moments.slower(crowd)
         half_s = self._replicas_seconds(shared, group) / 2
-        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("replicas", first))
+        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("dp_replicate", first))
         sums_s = self._replicas_seconds(apart, self.mesh.group("rdp", first)) + half_s + parts_s
         early_s, gathers_s = (reductions - 1) * half_s, gatherings * half_s
         occupancy = self._occupancy(self.mesh.group("rdp", first))

@@ -1,9 +1,10 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
-from shardwright.comm.backend import register_backend
+from shardwright.comm.backend.registration import register_backend
 from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.checkpoints.checkpoints import Checkpoints
+from shardwright.torch.interception.trace_marker import is_tracing
 from shardwright.torch.loss_scale.grad_scaler import GradScaler
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.clipping import clip_grad_norm_
@@ -56,6 +57,7 @@ __all__ = [
     "get_mp_group",
     "init",
     "is_initialized",
+    "is_tracing",
     "local_rank",
     "local_size",
     "mp_rank",

@@ -22,7 +22,7 @@ def planned(**config: Any) -> Plan:
         {4: (GRAPH, profile_of())},
         cluster=machines(),
         config=Config.parse(config),
-        mesh=Mesh(world_size=2, pipeline=2),
+        mesh=Mesh.of(world_size=2, pipeline=2),
     )
 
 
@@ -78,7 +78,7 @@ def test_a_plan_by_hand_has_unit_costs() -> None:
 def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> None:
     instant = machines(intra=(0.0, 1e18))
     config = Config.parse({"pipeline": kind, "memory_limit": 9000})
-    mesh = Mesh(world_size=2, pipeline=2)
+    mesh = Mesh.of(world_size=2, pipeline=2)
     plan = make_plan({4: (GRAPH, profile_of())}, cluster=instant, config=config, mesh=mesh)
     assert any(stage.recompute for stage in plan.stages)
     again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_S)

@@ -31,7 +31,7 @@ def workload(
     cores: int = 0,
     **demands: Any,
 ) -> Workload:
-    mesh = Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas)
+    mesh = Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas)
     return Workload(
         build_chain(graph, profile),
         num_microbatches=m,
@@ -102,7 +102,7 @@ def test_the_search_finds_the_same_with_less_work(seed: int, monkeypatch: pytest
     def found() -> tuple[Plan, int]:
         nonlocal simulated
         simulated = 0
-        mesh = Mesh(world_size=3, pipeline=3)
+        mesh = Mesh.of(world_size=3, pipeline=3)
         made = make_plan({6: (graph, profile)}, cluster=machines(), config=Config(), mesh=mesh)
         return made, simulated
 

@@ -30,7 +30,7 @@ def plan(slowness, *, ranks=2, replicas=1, per_node=1, **config):
         {count: candidate},
         cluster=cluster,
         config=Config.parse({"pipeline_parallel_degree": ranks, **config}),
-        mesh=Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas),
+        mesh=Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas),
     )
 
 

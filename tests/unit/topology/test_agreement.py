@@ -81,7 +81,7 @@ def planned(name, machines, dtype, *, pipeline, data, microbatches):
         {microbatches: (graph, estimate_profile(graph, device=cluster.device))},
         cluster=cluster,
         config=Config(bf16=low, pipeline="1f1b", microbatches=microbatches),
-        mesh=Mesh(world_size=8, pipeline=pipeline, data=data),
+        mesh=Mesh.of(world_size=8, pipeline=pipeline, data=data),
         optimizer_factor=3.0 if low else 2.0,
     )
     found = plan.prediction

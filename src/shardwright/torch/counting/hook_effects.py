@@ -5,7 +5,7 @@ yet a unit is to be timed with the hooks that belong to its computation::
 
     hook                                                        runs while a unit is measured
     PyTorch's own (weight_norm, spectral_norm, pruning)         yes
-    returns other values, or sets a tensor (seen in a trace)    yes; plain variables are put back
+    returns other values, or sets a tensor (seen in a trace)    yes; what they count counts that
     of the unit itself                                          no: it runs around the unit, as glue
     any other, and all for gradients                            no
 
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwright.torch._private import hooks_of_every_module
-from shardwright.torch.python_state.left_behind import NothingLeftBehind
 
 __all__ = ["HookEffects", "hooks_of"]
 
@@ -124,7 +123,6 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
 @contextmanager
 def _hooks_alone(unit: nn.Module, stays: Callable[[Any], bool]) -> Iterator[None]:
     """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others."""
-    stay: list[Any] = []
     with ExitStack() as put_back:
         for registry in hooks_of_every_module():
             put_back.callback(registry.update, dict(registry))
@@ -137,8 +135,6 @@ def _hooks_alone(unit: nn.Module, stays: Callable[[Any], bool]) -> Iterator[None
                     kept = OrderedDict((number, hook) for number, hook in registry.items() if keep(hook))
                     put_back.callback(setattr, module, name, registry)
                     setattr(module, name, kept)
-                stay += [hook for hook in getattr(module, name).values() if not _is_of_a_library(hook)]
-        put_back.enter_context(NothingLeftBehind(nn.Module(), *map(_function_of, stay)))
         yield
 
 

@@ -22,7 +22,7 @@ from shardwright.torch.backward.split_backward import allow_split, put_off_weigh
 from shardwright.torch.counting.compiled_modules import compile_as
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
 from shardwright.torch.interception.attribute_inputs import call_copy
-from shardwright.torch.python_state.left_behind import NothingLeftBehind
+from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
@@ -87,6 +87,7 @@ class _Clock:
         return time.perf_counter()
 
 
+@tracing()
 def measure_class(
     sample: Sample, *, device: torch.device, train: bool = True, share_cores: bool = False
 ) -> Timing:
@@ -108,8 +109,7 @@ def measure_class(
 
     if not isinstance(sample.func, nn.Module):
         return measured()
-    with NothingLeftBehind(sample.func, sample.func.forward):
-        return sample.hooks.unseen(sample.func, measured)
+    return sample.hooks.unseen(sample.func, measured)
 
 
 def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores: bool) -> Timing:

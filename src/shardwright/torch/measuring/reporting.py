@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.codec import declare
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.costs.own_runtime import ACTION_S
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord

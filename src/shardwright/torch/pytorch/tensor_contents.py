@@ -5,9 +5,16 @@ from torch import Tensor
 
 from shardwright.errors import TraceError
 
-__all__ = ["TensorContents"]
+__all__ = ["TensorContents", "has_content"]
 
 _MOST_BYTES = 2**30
+
+
+def has_content(tensor: Tensor) -> bool:
+    """Whether it has data in a memory of its own; False for parameters and other kinds of tensors."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized)
 
 
 class TensorContents:
@@ -20,25 +27,12 @@ class TensorContents:
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._bytes_left = most_bytes
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._noted: set[int] = set()
         self._versions: list[tuple[Tensor, int, int]] = []
 
-    def keep(self, tensor: Tensor, *, most_bytes: int | None = None) -> None:
-        """Takes note of a tensor; those without data, and of other kinds, are left out.
-
-        Args:
-            tensor: any tensor.
-            most_bytes: of one that is larger it is noted that it was there, and nothing else.
-        """
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            return
-        if tensor.is_meta or tensor.is_inference() or tensor.is_quantized:
-            return
+    def keep(self, tensor: Tensor) -> None:
+        """Takes note of a tensor that `has_content`."""
         memory = tensor.untyped_storage()
         key = memory._cdata
-        self._noted.add(key)
-        if most_bytes is not None and memory.nbytes() > most_bytes:
-            return
         if key not in self._kept:
             # One dimension over all of it: views may have holes, or one entry many times.
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
@@ -46,10 +40,6 @@ class TensorContents:
             self._bytes_left -= whole.nbytes if fits else 0
             self._kept[key] = (whole, whole.clone() if fits else None)
         self._versions.append((tensor, tensor._version, key))
-
-    def has_noted(self, memory: int) -> bool:
-        """Whether a tensor in this memory (`storage_key`) was noted."""
-        return memory in self._noted
 
     def restore(self) -> TraceError | None:
         """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""

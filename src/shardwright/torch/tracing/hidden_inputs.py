@@ -24,8 +24,7 @@ from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.counting.operation_work import tensors_in
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
-from shardwright.torch.python_state.container_states import ContainerStates
-from shardwright.torch.python_state.held_containers import HeldContainers
+from shardwright.torch.python_state.container_states import ContainerStates, containers_in
 from shardwright.torch.python_state.object_states import ObjectStates
 from shardwright.torch.python_state.reachable import Reach
 from shardwright.torch.pytorch.source_line import user_line
@@ -39,9 +38,6 @@ class HiddenInputs:
 
     Args:
         values: of the trace.
-
-    Attributes:
-        containers: those among the arguments of units.
     """
 
     def __init__(self, values: TracedValues):
@@ -56,29 +52,33 @@ class HiddenInputs:
         self._given: set[int] = set()
         self._used: set[int] | None = set()  # identities of tensors; None for any, where a copy has run
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
-        self._held = HeldContainers(self._read_entry, self._is_everywhere, self._faked)
-        self.containers = ContainerStates(self._read_entry)
+        self._containers = ContainerStates(self._uses_container, self._is_everywhere, self._faked)
 
     @contextmanager
-    def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
-        """A unit is called inside.
+    def of_call(self, node: int, unit: nn.Module, own: Any, fakes: Sequence[Any]) -> Iterator[None]:
+        """A unit is called inside, and what it does to containers among its arguments is done to `own`.
 
         Args:
             node: index of the call.
             unit: the unit.
+            own: its arguments as the step function has them.
             fakes: leaves of its arguments.
         """
         self._node, self._used = node, set()
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
         reach = Reach([unit, *fakes])
         self._objects.enter(node, unit, reach.objects)
-        self._held.enter(node, reach)
+        self._containers.enter(reach.containers, list(containers_in(own)))
         try:
             yield
         finally:
-            self._held.leave()
+            self._containers.leave(node)
             self._objects.leave()
             self._node = None
+
+    def fills(self, own: Any) -> bool:
+        """Whether units change containers among these arguments."""
+        return self._containers.have_changed(containers_in(own))
 
     def forget(self) -> None:
         """Leaves classes as they were; at the end of the trace."""
@@ -101,9 +101,11 @@ class HiddenInputs:
             self._note_made(arguments, result, draws=False)
 
     def _note_use(self, node: int, tensor: Tensor) -> None:
-        if self._is_known(tensor):
+        maker = self._containers.tensors_given.get(id(tensor))
+        if maker is None and self._is_known(tensor):
             return
-        maker = self._maker(tensor)
+        if maker is None:
+            maker = self._containers.tensors_held.get(id(tensor), self._maker(tensor))
         if maker is not None and maker != node:
             self._found.setdefault(node, set()).add(maker)
         elif not isinstance(tensor, FakeTensor):
@@ -171,10 +173,10 @@ class HiddenInputs:
             return
         copied, reach = Reach([own]), Reach([item])
         self._objects.stands_for(zip(copied.objects, reach.objects, strict=False))
-        self._held.stands_for(zip(copied.containers, reach.containers, strict=False))
+        self._containers.stands_for(zip(copied.containers, reach.containers, strict=False))
 
-    def _read_entry(self, writer: int) -> None:
-        """A unit reads an entry of a container that another has changed."""
+    def _uses_container(self, writer: int) -> None:
+        """A unit can get at a container that another has changed."""
         if self._node is not None and self._node != writer:
             self._found.setdefault(self._node, set()).add(writer)
 

@@ -26,6 +26,7 @@ from shardwright.torch.interception.glue import GlueMode, set_active_handler
 from shardwright.torch.interception.model_calls import model_calls_marked
 from shardwright.torch.interception.own_errors import point_out
 from shardwright.torch.interception.step_code import ReadingStep, TraceEnds
+from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.attribute_use import AttributeUses, Slot
 from shardwright.torch.python_state.held_content import HeldContent
@@ -42,6 +43,7 @@ from shardwright.torch.tracing.tracer import Tracer
 __all__ = ["trace_step"]
 
 
+@tracing()
 def trace_step(
     unit_map: UnitMap,
     function: Callable[..., Any],

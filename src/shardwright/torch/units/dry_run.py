@@ -24,7 +24,7 @@ from shardwright.planner import (
 )
 from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.profile import Profile
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.precision import cast_inputs, low_precision
 from shardwright.torch.pytorch.tree import flatten, leaves
@@ -73,10 +73,10 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    arguments = with_data((args, kwargs), device)
+    batch = Batch(with_data((args, kwargs), device))
     with OnAccelerators() if on_accelerators else nullcontext():
         traces = trace_parts(
-            model, step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
+            model, step_of(model, loss), {1: batch}, device=torch.device(device), num_stages=num_stages
         )
     return traces[1].graph
 
@@ -151,7 +151,7 @@ class _Offline:
         loss: Callable[[Any], Tensor] | None,
     ):
         self._model = model
-        self._arguments = arguments
+        self._batch = Batch(arguments)
         self._config = config
         self._cluster = cluster
         self._measured = measured
@@ -185,16 +185,15 @@ class _Offline:
         )
 
     def _traced(self, pipeline: int) -> Candidates:
-        config, splitter = self._config, Splitter()
-        batch_size = splitter.batch_size(self._arguments)
-        if batch_size is None:
+        config, batch = self._config, self._batch
+        if batch.num_samples is None:
             raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-        counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
         with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
             traces = trace_parts(
                 self._model,
                 step_of(self._model, self._loss),
-                {m: splitter.split(self._arguments, m)[0] for m in counts},
+                {m: batch.split(m)[0] for m in counts},
                 device=torch.device("cpu"),
                 num_stages=pipeline * (config.virtual_stages or 2),
             )
@@ -249,7 +248,7 @@ def with_samples(arguments: Arguments, number: int) -> Arguments:
     Raises:
         PlanError: no tensor of the batch can be cut into samples.
     """
-    size = Splitter().batch_size(with_data(arguments, "cpu"))
+    size = Batch(with_data(arguments, "cpu")).num_samples
     if size is None:
         raise PlanError("the batch holds no tensor that can be cut into microbatches.")
     again = torch.arange(number) % size

@@ -3,6 +3,7 @@
 ``import smdistributed.modelparallel.torch as smp``
 """
 
+from shardwright.torch import is_tracing
 from smdistributed.modelparallel.torch import (
     amp,
     core,
@@ -67,7 +68,6 @@ from smdistributed.modelparallel.torch.groups import (
 from smdistributed.modelparallel.torch.initialization import (
     init,
     is_initialized,
-    is_tracing,
     num_microbatches,
     shutdown,
 )

@@ -9,10 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwright.torch as sw
-from shardwright.comm.environment import detect
-from shardwright.comm.process_group import group_of, init_process_group
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.joining.process_group import group_of, init_process_group
 from shardwright.errors import ConfigError, UsageError, library_named
-from shardwright.torch.interception.glue import batch_is_running
 from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, read_configuration
 from smdistributed.modelparallel.launcher_parameters import contradictions
@@ -20,7 +19,7 @@ from smdistributed.modelparallel.torch.partition_file import settings_with_parti
 from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
-__all__ = ["init", "is_initialized", "is_tracing", "num_microbatches", "shutdown"]
+__all__ = ["init", "is_initialized", "num_microbatches", "shutdown"]
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:
@@ -106,12 +105,6 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Whether ``smp.init`` was called."""
     return state.initialized
-
-
-def is_tracing() -> bool:
-    """Whether the step function runs only to see what it does, before the first step."""
-    in_step = state.initialized and getattr(current_run().model, "is_in_step", False)
-    return bool(in_step) and not batch_is_running()
 
 
 def num_microbatches() -> int:

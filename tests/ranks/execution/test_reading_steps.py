@@ -1,0 +1,1272 @@
+"""Step functions that read values of tensors, wherever these are, and go on by what they have read."""
+
+import operator
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import QUIET, VOCABULARY, Net, batches, loss_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from choices import in_sweep
+from shardwright.errors import PlanError, TraceError, TraceMismatchError, UsageError
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+MICROBATCHES = 4
+
+
+class TwoHeads(nn.Module):
+    """Has an output of an early stage, which nothing but the step function uses, and one of the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.early = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        early = self.early(self.net.embedding(x))
+        return {"early": early, "logits": self.net(x)}
+
+
+def count_call() -> None:
+    """Counts the calls of a step function that are made for a microbatch."""
+    import shardwright.torch as sw
+
+    if not sw.is_tracing():
+        calls[0] += 1
+
+
+def outcome(
+    function: Callable[..., Any],
+    *,
+    model: Callable[[], nn.Module] = Net,
+    steps: int = 2,
+    trains: bool = True,
+    batches_of: int = 1,
+    **settings: Any,
+) -> Any:
+    """What each step returns, gradients of the last, and weights behind it.
+
+    Args:
+        function: the step function.
+        model: makes the model.
+        steps: how many.
+        trains: or evaluates.
+        batches_of: how often each batch is repeated within itself.
+        settings: of the library.
+    """
+    import shardwright.torch as sw
+
+    calls[0] = 0
+    sw.init({**QUIET, "microbatches": MICROBATCHES, **settings})
+    torch.manual_seed(0)
+    wrapped = sw.DistributedModel(model().double()).train(trains)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.01))
+    step = sw.step(function)
+    results = []
+    for x, y in batches(steps):
+        x, y = (part.repeat(batches_of, 1).chunk(sw.dp_size())[sw.dp_rank()] for part in (x, y))
+        optimizer.zero_grad()
+        results.append(plain(step(wrapped, x, y)))
+        optimizer.step()
+    gradients = {n: p.grad for n, p in wrapped.local_named_parameters() if p.grad is not None}
+    return results, gradients, wrapped.state_dict()
+
+
+def plain(tree: Any) -> Any:
+    """Results without `StepOutput`."""
+    if isinstance(tree, dict):
+        return {key: plain(item) for key, item in tree.items()}
+    if isinstance(tree, tuple | list):
+        return [plain(item) for item in tree]
+    return [each.tolist() for each in tree.outputs] if hasattr(tree, "outputs") else tree
+
+
+_OF_OUTCOME = ("model", "trains", "steps", "batches_of")
+
+
+def same_as_on_one_rank(function: Callable[..., Any], *, ranks: int = 2, **settings: Any) -> None:
+    """Compares results on every rank, and weights, with those of one rank."""
+    how = {name: settings.pop(name) for name in _OF_OUTCOME if name in settings}
+    if "microbatches" in settings:
+        how["microbatches"] = settings.pop("microbatches")
+    (results, gradients, weights) = run_ranks(outcome, 1, function, **how)[0]
+    settings = {"pipeline_parallel_degree": ranks, **settings}
+    for others in run_ranks(outcome, ranks, function, **settings, **how):
+        assert_close(others[0], results)
+        for name, gradient in others[1].items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-10, atol=1e-14)
+        for name, weight in others[2].items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """Compares trees of numbers and texts."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_close(found[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-10)
+    else:
+        assert found == expected
+
+
+# ---- what is read ----
+
+
+def reads_all(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads before its backward and behind it, in all ways."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if torch.isnan(loss) or not torch.isfinite(loss).all():
+        raise RuntimeError("the loss is not finite")
+    before = loss.item()
+    model.backward(loss)
+    correct = logits.argmax(-1).eq(y).sum().item()
+    ten = loss.detach() * 10
+    shown = f"{ten:.3f}"
+    ten.zero_()
+    return {
+        "loss": loss,
+        "numbers": [
+            before,
+            2 * loss.item() / 3,
+            round(loss.item(), 2),
+            correct,
+            int(loss.item()),
+            float(ten),
+        ],
+        "texts": [
+            f"{loss.item():.3f}",
+            "%.3f" % loss.item(),  # noqa: UP031
+            str(correct),
+            shown,
+            f"{loss.detach():.6f}",
+            repr(ten),
+        ],
+        "lists": logits.argmax(-1).tolist(),
+        "array": float(loss.detach().cpu().numpy()) + float(loss.detach()),
+        "of": {f"at most {max(correct, 0) * 0}": loss.item() > 3},
+        "rows": [logits[y == y.max()].shape[-1], len(logits), x.sum().item()],
+    }
+
+
+class Hooked(Net):
+    """Hooks keep what they see in attributes of their modules, one of them inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.embedding, self.blocks[1], self.blocks[2].up):
+            module.register_forward_hook(keep_mean)
+
+
+def keep_mean(module: nn.Module, args: Any, output: Tensor) -> None:
+    module.seen = output.detach().mean()  # type: ignore[assignment]
+
+
+def reads_what_hooks_keep(model: Any, x: Tensor, y: Tensor) -> Any:
+    """As the error says to do that refuses a read in a hook."""
+    loss = loss_of(model, x, y)
+    net = model.module
+    means = [module.seen for module in (net.embedding, net.blocks[1], net.blocks[2].up)]
+    numbers = [mean.item() for mean in means]
+    model.backward(loss)
+    return {"means": means, "numbers": numbers}
+
+
+def test_what_hooks_keep_in_attributes_is_read_on_every_rank() -> None:
+    same_as_on_one_rank(reads_what_hooks_keep, model=Hooked)
+
+
+@pytest.mark.parametrize("ranks", [in_sweep(2), 3])
+def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
+    same_as_on_one_rank(reads_all, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "kind", [in_sweep("gpipe"), in_sweep("1f1b"), "zb_h1", "interleaved_1f1b", in_sweep("zb_v")]
+)
+def test_they_are_in_every_schedule(kind: str) -> None:
+    stages = {"virtual_stages": 2} if kind in ("interleaved_1f1b", "zb_v") else {}
+    same_as_on_one_rank(reads_all, pipeline=kind, **stages)
+
+
+def evaluates(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads the loss and counts what is right, as test functions do."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
+    predicted = logits.argmax(dim=-1, keepdim=True)
+    return loss, predicted.eq(y.view_as(predicted)).sum().item()
+
+
+def evaluates_without_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The same, under no_grad()."""
+    with torch.no_grad():
+        return evaluates(model, x, y)
+
+
+@pytest.mark.parametrize("function", [evaluates, evaluates_without_gradients])
+def test_evaluations_read(function: Any) -> None:
+    same_as_on_one_rank(function, trains=False)
+
+
+# ---- what is decided by it ----
+
+
+def decides(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Weighs its loss by what it is, in its own way in each microbatch."""
+    loss = loss_of(model, x, y)
+    if loss > 16:
+        loss = loss / loss.detach()
+    elif loss.item() > 14.5:
+        loss = (loss - 1).clamp(min=0) * 2
+    model.backward(loss)
+    return loss, "large" if loss.item() > 1 else "small"
+
+
+def skips(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with some microbatches alone."""
+    loss = loss_of(model, x, y)
+    if loss.item() < 15:
+        model.backward(loss)
+    return loss.detach()
+
+
+def skips_what_is_not_finite(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A microbatch of a loss that is not finite has no part in the gradients."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss > 16:
+        loss = loss * float("inf") - loss * float("inf")
+    if torch.isnan(loss):
+        return torch.nan_to_num(loss.detach())
+    model.backward(loss)
+    return loss
+
+
+def computes_its_loss_last(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Counts first."""
+    logits = model(x)
+    with torch.no_grad():
+        right = logits.argmax(-1).eq(y).float().mean().item()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    loss *= 1 + right
+    model.backward(loss)
+    return loss, right
+
+
+def changes_what_it_has_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Changes tensors in place before and after they are read."""
+    logits = model(x).clone()
+    logits[..., 0] += 1
+    first = logits.sum().item()
+    logits.mul_(2)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return first, logits.sum().item(), loss
+
+
+def looks_without_gradients_first(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What was used under no_grad() behind a read has its history afterwards."""
+    logits = model(x)
+    with torch.no_grad():
+        most, mean = logits.abs().max().item(), logits.abs().mean().item()
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + logits.square().mean() / most
+    model.backward(loss)
+    return loss, most, mean
+
+
+def changes_under_two_names(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A view, made before its base is changed."""
+    logits = model(x).clone()
+    shift = logits[:, :-1]
+    logits.div_(2.0)
+    loss = F.cross_entropy(shift.flatten(0, 1), y[:, 1:].flatten())
+    first = loss.item()
+    model.backward(loss)
+    return loss, first
+
+
+def gives_back_as_it_was(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Operations that have nothing to do, behind a read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()).double()
+    first = loss.item()
+    same = loss.double().contiguous().cpu()
+    model.backward(same)
+    return same, loss.to(loss.device), logits.double().sum(), first, (same.cpu(), loss)
+
+
+def calls_a_part_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Modules inside the model, from the step function."""
+    net = model.module
+    hidden = net.blocks[0](net.embedding(x))
+    for block in net.blocks[1:]:
+        hidden = block(hidden)
+    loss = net.mix(hidden).square().mean()
+    size = hidden.detach().abs().max().item()
+    if size > 0:
+        loss = loss / size
+    model.backward(loss)
+    return loss, size
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read),
+        *(gives_back_as_it_was, calls_a_part_of_the_model, looks_without_gradients_first),
+        changes_under_two_names,
+    ],
+)
+def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
+    same_as_on_one_rank(function, ranks=2)
+
+
+def test_replicas_decide_for_themselves() -> None:
+    """Some microbatches of each are left out; weights are as with one replica of all."""
+    (results, _, weights) = run_ranks(outcome, 1, skips)[0]
+    layout = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2, "microbatches": MICROBATCHES // 2}
+    found = run_ranks(outcome, 4, skips, **layout)
+    of_replicas = [found[0][0], found[-1][0]]
+    joined = [first + second for first, second in zip(*of_replicas, strict=True)]
+    assert_close(joined, results)
+    for _, _, others in found:
+        for name, weight in others.items():
+            torch.testing.assert_close(weight, weights[name], rtol=1e-12, atol=1e-14)
+
+
+def uses_both_heads(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Its loss, computed behind a read, has gradients for two stages."""
+    out = model(x)
+    with torch.no_grad():
+        scale = out["early"].abs().max().item()
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    if scale > 0.1:
+        loss = loss + out["early"].square().mean() / scale
+    model.backward(loss)
+    return loss, scale
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_a_loss_of_several_stages_behind_a_read(kind: str) -> None:
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(uses_both_heads, model=TwoHeads, pipeline=kind, **stages)
+
+
+# ---- on some ranks, in some calls ----
+
+calls = [0]
+
+
+def some_rank_reads(rank: int, every: int) -> Callable[..., Any]:
+    """A step function, of which one rank reads, in some calls."""
+
+    def step(model: Any, x: Tensor, y: Tensor) -> Any:
+        import shardwright.torch as sw
+
+        count_call()
+        logits = model(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if sw.rank() in (rank, -rank) and calls[0] % every == every - 1:
+            print(f"alone: {loss.item():.6f} {logits.argmax(-1).float().mean().item():.6f}")
+        model.backward(loss)
+        if sw.rank() == rank:
+            print(f"behind: {loss.item():.6f}")
+            print("tensor:", loss.detach())
+        return loss
+
+    return step
+
+
+class Kept:
+    """A terminal that keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("rank", "every"), [(0, 3), (1, 1), in_sweep(0, 1), in_sweep(1, 3)])
+def test_one_rank_may_read_alone(rank: int, every: int) -> None:
+    def run() -> tuple[Any, str]:
+        before, kept = sys.stdout, Kept()
+        sys.stdout = kept  # type: ignore[assignment]
+        try:
+            step = some_rank_reads(rank, every)
+            return outcome(step, steps=3, pipeline_parallel_degree=2), kept.text
+        finally:
+            sys.stdout = before
+
+    found = run_ranks(run, 2)
+    (results, _, _), text = found[rank]
+    losses = [f"{each:.6f}" for step in results for each in step]
+    lines = text.splitlines()
+    behind = [line.split()[1] for line in lines if line.startswith("behind")]
+    assert behind == losses
+    # Not one more for the trace, which ends between its words.
+    assert len([line for line in lines if line.startswith("tensor: tensor(")]) == text.count("tensor:")
+    assert text.count("tensor:") == len(losses)
+    alone = [line.split()[1] for line in lines if line.startswith("alone")]
+    assert len(alone) >= len(losses) // every - 1
+    assert set(alone) <= set(losses)
+    assert not [line for line in found[1 - rank][1].splitlines() if "alone" in line]
+
+
+def decides_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A condition that the trace did not come by."""
+    count_call()
+    loss = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and loss > 16:
+        loss = loss.log()
+    model.backward(loss)
+    return loss
+
+
+def test_a_condition_may_come_in_later_calls_alone() -> None:
+    def run() -> Any:
+        return outcome(decides_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+    assert all(each > 10 for each in one[0])
+    assert any(each < 4 for each in one[2])
+
+
+def one_reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One rank alone, by a function that does not look like it, in later calls."""
+    import shardwright.torch as sw
+
+    count_call()
+    loss = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+        value_of(loss)
+    model.backward(loss)
+    return loss
+
+
+def test_a_read_that_nobody_could_foresee_is_refused_and_not_waited_for() -> None:
+    def run() -> None:
+        outcome(one_reads_later, steps=3, pipeline_parallel_degree=2, pipeline="1f1b")
+
+    with pytest.raises(RanksFailedError, match=r"TraceMismatchError: (?s:.*)passed its backward, or ended"):
+        run_ranks(run, 2, timeout_s=30)
+
+
+def fails_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """By a mistake of its own."""
+    loss = loss_of(model, x, y)
+    raise KeyError(f"no weight for a loss of {loss.item()}")
+
+
+def test_the_error_of_a_step_is_not_hidden_by_that_of_telling_others() -> None:
+    """The store did not answer when the values were to be put up: its error was all that was seen."""
+
+    def run() -> tuple[str, list[str]]:
+        from shardwright.torch.execution.value_bundles import OwnValues
+
+        def unanswered(self: OwnValues) -> None:
+            raise OSError("the store does not answer")
+
+        OwnValues.pass_backward = unanswered  # type: ignore[method-assign]
+        try:
+            outcome(fails_behind_a_read, pipeline_parallel_degree=2)
+        except KeyError as error:
+            return str(error), error.__notes__
+        return "", []
+
+    for said, notes in run_ranks(run, 2):
+        assert "no weight for a loss" in said
+        assert any("Nor could other ranks be told: OSError: the store does not answer" in n for n in notes)
+
+
+value_of = operator.methodcaller("item")  # a name that tells nothing
+
+
+def reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Reads in later calls, by a function that does not look like it, and decides."""
+    count_call()
+    loss = loss_of(model, x, y)
+    twice = loss * 2
+    if calls[0] > MICROBATCHES + 2 and value_of(twice) > 25:
+        twice = twice.log()
+    model.backward(twice)
+    return twice
+
+
+def test_values_may_be_read_in_later_calls_alone() -> None:
+    from shardwright.torch.interception.step_code import ReadingStep
+
+    assert not ReadingStep(reads_later).may_read
+    assert ReadingStep(reads_all).may_read
+
+    def run() -> Any:
+        return outcome(reads_later, steps=3, pipeline_parallel_degree=2)[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+    # The trace was one call.
+    assert all(each > 20 for each in one[0])
+    assert any(each < 4 for each in one[2])
+
+
+class Parts(nn.Module):
+    """Modules that a step function may call one by one; some of them, and the glue, change in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.body = nn.ModuleList(Residual() for _ in range(6))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for part in self.body:
+            hidden = F.relu_(part(hidden) + 0.1)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+class Residual(nn.Module):
+    """Has units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.relu(self.linear(x))
+
+
+def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What no trace could foresee, in the middle of the model."""
+    count_call()
+    reads, total = calls[0] > MICROBATCHES + 2, 0.0
+    hidden = model.module.embedding(x)
+    for part in model.module.body:
+        hidden = part(hidden)
+        size = hidden.sum()
+        if reads:
+            total += value_of(size)
+    loss = F.cross_entropy(model.module.head(hidden).flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, total
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        *(("1f1b", 3), ("interleaved_1f1b", 3), ("zb_v", 2)),
+        *(in_sweep("1f1b", 2), in_sweep("interleaved_1f1b", 2), in_sweep("zb_v", 3)),
+    ],
+)
+def test_values_may_be_read_between_parts_of_the_model(kind: str, ranks: int) -> None:
+    """A rank in the middle sent what it had not computed, because it waited for a value of an earlier one."""
+    stages = {"virtual_stages": 2} if kind != "1f1b" else {}
+    same_as_on_one_rank(reads_between_parts_later, model=Parts, ranks=ranks, pipeline=kind, **stages)
+
+
+class ScaledReLU(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() * self.scale
+
+
+class Changing(Parts):
+    """Has such a module in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = ScaledReLU()
+
+
+class ChangingInTurn(Changing):
+    """Its parts run on both ranks in turn; what changes a tensor, where that was made."""
+
+    def __init__(self) -> None:
+        import shardwright.torch as sw
+
+        super().__init__()
+        if sw.pp_size() > 1:
+            sw.set_partition(self.body[1], 1)
+            sw.set_partition(self.head, 1)
+
+
+def total(tensor: Tensor) -> float:
+    """Sum, without an operation that the trace does not have."""
+    return float(sum(sum(row) for sample in tensor.tolist() for row in sample))
+
+
+def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls, before the change and behind it."""
+    count_call()
+    reads, parts = calls[0] > MICROBATCHES + 2, model.module
+    hidden = parts.body[0](parts.embedding(x)) * 1.0
+    before = total(hidden) if reads else 0.0
+    logits = parts.head(parts.body[2](parts.body[1](parts.relu(hidden))))
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    after = total(hidden) if reads else 0.0
+    model.backward(loss)
+    return before, after, loss.item()
+
+
+def reads_much_that_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
+    """More than what ranks tell each other unasked."""
+    return reads_what_a_module_changes(model, x.repeat(1, 200), y.repeat(1, 200))
+
+
+@pytest.mark.parametrize(
+    ("function", "model", "settings"),
+    [
+        (reads_what_a_module_changes, Changing, {"pipeline": "1f1b"}),
+        (
+            reads_what_a_module_changes,
+            ChangingInTurn,
+            {"pipeline": "interleaved_1f1b", "auto_partition": False, "default_partition": 0},
+        ),
+        (reads_much_that_a_module_changes, Changing, {"pipeline": "1f1b"}),
+    ],
+)
+def test_what_a_module_changes_is_read_as_it_is(function: Any, model: Any, settings: dict[str, Any]) -> None:
+    """Other ranks read what it was before, without a word; then it was refused."""
+    same_as_on_one_rank(function, model=model, steps=3, **settings)
+
+
+def one_reads_before_a_change(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank that has it does not come by."""
+    import shardwright.torch as sw
+
+    count_call()
+    parts = model.module
+    hidden = parts.body[0](parts.embedding(x)) * 1.0
+    alone = 0.0
+    if calls[0] > MICROBATCHES + 2 and sw.pp_rank() == sw.pp_size() - 1:
+        alone = total(hidden)
+    logits = parts.head(parts.body[1](parts.relu(hidden)))
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, alone
+
+
+def test_one_rank_reads_what_a_module_changes_later() -> None:
+    def run(ranks: int) -> Any:
+        how = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"} if ranks == 2 else {}
+        return outcome(one_reads_before_a_change, model=Changing, steps=3, **how)[0]
+
+    expected = run_ranks(run, 1, 1)[0]
+    first, last = run_ranks(run, 2, 2)
+    assert_close(last, expected)
+    assert first[2][1] == [0.0] * MICROBATCHES
+
+
+def one_reads_between_calls_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls, the first loss."""
+    import shardwright.torch as sw
+
+    count_call()
+    first = loss_of(model, x, y)
+    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+        print(first.item())
+    second = loss_of(model, y, x)
+    model.backward(first + second)
+    return first, second
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_one_rank_reads_between_calls_of_the_model(kind: str) -> None:
+    """The rank that had it was on its way to its next stage, and has put it up before."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(one_reads_between_calls_of_the_model, steps=3, pipeline=kind, **stages)
+
+
+class Early(nn.Module):
+    """Gives away what an early stage makes: a number, and much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(blocks=8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = early = self.net.blocks[0](self.net.embedding(x))
+        for block in self.net.blocks[1:]:
+            hidden = block(hidden)
+        early = early.detach()
+        return {
+            "small": early.abs().max(),
+            "large": early.repeat(1, 300, 1),
+            "logits": F.linear(hidden, self.net.embedding.weight),
+        }
+
+
+def reads_what_is_early(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank of the early stage waits for the loss meanwhile, in the other microbatches."""
+    out = model(x)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    read = [loss.item(), out["small"].item(), out["large"].abs().max().item()]
+    model.backward(loss)
+    return loss, read
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "microbatches"),
+    [
+        ("interleaved_1f1b", 3, 6),
+        pytest.param("1f1b", 3, 6, marks=pytest.mark.sweep),
+        pytest.param("interleaved_1f1b", 2, 8, marks=pytest.mark.sweep),
+        pytest.param("zb_v", 3, 6, marks=pytest.mark.sweep),
+        pytest.param("interleaved_1f1b", 4, 8, marks=pytest.mark.sweep),
+    ],
+)
+def test_values_of_early_stages_in_long_steps(kind: str, ranks: int, microbatches: int) -> None:
+    """Two ranks waited for each other."""
+    stages = {"virtual_stages": 2} if kind != "1f1b" else {}
+    how = {"model": Early, "batches_of": microbatches // 2}
+    same_as_on_one_rank(
+        reads_what_is_early, ranks=ranks, pipeline=kind, microbatches=microbatches, **stages, **how
+    )
+
+
+def changes_between_parts(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In place, before modules, parameters and random numbers that only a trace can cover; reads last."""
+    parts = model.module
+    hidden = parts.embedding(x)
+    hidden += 1
+    first = hidden[:, 0]
+    first *= 2
+    for part in parts.body[:4]:
+        hidden = part(hidden)
+    hidden[..., 0] += 1
+    for part in parts.body[4:]:
+        hidden = part(hidden)
+    loss = F.cross_entropy(parts.head(hidden).flatten(0, 1), y.flatten())
+    loss *= 2
+    loss = loss + 1e-3 * parts.head.weight.square().sum()
+    loss /= 2
+    before = loss.item()
+    loss *= 3
+    model.backward(loss)
+    return loss, before
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_changes_in_place_before_what_must_be_traced(kind: str) -> None:
+    """The trace ended at the first change, so that nothing was left for later stages."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(changes_between_parts, model=Parts, pipeline=kind, **stages)
+
+
+def calls_what_is_inside(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The user's own module, whose code is none of the step function."""
+    loss = F.cross_entropy(model.module(x).flatten(0, 1), y.flatten())
+    model.backward(loss)
+    return loss, loss.item()
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_the_module_inside_may_be_called_itself(kind: str) -> None:
+    """A change in place inside it ended the trace."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(calls_what_is_inside, model=Parts, pipeline=kind, **stages)
+
+
+def recomputes_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What an early stage has made."""
+    out = model(x)
+    factor = out["logits"].sum().item()
+    early = checkpoint(lambda tensor: tensor.sin() * factor, out["early"], use_reentrant=False)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten()) + early.mean()
+    model.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_what_is_recomputed_behind_a_read(kind: str) -> None:
+    """The backward got stand-ins for tensors of other ranks."""
+    stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+    same_as_on_one_rank(recomputes_behind_a_read, model=TwoHeads, pipeline=kind, **stages)
+
+
+class Tagged(Net):
+    """Has an attribute that its code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tag = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(self.tag) < 9 else x
+
+
+def test_ranks_trace_together_or_not_at_all() -> None:
+    """One whose model had got another attribute traced alone, and waited for the others."""
+
+    def run() -> tuple[int, list[float]]:
+        import shardwright.torch as sw
+        from shardwright.torch.execution import program_maker
+
+        sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+        torch.manual_seed(0)
+        model = sw.DistributedModel(Tagged().double())
+        step = sw.step(reads_values_behind_backward)
+        plain_trace, traced = program_maker.trace_step, []
+
+        def trace_step(*args: Any, **kwargs: Any) -> Any:
+            traced.append(number)
+            return plain_trace(*args, **kwargs)
+
+        program_maker.trace_step = trace_step
+        losses = []
+        x, y = batches(1)[0]
+        for number in range(4):
+            if number == 2 and sw.rank() == 1:
+                model.get_module().tag = "other"
+            losses.append(step(model, x, y)[0])
+        return traced.count(2), losses
+
+    (times, losses), (others_times, others_losses) = run_ranks(run, 2, timeout_s=60)
+    assert times == others_times == 1
+    assert losses == others_losses
+    assert losses[0] == losses[-1]
+
+
+def reads_values_behind_backward(model: Any, x: Tensor, y: Tensor) -> float:
+    """One number."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return float(loss.item())
+
+
+# ---- what cannot be ----
+
+
+def alone_with_much(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One rank reads a large tensor."""
+    import shardwright.torch as sw
+
+    logits = model(x.repeat(1, 100))
+    mean = logits.mean()
+    if sw.rank() == 0:
+        print(logits.tolist()[0])
+    return mean
+
+
+def calls_the_model_again(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read."""
+    first = model(x).mean()
+    if first.item() < 1e9:
+        first = first + model(x).sum()
+    return first
+
+
+def draws_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Ranks would not draw the same."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss * torch.rand(())
+    model.backward(loss)
+    return loss
+
+
+def uses_a_parameter(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read, one that another rank has."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss + model.module.mix.weight.sum() + model.module.embedding.weight.sum()
+    model.backward(loss)
+    return loss
+
+
+def reads_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a parameter: not all of it is there yet."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    return [p.grad.norm().item() for p in model.local_parameters() if p.grad is not None]
+
+
+def trains_a_number(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What was read of the loss, in its place."""
+    loss = loss_of(model, x, y)
+    model.backward(loss.item())
+
+
+def trains_twice(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Two backwards."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        model.backward(loss)
+    model.backward(loss)
+
+
+def trains_nothing(model: Any, x: Tensor, y: Tensor) -> Any:
+    """A loss without history."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss.detach()
+    model.backward(loss)
+
+
+def changes_a_view_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Only the rank that has made both would see it in both."""
+    logits = model(x)
+    first = logits.detach()
+    most = logits.abs().max().item()
+    first.div_(most)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    model.backward(loss)
+
+
+def draws_in_python(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Behind a read, each rank its own number."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 0:
+        loss = loss * random.random()
+    model.backward(loss)
+
+
+def trains_many_losses(model: Any, x: Tensor, y: Tensor) -> Any:
+    """One for each token: plain PyTorch refuses it."""
+    logits = model(x)
+    if logits.abs().max().item() > 0:
+        model.backward(F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"))
+
+
+class Deep(TwoHeads):
+    """Gives away what goes on to later stages."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        early = self.net.embedding(x)
+        late = early
+        for block in self.net.blocks:
+            late = block(late)
+        return {"early": early, "late": late}
+
+
+def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any:
+    """In some calls: the early stage would wait for the last one, and that for it."""
+    count_call()
+    out = model(x)
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
+    if calls[0] > MICROBATCHES + 2:
+        print(loss.item())
+    loss = loss + out["early"].square().mean()
+    model.backward(loss)
+
+
+def calls_a_part_behind_a_read(model: Any, x: Tensor, y: Tensor) -> Any:
+    """No trace has come by there, so that it is not even a unit."""
+    hidden = model.module.body[0](model.module.embedding(x))
+    if hidden.sum().item() < 1e9:
+        hidden = model.module.body[1](hidden)
+    return hidden
+
+
+def reads_too_early(model: Any, x: Tensor, y: Tensor) -> Any:
+    """There is nothing for a second stage."""
+    hidden = model.module.embedding(x)
+    return model.module.body[0](hidden) if hidden.sum().item() < 1e9 else hidden
+
+
+def calls_the_model_behind_backward(model: Any, x: Tensor, y: Tensor) -> Any:
+    """And may read."""
+    loss = loss_of(model, x, y)
+    model.backward(loss)
+    with torch.no_grad():
+        return loss, model(x).sum(), int(x[0, 0])
+
+
+def asks_for_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a tensor that was made before the read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss.item() > 0:
+        loss = loss + torch.autograd.grad(loss, logits, retain_graph=True)[0].norm()
+    model.backward(loss)
+
+
+def retains_a_gradient(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Of a tensor that was made before the read."""
+    logits = model(x)
+    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    if loss.item() > 0:
+        logits.retain_grad()
+    model.backward(loss)
+
+
+def trains_an_early_output(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Whose gradient would have to go to its stage by a way that is not there."""
+    out = model(x)
+    scale = out["late"].sum().item()
+    loss = out["late"].square().mean() + out["early"].square().mean() * (scale != 1)
+    model.backward(loss)
+    return loss
+
+
+REFUSED = {
+    alone_with_much: (TraceMismatchError, "Use large tensors on all ranks, or on none"),
+    calls_the_model_again: (UsageError, "the model is called again behind"),
+    calls_a_part_behind_a_read: (UsageError, "the model is called again behind a value"),
+    draws_behind_a_read: (TraceMismatchError, "draws random numbers behind"),
+    uses_a_parameter: (TraceMismatchError, "a parameter is used by the step function, behind a value"),
+    reads_a_gradient: (UsageError, "the gradient of a parameter is used inside a step function"),
+    trains_a_number: (UsageError, r"gets the float 17\..*Write model\.backward\(loss\)"),
+    trains_twice: (UsageError, "backward is called a second time"),
+    trains_nothing: (TraceError, "the loss does not depend on any trained parameter"),
+    changes_a_view_behind_a_read: (TraceMismatchError, "shares memory with another one"),
+    draws_in_python: (TraceMismatchError, "draws random numbers behind"),
+    trains_many_losses: (UsageError, "Reduce it to one number"),
+    reads_before_an_early_stage_is_done: (TraceMismatchError, "Compute all that the loss is made of first"),
+    reads_too_early: (PlanError, "has 1 units to place.*The step function reads a value at .*test_reading"),
+    calls_the_model_behind_backward: (UsageError, r"behind backward\(\), in a step function that reads"),
+    asks_for_a_gradient: (TraceMismatchError, r"grad\(\) is called behind a value"),
+    retains_a_gradient: (TraceMismatchError, r"retain_grad\(\) is called behind a value"),
+    trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
+}
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_what_cannot_be_known_is_refused(function: Any) -> None:
+    error, message = REFUSED[function]
+    trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
+    models = {
+        reads_before_an_early_stage_is_done: TwoHeads,
+        trains_an_early_output: Deep,
+        calls_a_part_behind_a_read: Parts,
+        reads_too_early: Parts,
+    }
+    model = models.get(function, Net)
+    with pytest.raises(RanksFailedError, match=rf"{error.__name__}: (?s:.*){message}"):
+        run_ranks(
+            *(outcome, 2, function),
+            model=model,
+            trains=trains,
+            pipeline_parallel_degree=2,
+            pipeline="1f1b",
+        )
+
+
+def raises(model: Any, x: Tensor, y: Tensor) -> Any:
+    """An error by a value that one rank has."""
+    loss = loss_of(model, x, y)
+    if loss > 0:
+        raise ValueError(f"a loss of {loss.item():.3f}")
+    model.backward(loss)
+
+
+def test_an_error_by_a_value_is_raised_on_every_rank() -> None:
+    def run() -> str:
+        with pytest.raises(ValueError, match="a loss of 1") as caught:
+            outcome(raises, pipeline_parallel_degree=2, pipeline="1f1b")
+        return str(caught.value)
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+
+
+def ends(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The rank that has the loss ends before others know it."""
+    import shardwright.torch as sw
+
+    loss = loss_of(model, x, y)
+    if sw.rank() == 1 and model.partitioned:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.backward(loss * (1 + loss.item()))
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_says_so() -> None:
+    settings = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
+    waits, killed = run_ranks_outcomes(outcome, 2, ends, steps=1, timeout_s=30, **settings)
+    assert killed.exit_code == -signal.SIGKILL
+    assert "PeerLostError" in waits.error
+    assert "rank 1 failed first (it left without a word" in waits.error
+
+
+# ---- sizes and kinds ----
+
+
+def reads_much(model: Any, x: Tensor, y: Tensor) -> Any:
+    """More than one message of the store takes, of several types."""
+    logits = model(x.repeat(1, 800)).float()
+    first = logits[0, 0, 0].item()
+    big = logits.repeat(2, 1, 1)
+    total = big.double().sum() + logits.to(torch.bfloat16).double().mean() + (big[:0].numel())
+    return round(total.item(), 3), round(first, 5), logits[:0].tolist()
+
+
+def test_large_tensors_are_used_on_all_ranks() -> None:
+    def run() -> Any:
+        with torch.no_grad():
+            return outcome(reads_much, steps=1, pipeline_parallel_degree=2)[0]
+
+    one, other = run_ranks(run, 2)
+    assert one == other
+
+
+class Meter:
+    """Adds up, as meters of scripts do."""
+
+    total = 0.0
+    values: tuple[float, ...] = ()
+
+
+@pytest.mark.parametrize("trains", [True, in_sweep(False)])
+@pytest.mark.parametrize("kind", [in_sweep("gpipe"), "1f1b", in_sweep("zb_h1"), "interleaved_1f1b"])
+def test_sums_and_counts_are_those_of_a_plain_loop(kind: str, trains: bool) -> None:
+    """A microbatch was left at its first read, so that others added to the same total meanwhile."""
+
+    def run() -> None:
+        meter, seen, count = Meter(), [], [0]
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            loss = loss_of(model, x, y)
+            number = count[0]
+            meter.total += loss.item()
+            meter.values = (*meter.values, float(loss.detach()))
+            seen.append(number)
+            count[0] = number + 1
+            if trains:
+                model.backward(loss)
+            return loss
+
+        stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+        settings = {"pipeline_parallel_degree": 2, "pipeline": kind, **stages}
+        results = outcome(step, trains=trains, **settings)[0]
+        losses = [each for step in results for each in step]
+        assert list(meter.values) == losses
+        assert meter.total == pytest.approx(sum(losses))
+        assert seen == list(range(2 * MICROBATCHES))
+
+    run_ranks(run, 2)
+
+
+def test_what_a_step_leaves_elsewhere_is_none_of_its_trace() -> None:
+    def run() -> Any:
+        meter = Meter()
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            loss = loss_of(model, x, y)
+            model.backward(loss)
+            meter.total += loss.item()
+            meter.values += (loss.item(),)
+            return loss
+
+        results = outcome(step, pipeline_parallel_degree=2)[0]
+        assert list(meter.values) == [each for step in results for each in step]
+        assert meter.total == pytest.approx(sum(meter.values))
+
+    run_ranks(run, 2)
+
+
+def keeps_before_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    """What must be traced comes behind what is kept, which stays a stand-in where it is."""
+    loss = loss_of(model, x, y)
+    before_parameters.append(loss.detach())
+    loss = loss + 1e-3 * sum(p.square().sum() for p in model.module.parameters())
+    model.backward(loss)
+    return loss
+
+
+before_parameters: list[Tensor] = []
+
+
+def test_what_is_kept_does_not_end_a_trace_before_parameters() -> None:
+    same_as_on_one_rank(keeps_before_parameters)
+
+
+def leaves_out_or_reads(model: Any, x: Tensor, y: Tensor) -> Any:
+    """None, or a number."""
+    loss = loss_of(model, x, y)
+    if loss.item() > 16:
+        return None
+    model.backward(loss)
+    return loss.item()
+
+
+def test_a_step_returns_numbers_for_some_microbatches() -> None:
+    """The report of the step failed at None."""
+    same_as_on_one_rank(leaves_out_or_reads)
+
+
+kept_total: Any = 0.0
+
+
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "interleaved_1f1b"])
+def test_tensors_may_be_kept_outside_of_the_step(kind: str) -> None:
+    """They were stand-ins, also on the rank that had them, and failed when they were used at the end."""
+
+    def run() -> None:
+        meter, losses, last, by_name, before = Meter(), [], None, {}, []
+
+        def step(model: Any, x: Tensor, y: Tensor) -> Any:
+            global kept_total
+            nonlocal last
+            loss = loss_of(model, x, y)
+            before.append(loss.detach())
+            model.backward(loss)
+            losses.append(loss.detach())
+            meter.total = meter.total + loss.detach()
+            kept_total = kept_total + loss.detach()
+            last = loss.detach()
+            by_name["last"] = (loss.detach(), x.sum())
+            return loss
+
+        stages = {"virtual_stages": 2} if kind == "interleaved_1f1b" else {}
+        results = outcome(step, pipeline_parallel_degree=2, pipeline=kind, **stages)[0]
+        expected = [each for step in results for each in step]
+        assert torch.stack(losses).tolist() == torch.stack(before).tolist() == expected
+        assert float(meter.total) == float(kept_total) == pytest.approx(sum(expected))
+        assert float(last) == float(by_name["last"][0]) == expected[-1]
+
+    run_ranks(run, 2)
+
+
+class Looks(nn.Module):
+    """Decides by what it computes, as a router may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x) if x.sum().item() > -1e9 else x
+
+
+def four_that_look() -> nn.Module:
+    """A model of them."""
+    return nn.Sequential(Looks(), Looks(), Looks(), Looks())
+
+
+def reads_what_a_router_gives(model: Any, x: Tensor, y: Tensor) -> Any:
+    """Trains with `Looks`."""
+    loss = model(x.double()).square().mean()
+    model.backward(loss)
+    return loss.item()
+
+
+def test_a_module_that_looks_at_values_is_placed_whole() -> None:
+    same_as_on_one_rank(reads_what_a_router_gives, model=four_that_look)
