@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.checkpoint.folder import refuse_one_checkpoint
-from shardwright.cli.application import AsJson, print_json, say, show_text
-from shardwright.cli.ckpt_folder import folder_of
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.ckpt_folder import folder_of
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.folder_lock import held
 from shardwright.units import format_bytes

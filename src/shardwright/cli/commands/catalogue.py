@@ -1,6 +1,6 @@
 """``shardwright catalogue``: models and machines that are known by name."""
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 
 __all__ = ["catalogue"]
 

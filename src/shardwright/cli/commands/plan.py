@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from shardwright.cli.application import AsJson, new_application, print_json, show_text
-from shardwright.cli.plan_make import make
+from shardwright.cli.asking.application import AsJson, new_application, print_json, show_text
+from shardwright.cli.commands.plan_make import make
 from shardwright.errors import PlanError
 from shardwright.exit_codes import FAILED
 from shardwright.observe.plan_text import format_plan_in_full

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, say, show_text
-from shardwright.cli.ckpt_folder import named_checkpoint
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.ckpt_folder import named_checkpoint
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.units import format_bytes, parse_bytes
 

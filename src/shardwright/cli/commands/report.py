@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
 from shardwright.observe.report import gather, write_report
 from shardwright.observe.run_folder import RunFolder
 

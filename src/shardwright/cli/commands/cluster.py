@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.errors import UsageError
 
 __all__ = ["cluster"]
@@ -26,7 +26,7 @@ def cluster(machines: Machines, output: Output = None, as_json: AsJson = False) 
     # Here, because they import pydantic: --help answers before.
     from dataclasses import asdict
 
-    from shardwright.cli.machines_text import format_machines
+    from shardwright.cli.showing.machines_text import format_machines
     from shardwright.cluster import find_machines
     from shardwright.cluster.cluster_file import write_inventory
 

@@ -15,10 +15,10 @@ from shardwright.checkpoint.commits import COMMITTED, Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.recovery import Order
 from shardwright.checkpoint.saved import shortened
-from shardwright.cli.application import AsJson, new_application, print_json, say, show_text
-from shardwright.cli.ckpt_export import export
-from shardwright.cli.ckpt_folder import checkpoint_folder, named_checkpoint
-from shardwright.cli.ckpt_import import import_
+from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
+from shardwright.cli.asking.ckpt_folder import checkpoint_folder, named_checkpoint
+from shardwright.cli.commands.ckpt_export import export
+from shardwright.cli.commands.ckpt_import import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.folder_lock import held
 from shardwright.plan import align

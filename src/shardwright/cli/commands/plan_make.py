@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, Factory, say, show_text
-from shardwright.cli.measuring_order import Order
-from shardwright.cli.plan_output import Output, check_output, write_plan
-from shardwright.cli.plan_verify import verified_plan
-from shardwright.cli.run import Endpoint, NodeRank, NumNodes
-from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.cli.asking.application import AsJson, Factory, say, show_text
+from shardwright.cli.asking.measuring_order import Order
+from shardwright.cli.asking.plan_output import Output, check_output, write_plan
+from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.cli.commands.plan_verify import verified_plan
+from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.machine_file import read_cluster
 from shardwright.config import Config
@@ -245,7 +245,7 @@ def _plan(
     search_degrees: bool,
 ) -> Plan:
     # Here, because they import torch: the checks above answer before.
-    from shardwright.cli.factory import advice_on_meta, build
+    from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.torch.units.dry_run import plan_model
 
     console = Console()

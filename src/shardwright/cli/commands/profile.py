@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, Factory, print_json, say, show_text
-from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.on_ranks import refuse_unwritable, run_for_files
-from shardwright.cli.run import Endpoint, NodeRank, NumNodes
-from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.cli.asking.application import AsJson, Factory, print_json, say, show_text
+from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
+from shardwright.cli.asking.on_ranks import refuse_unwritable, run_for_files
+from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.limits import MOST_RANKS_OF_HOST

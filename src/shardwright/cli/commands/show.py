@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.plan_text import format_plan

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.application import say, show_text
-from shardwright.cli.settings import ConfigFile, Settings, parse_settings, read_settings
+from shardwright.cli.asking.application import say, show_text
+from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.comm.trust.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.observe.explanation import explanation_document, format_explanation
 from shardwright.observe.report.data import gather
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, say, show_text
-from shardwright.cli.plan_output import Output, check_output, write_plan
-from shardwright.cli.topology_task import Asked, on_task
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.plan_output import Output, check_output, write_plan
+from shardwright.cli.asking.topology_task import Asked, on_task
 from shardwright.errors import UsageError
 
 if TYPE_CHECKING:
-    from shardwright.cli.factory import Sample
+    from shardwright.cli.asking.factory import Sample
     from shardwright.plan import Plan
     from shardwright.topology import Answer
 
@@ -78,7 +78,7 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
     Raises:
         PlanError: this version runs none of them, or none can be planned.
     """
-    from shardwright.cli.factory import advice_on_meta
+    from shardwright.cli.asking.factory import advice_on_meta
     from shardwright.config import Config
     from shardwright.costs.run_cluster import cluster_of
     from shardwright.observe.console import Console

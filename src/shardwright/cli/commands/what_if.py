@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.topology_task import Asked, on_task
+from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.topology_task import Asked, on_task
 from shardwright.errors import UsageError
 
 if TYPE_CHECKING:

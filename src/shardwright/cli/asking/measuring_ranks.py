@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardwright.cli.application import say
-from shardwright.cli.factory import build
-from shardwright.cli.measuring_order import Order
+from shardwright.cli.asking.application import say
+from shardwright.cli.asking.factory import build
+from shardwright.cli.asking.measuring_order import Order
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.exit_codes import ENVIRONMENT
 
 __all__ = ["doctor"]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardwright.cli.application import AsJson, new_application, print_json, say, show_text
-from shardwright.cli.schedule_picture import SchedulePicture
+from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
+from shardwright.cli.showing.schedule_picture import SchedulePicture
 from shardwright.errors import ScheduleError, UsageError
 from shardwright.exit_codes import FAILED
 from shardwright.files import replace_file

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
-from shardwright.cli.machines_text import format_machines
-from shardwright.cli.on_ranks import run_for_files
-from shardwright.cli.run import Endpoint, NodeRank, NumNodes
+from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.on_ranks import run_for_files
+from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
+from shardwright.cli.showing.machines_text import format_machines
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices

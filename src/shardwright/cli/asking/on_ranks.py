@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardwright.cli.application import say
+from shardwright.cli.asking.application import say
 from shardwright.errors import UsageError
 from shardwright.files import check_place, replace_file
 from shardwright.launch.ranks.request import LaunchRequest

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.observe.summary import RunSummary, summarize

@@ -4,8 +4,8 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from shardwright.cli.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.on_ranks import run_for_files
+from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
+from shardwright.cli.asking.on_ranks import run_for_files
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["RANKS", "Order", "refuse_broken"]
 
-RANKS = "shardwright.cli.measuring_ranks"
+RANKS = "shardwright.cli.asking.measuring_ranks"
 """The module that each rank runs."""
 
 
@@ -48,6 +48,6 @@ def refuse_broken(factory: str, *, build_on: str) -> None:
         UsageError: there is none, or it fails.
     """
     # Here, because it imports torch: --help answers before.
-    from shardwright.cli.factory import build
+    from shardwright.cli.asking.factory import build
 
     build(factory, device=build_on)

@@ -17,7 +17,7 @@ from shardwright.printable import printable
 
 if TYPE_CHECKING:
     from shardwright.catalogue import LayerChain, Transformer
-    from shardwright.cli.factory import Sample
+    from shardwright.cli.asking.factory import Sample
     from shardwright.topology import Task
 
 _FINE_STAGES = 64  # units are as fine as so many stages need
@@ -170,7 +170,7 @@ def _named(text: str) -> "Transformer | LayerChain":
 
 def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sample, LayerChain]":
     """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
-    from shardwright.cli.factory import advice_on_meta, build
+    from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
     from shardwright.topology.traced_chain import chain_of
     from shardwright.torch.units.dry_run import trace_model
