@@ -13,7 +13,7 @@ from shardwright.errors import PlanError
 from shardwright.exit_codes import FAILED
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.plan import Plan
-from shardwright.plan_diff import diff_plans
+from shardwright.plan.diff import diff_plans
 
 __all__ = ["application"]
 

@@ -19,7 +19,7 @@ from shardwright.files import DocumentError, Record, UserFile, parse_json, repla
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
-from shardwright.plan_conditions import Conditions
+from shardwright.plan.conditions import Conditions
 from shardwright.printable import printable, shown
 from shardwright.problems import describe, field_names, join
 from shardwright.units import format_bytes, format_seconds
