@@ -8,6 +8,7 @@ the difference.
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan.conditions import Conditions
 from shardwright.printable import printable, shown
 from shardwright.problems import describe, field_names, join
+from shardwright.profile import Cost
 from shardwright.units import format_bytes, format_seconds
 
 __all__ = [
@@ -140,6 +142,11 @@ class StagePrediction(Record):
     saved_bytes: NonNegativeInt = 0
     weight_bytes: NonNegativeInt | None = None
     parameter_bytes: NonNegativeInt = 0
+
+    @property
+    def cost(self) -> Cost:
+        """Seconds and bytes of the stage, recomputation in its backward."""
+        return Cost(**{each.name: getattr(self, each.name) for each in fields(Cost)})
 
 
 class MemoryPrediction(Record):

@@ -1,6 +1,7 @@
 """Why a plan is as it is: predictions, reasons in sentences with numbers, and the runners-up."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shardwright.config import Config
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
@@ -23,14 +24,9 @@ def predict(option: Option) -> Prediction:
         sends[edge.source] += edge.num_bytes
     stages = tuple(
         StagePrediction(
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s + cost.recompute_s,
+            **asdict(cost.whole),
             recompute_s=cost.recompute_s,
-            weight_s=cost.weight_s,
-            input_s=None if cost.input_s is None else cost.input_s + cost.recompute_s,
             send_bytes=sent,
-            saved_bytes=cost.saved_bytes,
-            weight_bytes=cost.weight_bytes,
             parameter_bytes=held,
         )
         for cost, sent, held in zip(layout.stage_costs(), sends, layout.stage_parameter_bytes(), strict=True)

@@ -246,7 +246,7 @@ def _transfers(
 def _peaks(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Most microbatches of each stage, most bytes of each rank; a rank runs one action at a time."""
     kept, most = [0] * len(costs), [0] * len(costs)
-    later = [cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes for cost in costs]
+    later = [cost.left_bytes for cost in costs]
     peak_bytes = []
     for row in program.rows:
         held = peak = 0
