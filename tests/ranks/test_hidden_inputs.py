@@ -142,7 +142,7 @@ class HeldInAModule(Held):
         super().__init__(*blocks)
         self.notes = NotesModule()
         for block in self.blocks:
-            block.notes = self.notes
+            block.notes = None if type(block) is Whole else self.notes  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.depth, self.notes.depths["of all"][0] = 0, 0
@@ -237,6 +237,7 @@ class Filling(nn.Module):
     def __init__(self, make: Callable[[], Any], *blocks: type[Whole]):
         super().__init__()
         self.blocks = nn.ModuleList(block() for block in blocks)
+        self.are_given = [block is not Whole for block in blocks]
         self.head = nn.Linear(WIDTH, CLASSES)
         self.make = make
 
@@ -244,7 +245,7 @@ class Filling(nn.Module):
         container, first = self.make(), x
         for number, block in enumerate(self.blocks):
             more = (first.mean(),) if isinstance(block, Collecting) else ()
-            x = block(x, container, *more)
+            x = block(x, container, *more) if self.are_given[number] else block(x)
             first = x if number == 0 else first
         return self.head(x)
 
@@ -268,7 +269,6 @@ TOGETHER = {
 FREE = {
     "reads what it wrote": lambda: Handed(*[SettingFirst] * 6),
     "an entry each": lambda: Handed(*[OneEach] * 6),
-    "an entry each of a dictionary": lambda: Filling(dict, *[OneEntryEach] * 6),
     "a list that none of them reads": lambda: Filling(list, *[Collecting] * 6),
 }
 

@@ -1,117 +1,79 @@
-"""Entries of containers that units change and others read: a list that blocks fill, a count in a dictionary.
+"""Lists, dictionaries and dataclasses that units are given and change: a list of losses, a count of blocks.
 
-A container that is an argument is each rank's own, and only the rank of a unit sees what the unit does to it.
-So a unit that looks must be where it was changed::
+Each rank has such a container of its own, and only the rank of a unit sees what the unit does to it::
 
-    feats.append(y)                 changes the list; so does every other block
-    x = torch.cat(feats)            looks at all that is in it
-    notes["depth"] += 1             looks at one entry, and changes it
+    info["depth"] += 1          a number: whoever is given `info` later may look at it
+    feats.append(y)             a tensor: whoever is given `feats` later and computes with it
 
-In a trace a unit gets copies of its containers (see `filled_containers`). Those that other units have changed
-are copies that tell when they are read.
+So a unit that is given a container in which another one has changed a number shares a stage with that one,
+whether it looks there or not. (No model of the sweep does either; what modules and caches hold is looked at
+more closely, by `held_containers`.)
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardwright.torch.python_state.watched_containers import (
-    WATCH,
-    OnRead,
-    WatchedDict,
-    WatchedFields,
-    WatchedList,
-    entries_of,
-    watch_fields,
-)
-from shardwright.torch.pytorch.container_content import ABSENT, is_same
+from torch import Tensor
+
+from shardwright.torch.python_state.snapshot import entries_of
+from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, is_same
+from shardwright.torch.pytorch.tree import leaves
 
 __all__ = ["ContainerStates"]
 
 
 class ContainerStates:
-    """Knows which calls of units changed which entries.
+    """Knows which calls of units changed which containers among their arguments.
 
     Args:
-        on_read: called with the node that has changed what somebody else reads.
+        on_use: called with a node that has changed what the call is given.
+        is_everywhere: tells of a tensor that is put there whether every rank makes it for itself.
+
+    Attributes:
+        tensors_given: id of a tensor in a container that the call is given -> the node that put it there.
     """
 
-    def __init__(self, on_read: OnRead):
-        self._on_read = on_read
-        # id of a container -> entry -> the calls that changed it, each with what it put there.
-        self._changes: dict[int, dict[Any, list[tuple[int, Any]]]] = {}
-        self._keep_alive: list[Any] = []
+    def __init__(self, on_use: Callable[[int], None], is_everywhere: Callable[[Tensor], bool]):
+        self._on_use = on_use
+        self._is_everywhere = is_everywhere
+        self._writers: dict[int, set[int]] = {}  # id of a container -> nodes that have changed a number
+        self._tensors: dict[int, dict[int, int]] = {}  # id of a container -> of a tensor in it -> node
+        self._changed: dict[int, Any] = {}  # id of a container -> it
+        self._before: list[tuple[Any, dict[Any, Any]]] = []
+        self.tensors_given: dict[int, int] = {}
 
-    def contents(self, own: Any) -> list[tuple[Any, dict[Any, Any]]]:
-        """The containers of a tree, with their entries."""
-        return [(container, entries_of(container)) for container in _containers_in(own)]
+    def have_changed(self, arguments: Any) -> bool:
+        """Whether a call has changed a container among these."""
+        return any(id(container) in self._changed for container in _containers_in(arguments))
 
-    def note(self, node: int, before: list[tuple[Any, dict[Any, Any]]]) -> bool:
-        """A call has ended; tells whether it was given containers that units change.
+    def enter(self, arguments: Any) -> None:
+        """A call begins.
 
         Args:
-            node: index of the call.
-            before: `contents` before it.
+            arguments: as the step function has them.
         """
-        for container, entries in before:
+        self._before = [(container, entries_of(container)) for container in _containers_in(arguments)]
+        self.tensors_given = {}
+        for container, _ in self._before:
+            self.tensors_given |= self._tensors.get(id(container), {})
+            for writer in self._writers.get(id(container), ()):
+                self._on_use(writer)
+
+    def leave(self, node: int) -> None:
+        """The call has ended, and what it has done to its containers is done to those of the arguments."""
+        for container, before in self._before:
             now = entries_of(container)
-            for key in {**entries, **now}:
-                if not is_same(now.get(key, ABSENT), entries.get(key, ABSENT)):
-                    entry = self._changes.setdefault(id(container), {}).setdefault(key, [])
-                    entry.append((node, now.get(key, ABSENT)))
-                    self._keep_alive.append(container)
-        return any(id(container) in self._changes for container, _ in before)
-
-    def watched(self, own: Any, given: Any) -> Any:
-        """A tree of which is told when it is read.
-
-        Args:
-            own: the tree as the step function has it.
-            given: the tree that a unit gets in its place.
-        """
-        if not self._changes:
-            return given
-        if type(given) is list and len(own) == len(given):
-            items = [self.watched(*pair) for pair in zip(own, given, strict=True)]
-            changes = self._valid(own, given)
-            return WatchedList(items, self._on_read, changes) if changes else items
-        if type(given) is tuple:
-            return tuple(self.watched(*pair) for pair in zip(own, given, strict=True))
-        if type(given) is dict:
-            values = {key: self.watched(own[key], value) for key, value in given.items()}
-            changes = self._valid(own, values)
-            return WatchedDict(values, self._on_read, changes) if changes else values
-        if _is_dataclass(given):
-            changes = self._valid(own, given)
-            if changes:
-                watch_fields(given, self._on_read, changes)
-        return given
-
-    def _valid(self, own: Any, given: Any) -> dict[Any, tuple[int, Any]]:
-        """The entries that are as a unit has left them: which one, and what the next finds there."""
-        entries, theirs = entries_of(own), entries_of(given)
-        found = {}
-        for key, changes in self._changes.get(id(own), {}).items():
-            node, value = changes[-1]
-            if entries.get(key, ABSENT) is value:
-                found[key] = node, theirs.get(key, ABSENT)
-        return found
-
-    def plain(self, tree: Any) -> Any:
-        """A tree that was watched, or has in it what was, for others to read."""
-        if not self._changes:
-            return tree
-        if isinstance(tree, WatchedList) or type(tree) is list:
-            return [self.plain(item) for item in list.__iter__(tree)]
-        if type(tree) is tuple:
-            return tuple(self.plain(item) for item in tree)
-        if isinstance(tree, WatchedDict) or type(tree) is dict:
-            return {key: self.plain(value) for key, value in dict.items(tree)}
-        kind = type(tree)
-        if issubclass(kind, WatchedFields):
-            object.__setattr__(tree, "__class__", kind.__mro__[2])
-            del vars(tree)[WATCH]
-        return tree
+            for key in {**before, **now}:
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if is_same(old, new):
+                    continue
+                self._changed[id(container)] = container
+                if isinstance(new, Tensor) and not self._is_everywhere(new):
+                    self._tensors.setdefault(id(container), {})[id(new)] = node
+                if _has_number(old) or _has_number(new):
+                    self._writers.setdefault(id(container), set()).add(node)
+        self._before = []
 
 
 def _containers_in(tree: Any) -> Iterator[Any]:
@@ -120,9 +82,10 @@ def _containers_in(tree: Any) -> Iterator[Any]:
             yield tree
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from _containers_in(item)
-    elif _is_dataclass(tree):
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and hasattr(tree, "__dict__"):
         yield tree
 
 
-def _is_dataclass(item: Any) -> bool:
-    return dataclasses.is_dataclass(item) and not isinstance(item, type) and hasattr(item, "__dict__")
+def _has_number(item: Any) -> bool:
+    """Whether it is a number or the like, or a tuple with one."""
+    return any(type(part) in PLAIN for part in (leaves(item) if type(item) is tuple else (item,)))

@@ -6,7 +6,7 @@ Each rank has such a container of its own, and only the rank of a unit sees what
     y = y + self.shared.skips.pop()     in another: must be on the rank of the first
 
 While a unit runs in a trace, those that other units have changed are replaced by copies that tell when they
-are read, as those among arguments are (see `container_states`).
+are read.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.torch.python_state.reachable import Reach
+from shardwright.torch.python_state.snapshot import entries_of
 from shardwright.torch.python_state.watched_containers import (
     OnRead,
     WatchedDict,
     WatchedList,
-    entries_of,
     original_of,
 )
 from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, content_of, is_same, put_content

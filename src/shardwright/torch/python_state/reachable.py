@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.python_state.left_behind import is_plain_object
-from shardwright.torch.python_state.watched_containers import WatchedDict, WatchedList, entries_of
+from shardwright.torch.python_state.snapshot import entries_of
+from shardwright.torch.python_state.watched_containers import WatchedDict, WatchedList
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 
 __all__ = ["Reach", "own_attributes"]

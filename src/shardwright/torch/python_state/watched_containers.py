@@ -1,4 +1,8 @@
-"""Lists, dictionaries and fields that tell when a unit reads there what others have put there."""
+"""Lists and dictionaries that tell when a unit reads there what others have put there.
+
+The caches of Mamba, Jamba, Qwen3-Next and T5 need it: they hold a flag or a number for each layer, of which a
+layer reads its own.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -6,27 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.torch.python_state.snapshot import entries_of
 from shardwright.torch.pytorch.container_content import ABSENT
 
-__all__ = [
-    "WATCH",
-    "OnRead",
-    "WatchedDict",
-    "WatchedFields",
-    "WatchedList",
-    "entries_of",
-    "original_of",
-    "watch_fields",
-]
+__all__ = ["OnRead", "WatchedDict", "WatchedList", "original_of"]
 
 OnRead = Callable[[int], None]
-
-
-def entries_of(container: Any) -> dict[Any, Any]:
-    """What is in a list, a dictionary or the fields of an object."""
-    if isinstance(container, list):
-        return dict(enumerate(list.__iter__(container)))
-    return dict(dict.items(container)) if isinstance(container, dict) else dict(vars(container))
 
 
 class _Watch:
@@ -35,10 +24,10 @@ class _Watch:
     Args:
         on_read: called with the node that has changed what is read.
         changes: entry -> who has changed it, and what is there.
-        original: the container that this one stands for; None where that is an argument.
+        original: the container that this one stands for.
     """
 
-    def __init__(self, on_read: OnRead, changes: Mapping[Any, tuple[int, Any]], original: Any = None):
+    def __init__(self, on_read: OnRead, changes: Mapping[Any, tuple[int, Any]], original: Any):
         self._on_read = on_read
         self._changes = changes
         self.original = original
@@ -66,12 +55,12 @@ class _Watch:
         Caches of keys and values ask how many there are, and do without those of other ranks.
         """
         for key, value in _known_entries(container, self._changes):
-            if self.original is None or not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 self.entry(key, value)
 
     def item(self, container: list[Any], index: Any) -> None:
         """An item of a list is read, or a stretch of it."""
-        if self.original is None or not isinstance(index, int):
+        if not isinstance(index, int):
             self.all(container)
             return
         place = index if index >= 0 else index + list.__len__(container)
@@ -135,29 +124,9 @@ class WatchedDict(_Watched, dict[Any, Any]):
         return WatchedDict(items, *self.watch.of_copy(items))
 
 
-class WatchedFields:
-    """Mixed into the class of a dataclass."""
-
-    def __getattribute__(self, key: str) -> Any:
-        if not key.startswith("__"):
-            held = object.__getattribute__(self, "__dict__")
-            held[WATCH].entry(key, held.get(key, ABSENT))
-        return super().__getattribute__(key)
-
-
-WATCH = "__shardwright_watch"
-
-
 def original_of(value: Any) -> Any:
     """The container that a watched one stands for; anything else as it is."""
     return value.watch.original if isinstance(value, WatchedList | WatchedDict) else value
-
-
-def watch_fields(item: Any, on_read: OnRead, changes: Mapping[Any, tuple[int, Any]]) -> None:
-    """Makes a dataclass tell when its fields are read."""
-    kind = type(item)
-    vars(item)[WATCH] = _Watch(on_read, changes)
-    object.__setattr__(item, "__class__", type(kind.__name__, (WatchedFields, kind), {}))
 
 
 _READ_ALL = ("__iter__", "__eq__", "__reversed__", "copy")

@@ -39,9 +39,6 @@ class HiddenInputs:
 
     Args:
         values: of the trace.
-
-    Attributes:
-        containers: those among the arguments of units.
     """
 
     def __init__(self, values: TracedValues):
@@ -56,16 +53,17 @@ class HiddenInputs:
         self._given: set[int] = set()
         self._used: set[int] | None = set()  # identities of tensors; None for any, where a copy has run
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
-        self._held = HeldContainers(self._read_entry, self._is_everywhere, self._faked)
-        self.containers = ContainerStates(self._read_entry)
+        self._held = HeldContainers(self._uses_container, self._is_everywhere, self._faked)
+        self._given_containers = ContainerStates(self._uses_container, self._is_everywhere)
 
     @contextmanager
-    def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
-        """A unit is called inside.
+    def of_call(self, node: int, unit: nn.Module, own: Any, fakes: Sequence[Any]) -> Iterator[None]:
+        """A unit is called inside, and what it does to containers among its arguments is done to `own`.
 
         Args:
             node: index of the call.
             unit: the unit.
+            own: its arguments as the step function has them.
             fakes: leaves of its arguments.
         """
         self._node, self._used = node, set()
@@ -73,12 +71,18 @@ class HiddenInputs:
         reach = Reach([unit, *fakes])
         self._objects.enter(node, unit, reach.objects)
         self._held.enter(node, reach)
+        self._given_containers.enter(own)
         try:
             yield
         finally:
             self._held.leave()
+            self._given_containers.leave(node)
             self._objects.leave()
             self._node = None
+
+    def fills(self, own: Any) -> bool:
+        """Whether units change containers among these arguments."""
+        return self._given_containers.have_changed(own)
 
     def forget(self) -> None:
         """Leaves classes as they were; at the end of the trace."""
@@ -101,9 +105,10 @@ class HiddenInputs:
             self._note_made(arguments, result, draws=False)
 
     def _note_use(self, node: int, tensor: Tensor) -> None:
-        if self._is_known(tensor):
+        maker = self._given_containers.tensors_given.get(id(tensor))
+        if maker is None and self._is_known(tensor):
             return
-        maker = self._maker(tensor)
+        maker = self._maker(tensor) if maker is None else maker
         if maker is not None and maker != node:
             self._found.setdefault(node, set()).add(maker)
         elif not isinstance(tensor, FakeTensor):
@@ -173,8 +178,8 @@ class HiddenInputs:
         self._objects.stands_for(zip(copied.objects, reach.objects, strict=False))
         self._held.stands_for(zip(copied.containers, reach.containers, strict=False))
 
-    def _read_entry(self, writer: int) -> None:
-        """A unit reads an entry of a container that another has changed."""
+    def _uses_container(self, writer: int) -> None:
+        """A unit reads, or may read, what another has changed in a container."""
         if self._node is not None and self._node != writer:
             self._found.setdefault(self._node, set()).add(writer)
 

@@ -298,20 +298,17 @@ class Tracer:
             for item, fake in zip(call.items, call.fakes, strict=True)
         ]
         key = self.samples.cost_class(call, class_key(module), kept)
-        before = self._hidden.containers.contents(own)
         append_again(own, call.arguments, self._values.is_made)
-        call = replace(call, arguments=self._hidden.containers.watched(own, call.arguments))
-        with self._hidden.of_call(self._recorder.num_nodes, module, call.fakes):
+        with self._hidden.of_call(self._recorder.num_nodes, module, own, call.fakes):
             memory = self.samples.working_memory(key, call)
             self.draws.before_step(self._recorder.num_nodes)
             outcome = self._execution.unit(call, name, kept)
             self.draws.after_step(self._recorder.num_nodes, draws=outcome.cost.random, free=False)
+            known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
+            give_back_changes(own, call.arguments, known)
         if found:
             call, found = self._as_read(call, outcome, found)
-        known = {id(fake): item for fake, item in zip(call.fakes, items, strict=True) if fake is not item}
-        give_back_changes(own, self._hidden.containers.plain(call.arguments), known)
-        outcome = replace(outcome, output=self._hidden.containers.plain(outcome.output))
-        fills = self._hidden.containers.note(self._recorder.num_nodes, before)
+        fills = self._hidden.fills(own)
         if outcome.written_names:
             self._mutates.add(name)
         self._statistics.note_unit(name, outcome)
