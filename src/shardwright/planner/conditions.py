@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from shardwright.cluster import Link
 from shardwright.costs.own_runtime import ACTION_S
-from shardwright.plan_conditions import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Option
 

@@ -208,7 +208,7 @@ def _balance(best: Option) -> str:
     ]
     slowest = work.index(max(work))
     text = (
-        f"Rank {slowest} has most work, {format_seconds(work[slowest])} a microbatch; "
+        f"Busiest rank: {slowest}, with {format_seconds(work[slowest])} of work a microbatch; "
         f"the mean is {format_seconds(sum(work) / len(work))}"
     )
     return text + f", and ranks idle {best.simulation.bubble:.0%} of the step."
@@ -219,9 +219,7 @@ def _memory(best: Option) -> str:
     memory = best.memory[neediest]
     limit = best.workload.demands.limit_bytes
     bound = f"of {format_bytes(limit)}" if limit else "(no limit is known)"
-    return (
-        f"Rank {neediest} needs most memory, {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
-    )
+    return f"Peak memory (rank {neediest}): {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
 
 
 def _recomputation(best: Option) -> list[str]:

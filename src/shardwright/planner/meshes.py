@@ -131,7 +131,7 @@ def _choice(best: _Planned, rivals: Sequence[_Planned], *, num_failed: int) -> s
 def _title(each: _Planned) -> str:
     assert each.plan.prediction is not None
     mesh = each.mesh
-    shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
+    shared = f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
     step = format_seconds(each.plan.prediction.step_s)
     return f"pipeline {mesh.pipeline} x data {mesh.data}{shared} ({step} a step)"
 

@@ -82,7 +82,7 @@ def test_a_single_process_has_trials_too():
 
 
 def measured_and_planned(path):
-    from shardwright.cli.measuring_ranks import profile_of
+    from shardwright.cli.asking.measuring_ranks import profile_of
     from shardwright.config import Config
     from shardwright.planner.profile_file import MeasuredProfile
     from shardwright.torch.on_this_machine.plan_here import measure_here

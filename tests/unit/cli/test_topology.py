@@ -18,7 +18,7 @@ def test_search(capsys):
     assert out.startswith("gpt-neox-20b, 20.6G parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples")
     assert "tokens/s" in out
     assert "dollars a million tokens" in out
-    assert "The neediest rank takes" in out
+    assert "Peak memory (busiest rank): " in out
 
 
 def test_search_as_json(capsys):

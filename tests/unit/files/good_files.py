@@ -9,8 +9,8 @@ from typing import Any
 from observe.run_folders import run_folder
 from planned import planned
 
-from shardwright.cli.settings import read_settings
-from shardwright.cli.topology_task import _model
+from shardwright.cli.asking.settings import read_settings
+from shardwright.cli.asking.topology_task import _model
 from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
 from shardwright.cluster.machine_file import read_cluster

@@ -169,10 +169,10 @@ def test_what_the_runtime_does_not_share_is_said_and_has_no_settings():
     task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb"), batch=64)
     pins = {"tensor": 1, "pipeline": 1, "context": 1}
     gradients = search(replace(task, pins=pins | {"sharded": 2, "shard": 8})).best
-    assert gradients.not_run_yet == ["sharing optimizer state and gradients by 8 of 8 replicas"]
+    assert gradients.not_run_yet == ["ZeRO-2 over 8 of 8 replicas"]
     assert gradients.settings == {}
     part = search(replace(task, pins=pins | {"sharded": 1, "shard": 2, "recompute": 2})).best
-    assert "sharing optimizer state by 2 of 8 replicas" in part.not_run_yet
+    assert "ZeRO-1 over 2 of 8 replicas" in part.not_run_yet
     only = all_ways(replace(task, pins=pins, only_what_runs=True))
     assert set(only.sharded) == {0, 1, 3}
     assert set(only.shard[only.sharded == 1]) == {8}

@@ -25,6 +25,7 @@ from torch import nn
 
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.python_state.attribute_content import DICTIONARIES, namespace_of
+from shardwright.torch.python_state.watched_containers import original_of
 from shardwright.torch.pytorch.container_content import (
     ABSENT,
     PLAIN,
@@ -106,7 +107,7 @@ class _Content:
     @classmethod
     def of(cls, module: Any, key: Any) -> "_Content":
         value = namespace_of(module).get(key, ABSENT)
-        return cls(value, content_of(value), versions_of(value))
+        return cls(original_of(value), content_of(value), versions_of(value))
 
 
 class AttributeUses:

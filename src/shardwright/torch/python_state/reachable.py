@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.python_state.left_behind import is_plain_object
 from shardwright.torch.python_state.snapshot import entries_of
+from shardwright.torch.python_state.watched_containers import WatchedDict, WatchedList
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 
 __all__ = ["Reach", "own_attributes"]
@@ -73,7 +74,7 @@ def own_attributes(item: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(item).items() if key not in OF_EVERY_MODULE}
 
 
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, WatchedDict, WatchedList})
 _WATCHED = frozenset({dict, list})
 _LONGEST, _MOST = 1_000, 10_000  # what is beyond is data
 _WITHOUT_STATE = (Tensor, type, type(None), bool, int, float, complex, str, bytes)

@@ -24,7 +24,8 @@ from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.counting.operation_work import tensors_in
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
-from shardwright.torch.python_state.container_states import ContainerStates, containers_in
+from shardwright.torch.python_state.container_states import ContainerStates
+from shardwright.torch.python_state.held_containers import HeldContainers
 from shardwright.torch.python_state.object_states import ObjectStates
 from shardwright.torch.python_state.reachable import Reach
 from shardwright.torch.pytorch.source_line import user_line
@@ -52,7 +53,8 @@ class HiddenInputs:
         self._given: set[int] = set()
         self._used: set[int] | None = set()  # identities of tensors; None for any, where a copy has run
         self._objects = ObjectStates(self._uses_object, self._is_everywhere)
-        self._containers = ContainerStates(self._uses_container, self._is_everywhere, self._faked)
+        self._held = HeldContainers(self._uses_container, self._is_everywhere, self._faked)
+        self._given_containers = ContainerStates(self._uses_container, self._is_everywhere)
 
     @contextmanager
     def of_call(self, node: int, unit: nn.Module, own: Any, fakes: Sequence[Any]) -> Iterator[None]:
@@ -68,17 +70,19 @@ class HiddenInputs:
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
         reach = Reach([unit, *fakes])
         self._objects.enter(node, unit, reach.objects)
-        self._containers.enter(reach.containers, list(containers_in(own)))
+        self._held.enter(node, reach)
+        self._given_containers.enter(own)
         try:
             yield
         finally:
-            self._containers.leave(node)
+            self._held.leave()
+            self._given_containers.leave(node)
             self._objects.leave()
             self._node = None
 
     def fills(self, own: Any) -> bool:
         """Whether units change containers among these arguments."""
-        return self._containers.have_changed(containers_in(own))
+        return self._given_containers.have_changed(own)
 
     def forget(self) -> None:
         """Leaves classes as they were; at the end of the trace."""
@@ -101,11 +105,10 @@ class HiddenInputs:
             self._note_made(arguments, result, draws=False)
 
     def _note_use(self, node: int, tensor: Tensor) -> None:
-        maker = self._containers.tensors_given.get(id(tensor))
+        maker = self._given_containers.tensors_given.get(id(tensor))
         if maker is None and self._is_known(tensor):
             return
-        if maker is None:
-            maker = self._containers.tensors_held.get(id(tensor), self._maker(tensor))
+        maker = self._maker(tensor) if maker is None else maker
         if maker is not None and maker != node:
             self._found.setdefault(node, set()).add(maker)
         elif not isinstance(tensor, FakeTensor):
@@ -173,10 +176,10 @@ class HiddenInputs:
             return
         copied, reach = Reach([own]), Reach([item])
         self._objects.stands_for(zip(copied.objects, reach.objects, strict=False))
-        self._containers.stands_for(zip(copied.containers, reach.containers, strict=False))
+        self._held.stands_for(zip(copied.containers, reach.containers, strict=False))
 
     def _uses_container(self, writer: int) -> None:
-        """A unit can get at a container that another has changed."""
+        """A unit reads, or may read, what another has changed in a container."""
         if self._node is not None and self._node != writer:
             self._found.setdefault(self._node, set()).add(writer)
 

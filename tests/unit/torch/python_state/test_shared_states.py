@@ -136,6 +136,13 @@ def own_number(block: Any, x: Tensor, y: Tensor) -> Tensor:
     return y / block.notes.count
 
 
+def own_flag(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    """As the caches of Mamba, Jamba and T5, which are used in training unless a script says otherwise."""
+    flags = block.notes.nested["depth"]
+    flags[block.number] = True
+    return y if flags[block.number] else x
+
+
 def bound(notes: Any, *uses: Any, kind: type[Block] = Block) -> list[set[int]]:
     """Which blocks share a stage, when these come one after the other."""
     return bound_in(notes, [kind(use) for use in uses])
@@ -199,7 +206,7 @@ def test_a_tensor_in_an_attribute_is_found_by_units():
 
 
 @pytest.mark.parametrize("make", [Notes, NotesModule])
-@pytest.mark.parametrize("use", [loss_of_its_own, own_layer, own_entry, table, own_number])
+@pytest.mark.parametrize("use", [loss_of_its_own, own_layer, own_entry, own_flag, table, own_number])
 def test_what_each_unit_makes_for_itself_binds_nothing(use, make):
     assert bound(make(), use, use, use) == []
 

@@ -1,0 +1,288 @@
+"""A schedule compiled for replay: who waits for whom, by number.
+
+The compute actions of all rows are numbered through. What crosses ranks is a message from one of them to
+another. What stays on a rank needs no message, only the right order in the row, which is checked here::
+
+    row of rank 0     0F0 -----------------> 0B0         numbers 0, 1
+                       |  message 0->1        ^
+                       v                      |  message 1->0
+    row of rank 1     1F0 -> 1B0 -------------'          numbers 2, 3
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardwright.errors import ScheduleError
+from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
+from shardwright.schedule.edges import Edge
+from shardwright.schedule.host_copies import check_host_copies
+
+__all__ = ["ActionGraph", "Message", "compile_actions", "host_copies_of"]
+
+Message = tuple[int, int, int]
+"""The action that waits for it, the channel it takes, the number of its price.
+
+Prices: 2 * edge for a value, + 1 for its gradient; behind all edges, 2 * stage for an offload, + 1 for a
+load.
+"""
+
+
+@dataclass(slots=True)
+class ActionGraph:
+    """Numbered compute actions and the messages between them.
+
+    Attributes:
+        actions: the compute actions, row by row.
+        rows: the numbers of each row.
+        sends: the messages that leave when an action ends, in order.
+        num_inputs: the messages that an action waits for.
+        channels: sending and receiving rank of each channel; of one to a host, the rank twice.
+        num_prices: prices of messages: two for each edge and each stage.
+        first_copy: number of the first price of a copy to a host; those before are prices of edges.
+        copies: copies to and from the host that start when an action ends, in order.
+    """
+
+    actions: list[Action] = field(default_factory=list)
+    rows: list[range] = field(default_factory=list)
+    sends: list[list[Message]] = field(default_factory=list)
+    num_inputs: list[int] = field(default_factory=list)
+    channels: list[tuple[int, int]] = field(default_factory=list)
+    num_prices: int = 0
+    first_copy: int = 0
+    copies: dict[int, list[Action]] = field(default_factory=dict)
+
+
+def host_copies_of(
+    graph: ActionGraph, departures: Sequence[tuple[int, int, float, float]]
+) -> Iterator[tuple[int, Action, float, float]]:
+    """The copies to and from hosts among the messages of a replay: rank, action, start and end."""
+    rank_of = {number: rank for rank, row in enumerate(graph.rows) for number in row}
+    for consumer, price, leaves_s, ends_s in departures:
+        if price >= graph.first_copy:
+            kind = Kind.LOAD if price % 2 else Kind.OFFLOAD
+            waits = graph.actions[consumer]
+            yield rank_of[consumer], Action(kind, waits.stage, waits.microbatch), leaves_s, ends_s
+
+
+class _Compiler:
+    """Holds the tables while a graph is made."""
+
+    def __init__(self, stage_ranks: Sequence[int], num_microbatches: int, edges: Sequence[Edge]) -> None:
+        self.ranks = stage_ranks
+        self.m = num_microbatches
+        size = len(stage_ranks) * num_microbatches
+        self.forward = [-1] * size  # number of F(stage, microbatch) at stage * m + microbatch
+        self.backward = [-1] * size  # of B, or of I where it is split
+        self.weight = [-1] * size  # of W
+        self.edges = edges
+        self.graph = ActionGraph(num_prices=2 * (len(edges) + len(stage_ranks)), first_copy=2 * len(edges))
+        self.channel_of: dict[tuple[int, int], int] = {}
+
+    def number(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Numbers the compute actions."""
+        actions, m = self.graph.actions, self.m
+        for rank, row in enumerate(rows):
+            first = len(actions)
+            for action in row:
+                kind = action.kind
+                if kind is Kind.FORWARD:
+                    table = self.forward
+                elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+                    table = self.backward
+                elif kind is Kind.BACKWARD_WEIGHT:
+                    table = self.weight
+                else:
+                    continue
+                self._check_owner(action, rank)
+                key = action.stage * m + action.microbatch
+                if table[key] >= 0:
+                    raise ScheduleError(f"rank {rank} runs {action} twice. Remove one of the two.")
+                table[key] = len(actions)
+                actions.append(action)
+            self.graph.rows.append(range(first, len(actions)))
+        self.graph.sends = [[] for _ in actions]
+        self.graph.num_inputs = [0] * len(actions)
+
+    def _check_owner(self, action: Action, rank: int) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if not (0 <= stage < len(self.ranks) and 0 <= microbatch < self.m and self.ranks[stage] == rank):
+            raise ScheduleError(
+                f"row {rank} holds {action}, but with stage_ranks {tuple(self.ranks)} and {self.m} "
+                "microbatches it has no such work. Move the action to the rank of its stage, or remove it."
+            )
+
+    def check_complete(self) -> None:
+        """Refuses rows that leave out a microbatch of some stage."""
+        has_backward = max(self.backward) >= 0 or max(self.weight) >= 0
+        for key, forward in enumerate(self.forward):
+            backward, weight = self.backward[key], self.weight[key]
+            is_split = backward >= 0 and self.graph.actions[backward].kind is Kind.BACKWARD_INPUT
+            if forward < 0:
+                self._refuse_missing(Kind.FORWARD, key)
+            if backward < 0 and has_backward:
+                self._refuse_missing(Kind.BACKWARD if weight < 0 else Kind.BACKWARD_INPUT, key)
+            if is_split and weight < 0:
+                self._refuse_missing(Kind.BACKWARD_WEIGHT, key)
+            if weight >= 0 and not is_split:
+                whole, half = self.graph.actions[backward], self.graph.actions[weight]
+                raise ScheduleError(f"{whole} and its half {half} are both there. Keep B, or I and W.")
+
+    def _refuse_missing(self, kind: Kind, key: int) -> None:
+        stage, microbatch = divmod(key, self.m)
+        raise ScheduleError(
+            f"{Action(kind, stage, microbatch)} is missing. "
+            f"Add it to the row of rank {self.ranks[stage]}, which runs stage {stage}."
+        )
+
+    def check_rows(self) -> None:
+        """Refuses rows in which an action stands before another of the same rank that it needs."""
+        for table, earlier in ((self.backward, self.forward), (self.weight, self.backward)):
+            for number, need in zip(table, earlier, strict=True):
+                if 0 <= number < need:
+                    self._refuse(number, need)
+        m = self.m
+        for edge in self.edges:
+            if self.ranks[edge.source] != self.ranks[edge.target]:
+                continue
+            for microbatch in range(m):
+                source, target = edge.source * m + microbatch, edge.target * m + microbatch
+                self._check_pair(self.forward[source], self.forward[target])
+                if edge.has_gradient:
+                    self._check_pair(self.backward[target], self.backward[source])
+
+    def _check_pair(self, first: int, second: int) -> None:
+        if second < first:
+            self._refuse(second, first)
+
+    def _refuse(self, number: int, need: int) -> None:
+        actions = self.graph.actions
+        raise ScheduleError(
+            f"{actions[number]} needs {actions[need]}, which comes after it. Put it later in its row."
+        )
+
+    def derive_messages(self) -> None:
+        """Adds the messages that the edges ask for, each right after the action that makes it."""
+        outputs, gradients = self._routes()
+        graph, m = self.graph, self.m
+        for number, action in enumerate(graph.actions):
+            if action.kind is Kind.FORWARD:
+                routes, table = outputs[action.stage], self.forward
+            elif action.kind is not Kind.BACKWARD_WEIGHT:
+                routes, table = gradients[action.stage], self.backward
+            else:
+                continue
+            for peer, channel, price in routes:
+                consumer = table[peer * m + action.microbatch]
+                graph.sends[number].append((consumer, channel, price))
+                graph.num_inputs[consumer] += 1
+
+    def read_messages(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Takes the messages from the sends in the rows."""
+        index = {(edge.source, edge.target): i for i, edge in enumerate(self.edges)}
+        for rank, row in enumerate(rows):
+            latest = self.graph.rows[rank].start - 1
+            for action in row:
+                if action.is_compute:
+                    latest += 1
+                elif action.kind is Kind.SEND_F or action.kind is Kind.SEND_B:
+                    self._check_owner(action, rank)
+                    self._read_send(action, rank, latest, index)
+        self._check_all_sent()
+
+    def _read_send(self, send: Action, rank: int, latest: int, index: Mapping[tuple[int, int], int]) -> None:
+        """Adds the message of a send that stands behind the action with the number `latest`."""
+        peer = -1 if send.peer is None else send.peer
+        is_gradient = send.kind is Kind.SEND_B
+        edge = index.get((peer, send.stage) if is_gradient else (send.stage, peer))
+        table = self.backward if is_gradient else self.forward
+        producer = table[send.stage * self.m + send.microbatch]
+        if edge is None or producer > latest or self.ranks[peer] == rank:
+            raise ScheduleError(
+                f"rank {rank}: {send} to stage {send.peer} comes too early, or no edge leads there. "
+                "Call validate(schedule, edges) for the reason."
+            )
+        consumer = table[peer * self.m + send.microbatch]
+        channel = self._channel(rank, self.ranks[peer])
+        self.graph.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
+        self.graph.num_inputs[consumer] += 1
+
+    def read_copies(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
+        for rank, row in enumerate(rows):
+            check_host_copies(row, rank)
+            latest = self.graph.rows[rank].start - 1
+            for action in row:
+                if action.is_compute:
+                    latest += 1
+                elif action.kind is Kind.OFFLOAD or action.kind is Kind.LOAD:
+                    consumer = self.backward[action.stage * self.m + action.microbatch]
+                    price = self.graph.first_copy + 2 * action.stage + (action.kind is Kind.LOAD)
+                    self.graph.sends[latest].append((consumer, self._channel(rank, rank), price))
+                    self.graph.num_inputs[consumer] += 1
+                    self.graph.copies.setdefault(latest, []).append(action)
+
+    def _check_all_sent(self) -> None:
+        gradients = self.backward[0] >= 0
+        far = [edge for edge in self.edges if self.ranks[edge.source] != self.ranks[edge.target]]
+        expected = self.m * sum(1 + (gradients and edge.has_gradient) for edge in far)
+        found = sum(self.graph.num_inputs)
+        if found != expected:
+            raise ScheduleError(
+                f"the rows send {found} messages, but the edges ask for {expected}. "
+                "Call validate(schedule, edges) for the first that is wrong."
+            )
+
+    def _routes(self) -> tuple[list[list[Message]], list[list[Message]]]:
+        """For each stage, by peer: where its outputs go, and where the gradients of its inputs go."""
+        outputs: list[list[Message]] = [[] for _ in self.ranks]
+        gradients: list[list[Message]] = [[] for _ in self.ranks]
+        for index, edge in enumerate(self.edges):
+            source, target = self.ranks[edge.source], self.ranks[edge.target]
+            if source == target:
+                continue
+            outputs[edge.source].append((edge.target, self._channel(source, target), 2 * index))
+            if edge.has_gradient:
+                gradients[edge.target].append((edge.source, self._channel(target, source), 2 * index + 1))
+        return outputs, gradients
+
+    def _channel(self, sender: int, receiver: int) -> int:
+        channel = self.channel_of.setdefault((sender, receiver), len(self.channel_of))
+        if channel == len(self.graph.channels):
+            self.graph.channels.append((sender, receiver))
+        return channel
+
+
+def compile_actions(
+    rows: Sequence[Sequence[Action]],
+    *,
+    stage_ranks: Sequence[int],
+    num_microbatches: int,
+    edges: Sequence[Edge],
+) -> ActionGraph:
+    """Numbers the compute actions of all rows and finds their messages.
+
+    Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
+    sent. Copies to and from the host are messages of a rank to itself.
+
+    Args:
+        rows: one a rank.
+        stage_ranks: pipeline rank of each stage.
+        num_microbatches: parts into which a batch is split.
+        edges: sorted by source and target (see `check_edges`).
+
+    Raises:
+        ScheduleError: an action is missing, on the wrong rank, twice there, or before one that it needs on
+            its own rank.
+    """
+    compiler = _Compiler(stage_ranks, num_microbatches, edges)
+    compiler.number(rows)
+    compiler.check_complete()
+    compiler.check_rows()
+    others = {action.kind for row in rows for action in row if not action.is_compute}
+    if others & set(TRANSFERS):
+        compiler.read_messages(rows)
+    else:
+        compiler.derive_messages()
+    if others & set(HOST_COPIES):
+        compiler.read_copies(rows)
+    return compiler.graph
