@@ -17,31 +17,21 @@ tensor does not: features that hooks collect are read by nobody, and one of anot
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any
 
 from torch import nn
 
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.python_state.attribute_content import DICTIONARIES, namespace_of
+from shardwright.torch.python_state.snapshot import DICTIONARIES, Slot, SlotContent, namespace_of
 from shardwright.torch.python_state.watched_containers import original_of
-from shardwright.torch.pytorch.container_content import (
-    ABSENT,
-    PLAIN,
-    content_of,
-    has_content,
-    is_same,
-    versions_of,
-)
+from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, has_content
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
-__all__ = ["Access", "AttributeUse", "AttributeUses", "Slot"]
-
-Slot = tuple[Any, Any]
-"""A module, an object or a dictionary, and the name of what is in it."""
+__all__ = ["Access", "AttributeUse", "AttributeUses"]
 
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
 _OWN = OF_EVERY_MODULE - {"training"}
@@ -98,18 +88,6 @@ class AttributeUse:
         return next((a for a in reversed(self.accesses) if a.writes), self.accesses[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    value: Any
-    inside: Any
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, module: Any, key: Any) -> "_Content":
-        value = namespace_of(module).get(key, ABSENT)
-        return cls(original_of(value), content_of(value), versions_of(value))
-
-
 class AttributeUses:
     """Sees how some attributes are used.
 
@@ -128,7 +106,7 @@ class AttributeUses:
         self._log: dict[tuple[int, Any], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, Any]] = set()
         self._watched: set[type] = set()  # classes of objects whose attributes tell when they are used
-        self._initial = {(id(m), k): _Content.of(m, k) for m, k in places}
+        self._initial = {(id(m), k): _content_of(m, k) for m, k in places}
         self._contents = dict(self._initial)
         self._in_place: set[tuple[int, Any]] = set()
         self._written: dict[tuple[int, str], Slot] = {}
@@ -145,7 +123,7 @@ class AttributeUses:
             before = self._contents[id(module), key]
             if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
                 continue
-            now = _Content.of(module, key)
+            now = _content_of(module, key)
             if now.value is before.value and has_content(now.inside, before.inside):
                 if now.versions == before.versions:
                     continue
@@ -285,5 +263,11 @@ class AttributeUses:
         return len({access.before for access in accesses}) > 1 and accesses[0].writes
 
     def _is_put_back(self, module: Any, key: Any) -> bool:
-        before, now = self._initial[id(module), key], self._contents[id(module), key]
-        return is_same(now.value, before.value) and has_content(now.inside, before.inside)
+        return self._contents[id(module), key].has_same(self._initial[id(module), key])
+
+
+def _content_of(holder: Any, key: Any) -> SlotContent:
+    """What is in a slot; the container itself where one that tells of reads stands in for it."""
+    content = SlotContent.of(holder, key)
+    original = original_of(content.value)
+    return content if original is content.value else replace(content, value=original)

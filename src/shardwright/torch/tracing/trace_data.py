@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.counting.hook_effects import HookEffects
-from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
+from shardwright.torch.python_state.attribute_use import AttributeUse
+from shardwright.torch.python_state.snapshot import Slot
 from shardwright.torch.pytorch.autocast import AutocastState
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.layout import Order
