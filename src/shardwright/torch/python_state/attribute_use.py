@@ -16,7 +16,7 @@ tensor does not: features that hooks collect are read by nobody, and one of anot
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.torch.interception.glue import active_handler
+from shardwright.torch.python_state.class_watch import ClassWatch
 from shardwright.torch.python_state.snapshot import DICTIONARIES, Slot, SlotContent, namespace_of
 from shardwright.torch.python_state.watched_containers import original_of
 from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, has_content
@@ -145,64 +146,28 @@ class AttributeUses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what happens inside; which attributes are written it sees of all modules."""
-        set_plainly = nn.Module.__setattr__
-        kind: Any = nn.Module
+        """Sees what happens inside; which attributes are written it sees of all modules.
 
-        def read(module: nn.Module, key: str) -> Any:
-            self._note(module, key, writes=False)
-            return object.__getattribute__(module, key)
-
-        def write(module: nn.Module, key: str, value: Any) -> None:
-            self._note(module, key, writes=True)
-            before = vars(module).get(key, ABSENT)
-            set_plainly(module, key, value)
-            if key not in _OWN and vars(module).get(key, ABSENT) is not before:
-                self._written[id(module), key] = module, key
-
-        kind.__setattr__ = write
-        if self._places:
-            kind.__getattribute__ = read
+        Attributes of plain objects it sees where their classes let themselves be watched.
+        """
+        watch = ClassWatch(lambda item, key: self._note(item, key, writes=False), self._write)
+        kinds = {type(holder) for holder, _ in self._places}
         try:
-            with self._watching_objects():
-                yield
-        finally:
-            if self._places:
-                del kind.__getattribute__
-            kind.__setattr__ = set_plainly
-
-    @contextmanager
-    def _watching_objects(self) -> Iterator[None]:
-        """Sees how attributes of plain objects are used, where their classes let themselves be watched."""
-        with ExitStack() as stack:
-            for kind in {type(holder) for holder, _ in self._places}:
-                is_object = kind not in DICTIONARIES and not issubclass(kind, nn.Module)
-                if is_object and self._watch(kind, stack):
+            watch.watch(nn.Module, reads=bool(self._places))
+            for kind in kinds - DICTIONARIES:
+                if not issubclass(kind, nn.Module) and watch.watch(kind):
                     self._watched.add(kind)
             yield
+        finally:
+            watch.forget()
 
-    def _watch(self, kind: Any, stack: ExitStack) -> bool:
-        read_plainly, set_plainly = kind.__getattribute__, kind.__setattr__
-
-        def read(item: Any, key: str) -> Any:
-            self._note(item, key, writes=False)
-            return read_plainly(item, key)
-
-        def write(item: Any, key: str, value: Any) -> None:
-            self._note(item, key, writes=True)
-            set_plainly(item, key, value)
-
-        try:
-            for name, method in (("__getattribute__", read), ("__setattr__", write)):
-                own = vars(kind).get(name)
-                setattr(kind, name, method)
-                if own is None:
-                    stack.callback(delattr, kind, name)
-                else:
-                    stack.callback(setattr, kind, name, own)
-        except Exception:  # a class that is not Python's own, or that does not let itself be written to
-            return False
-        return True
+    def _write(self, item: Any, key: str, write: Callable[[], None]) -> None:
+        self._note(item, key, writes=True)
+        is_module = isinstance(item, nn.Module) and key not in _OWN
+        before = vars(item).get(key, ABSENT) if is_module else None
+        write()
+        if is_module and vars(item).get(key, ABSENT) is not before:
+            self._written[id(item), key] = item, key
 
     def written(self, model: nn.Module) -> list[Slot]:
         """The attributes of a model's modules that were given another value, put back or not."""
