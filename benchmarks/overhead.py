@@ -80,7 +80,7 @@ def _measure(task: Task, rounds: int) -> Overhead:
 
     def step() -> None:
         ours.step()
-        events = ours.executor.timeline.events
+        events = ours.executor.row.events
         for action, start, end, waited in events:
             actions[action.kind].append((end - start - waited) * 1e6)
         between.extend((b[1] - a[2]) * 1e6 for a, b in pairwise(events))

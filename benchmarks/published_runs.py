@@ -21,6 +21,11 @@ _SCHEDULES = {
 }
 _NETWORK = {"A100": 100, "H100": 400, "V100": 12.5}  # GB/s of a node, where a row does not say
 _NEEDED = ("layers", "hidden", "heads", "seq", "gpus")
+_MOST_VIRTUAL = 8
+_THREE_DEGREES = frozenset({"megatron", "nanotron", "torchtitan"})
+_SEQUENCE_PARALLEL = frozenset({"megascale", "mcore_h100_weak", "nanotron_best"})
+_BALANCED = frozenset({"zero_bubble", "nanotron_best"})
+_FUSED_ATTENTION = frozenset({"llmfoundry_fsdp", "mcore_h100_weak", "nanotron_best", "torchtitan"})
 
 
 def family(row: Row) -> str:
@@ -32,7 +37,8 @@ def runtime(row: Row) -> str | None:
     """What ran it; None where the publication does not say, or it is one of its kind."""
     group, source, model = row["group"], row["source"], row["model"]
     if group == "ptdp_t2":
-        return "deepspeed" if row["zero_stage"] == Sharded.PARAMETERS else "megatron"
+        # ZeRO-3 of 2021 gathered over the network at a fifth of the rate of ZeRO-3 of 2022.
+        return "deepspeed-2021" if row["zero_stage"] == Sharded.PARAMETERS else "megatron"
     if group == "megascale":
         return "megatron" if "Megatron" in model else "megascale"
     if group == "production":
@@ -46,6 +52,11 @@ def runtime(row: Row) -> str | None:
         "smp_mics": "smp",
         "llmfoundry_fsdp": "fsdp",
         "bmtrain_v100": "bmtrain",
+        "ds_azure_zero3": "deepspeed",
+        "mcore_h100_weak": "megatron",
+        "mcore_h100_strong": "megatron",
+        "nanotron_best": "nanotron",
+        "torchtitan": "torchtitan",
     }
     return known.get(group)
 
@@ -62,6 +73,8 @@ def why_not(row: Row) -> str | None:
         return "shape not published"
     if row.get("global_batch") is None:
         return "batch not published"
+    if runtime(row) in _THREE_DEGREES and row["tp"] is None:
+        return "degrees not published"
     if row["provenance"].startswith("recalled"):
         return "recalled, not read"
     if _step_s(row) is None:
@@ -104,14 +117,16 @@ def _options(row: Row) -> Options:
     tensor, pipeline = row["tp"] or 1, row["pp"] or 1
     data = row["dp"] or row["gpus"] // (tensor * pipeline)
     each = row["global_batch"] / data
-    # Where the microbatch is not published, the batch of a replica is one.
-    microbatch = row["micro_batch"] or each
+    # Where the microbatch is not published, the batch of a replica is one; Megatron-Core's have one sample.
+    microbatch = row["micro_batch"] or (1 if row["group"] == "mcore_h100_weak" else each)
     stage = row.get("zero_stage", Sharded.PARAMETERS if runtime(row) == "smp" else None) or 0
     recompute, schedule = str(row["recompute"]), str(row["schedule"]).lower()
     virtual = row["virtual_stages"] or 1
     kind = _SCHEDULES.get(schedule.split(" (inter")[0], ScheduleKind.ONE_F_ONE_B)
     if row["group"] == "zero_bubble" and kind == ScheduleKind.INTERLEAVED:
         virtual = (row["layers"] + 2) / pipeline  # "1F1B-I uses max chunks (1 layer per chunk)"
+    if row["group"] == "mcore_h100_weak" and pipeline > 1:  # interleaved, in how many chunks is not stated
+        virtual = max(v for v in range(1, _MOST_VIRTUAL + 1) if row["layers"] / pipeline % v == 0)
     return Options(
         tensor=tensor,
         pipeline=pipeline,
@@ -123,10 +138,10 @@ def _options(row: Row) -> Options:
         microbatches=max(1.0, each / microbatch),
         schedule=ScheduleKind.INTERLEAVED if virtual > 1 else kind,
         recompute=_recompute(row, recompute),
-        sequence_parallel=1 if "+SP" in recompute or row["group"] == "megascale" else 0,
+        sequence_parallel=1 if "+SP" in recompute or row["group"] in _SEQUENCE_PARALLEL else 0,
         flash=_flash(row),
         hierarchical=1 if row.get("collectives") == "smddp" else 0,
-        whole_layers=0 if row["group"] == "zero_bubble" else 1,
+        whole_layers=0 if row["group"] in _BALANCED else 1,
     )
 
 
@@ -140,7 +155,7 @@ def _recompute(row: Row, text: str) -> Recompute:
 
 
 def _flash(row: Row) -> int:
-    if row["group"] in ("llmfoundry_fsdp",) or runtime(row) in ("megascale", "llama3"):
+    if row["group"] in _FUSED_ATTENTION or runtime(row) in ("megascale", "llama3"):
         return 1
     # Of the 50B rows it is not stated; the 13B rows of the same page have it both ways.
     stated = row.get("flash_attention", False)
@@ -162,10 +177,24 @@ def _step_s(row: Row) -> float | None:
         return float(row["global_batch"] * row["seq"] / row["gpus"] / row["tokens_per_s_gpu"])
     if row.get("iter_time_s"):
         return float(row["iter_time_s"])
-    if not row.get("tflops_per_gpu") or runtime(row) != "smp":
+    flops = _step_flops(row)
+    if flops is None or not row.get("tflops_per_gpu"):
         return None
-    # "AWS examples of that time print 8*N*tokens".
+    return flops / row["gpus"] / row["tflops_per_gpu"] / 1e12
+
+
+def _step_flops(row: Row) -> float | None:
+    """What the publication counted for a step; None where it does not say how."""
     shape = _shape(row)
-    tables = 1 if "Bloom" in row["model"] else 2
-    size = shape.layers * shape.block_parameters + tables * shape.embedding_parameters
-    return float(8 * size * row["global_batch"] * row["seq"] / row["gpus"] / row["tflops_per_gpu"] / 1e12)
+    tokens, layers, hidden = row["global_batch"] * row["seq"], shape.layers, shape.hidden
+    if runtime(row) == "smp":
+        # "AWS examples of that time print 8*N*tokens".
+        tables = 1 if "Bloom" in row["model"] else 2
+        return float(8 * (layers * shape.block_parameters + tables * shape.embedding_parameters) * tokens)
+    if row["group"] == "ds_azure_zero3":  # 96Bslh^2(1+s/6h+V/16lh), as the hardware computes
+        share = 1 + row["seq"] / 6 / hidden + shape.vocabulary / 16 / layers / hidden
+        return float(96 * tokens * layers * hidden**2 * share)
+    if row["group"] in ("mcore_h100_weak", "nanotron_best"):  # as the model needs, a causal mask in full
+        products = layers * shape.block_parameters + shape.embedding_parameters
+        return float(6 * tokens * (products + 2 * layers * row["seq"] * hidden))
+    return None

@@ -25,7 +25,7 @@ if "SHARDWRIGHT_CACHE" not in os.environ:
 import pytest
 
 from mounts import can_mount
-from shardwright.launch.hosts_network import missing_for_networks
+from shardwright.launch.processes.hosts_network import missing_for_networks
 from shardwright.testing import preload
 
 _TRANSFORMERS_MODULES = (

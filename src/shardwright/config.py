@@ -126,67 +126,67 @@ class Config(BaseModel):
 
     pipeline_parallel_degree: Degree | None = Field(
         None,
-        description="Ranks that share one replica of the model; unset: all ranks / data_parallel_degree.",
+        description="Pipeline ranks of one replica of the model; unset: all ranks / data_parallel_degree.",
     )
     data_parallel_degree: Degree | None = Field(
         None, description="Replicas of the model; unset: all ranks / pipeline_parallel_degree."
     )
     sharded_data_parallel_degree: Degree = Field(
         1,
-        description="Replicas that share parameters, gradients and optimizer state; 1: each has all of them.",
+        description="Size of a shard group (parameters, gradients and optimizer state); 1: no sharding.",
     )
     shard_optimizer_state: bool = Field(
-        False, description="Replicas share the optimizer's state: each updates a part of the parameters."
+        False, description="Shard optimizer state over all replicas: each updates a part of the parameters."
     )
     sdp_param_persistence_threshold: Annotated[_Whole, Field(ge=0, le=MOST_ELEMENTS)] = Field(
-        10_000, description="Parameters of fewer elements are not shared: each replica has them."
+        10_000, description="Parameters with fewer elements are not sharded."
     )
     sdp_reduce_bucket_size: Elements = Field(
         5_000_000,
-        description="Most elements of shared parameters whose gradients are reduced together.",
+        description="Most elements of sharded parameters in one gradient bucket.",
     )
     sdp_max_live_parameters: Elements = Field(
         1_000_000_000,
-        description="Most elements of shared parameters that a rank gathers from other hosts at once.",
+        description="Most elements of sharded parameters that a rank keeps gathered from other hosts.",
     )
     sdp_reduce_every_microbatch: bool | None = Field(
         None,
-        description="Reduce gradients of shared parameters in each microbatch: no rank keeps whole ones; "
+        description="Reduce gradients of sharded parameters in each microbatch: no rank keeps whole ones; "
         "unset: where memory requires it.",
     )
     sdp_quantized_gradients: bool = Field(
-        False, description="Gradients of shared parameters go between hosts in 8 bits."
+        False, description="Send gradients of sharded parameters between hosts in 8 bits."
     )
     sdp_quantized_parameters: bool = Field(
-        False, description="Rows of shared parameters go between hosts in 8 bits."
+        False, description="Send rows of sharded parameters between hosts in 8 bits."
     )
     sdp_gradient_clipping: Norm | None = Field(
         None,
-        description="Where replicas share parameters, optimizer.step() clips all gradients to this norm.",
+        description="With sharded parameters, optimizer.step() clips all gradients to this norm.",
     )
     bf16: bool = Field(
         False, description="Parameters and activations in bfloat16; gradients and updates in float32."
     )
     fp16: bool = Field(False, description="The same in float16, with a loss scale: see DistributedOptimizer.")
     microbatches: Microbatches | None = Field(
-        None, description="Parts into which each batch is split; unset: the planner chooses."
+        None, description="Microbatches of each batch; unset: the planner chooses."
     )
     batch_statistics: Literal["microbatch", "batch"] = Field(
         "microbatch",
-        description="What batch norms are trained over; batch: all of it, which takes one microbatch.",
+        description="Samples of batch norms in training; batch: the whole batch, as one microbatch.",
     )
     pipeline: PipelineKind = Field("auto", description="Schedule family; auto: the planner chooses.")
     virtual_stages: Stages | None = Field(
         None, description="Stages on each pipeline rank; unset: the planner chooses."
     )
     active_microbatches: Microbatches | None = Field(
-        None, description="Most microbatches in flight; unset: what the schedule needs."
+        None, description="Most microbatches in flight; unset: as the schedule needs."
     )
     optimize: Literal["speed", "memory"] = Field(
-        "speed", description="What the split balances: time under the memory limit, or mostly memory."
+        "speed", description="Goal of the split: time under the memory limit, or mostly memory."
     )
     memory_weight: Weight | None = Field(
-        None, description="Share of memory against time when balancing, 0 to 1; unset: follows optimize."
+        None, description="Weight of memory against time in that goal, 0 to 1; unset: follows optimize."
     )
     auto_partition: bool = Field(True, description="The planner places the units; false: sw.partition does.")
     default_partition: Annotated[_Whole, Field(ge=0, lt=MOST_RANKS)] | None = Field(
@@ -216,43 +216,44 @@ class Config(BaseModel):
     )
     plan_one_stage: bool = Field(
         False,
-        description="With one stage, too, choose microbatches and recomputation, and predict the step.",
+        description="Choose microbatches and recomputation with one stage, too, and predict the step.",
     )
     calibrate: bool = Field(
         True,
-        description="Keep what runs take beside the measured costs, and correct predictions by it.",
+        description="Record measured step times, and correct predictions by them.",
     )
     run_dir: Name = Field("runs", description="Folder that holds the run folders.")
     run_name: Name | None = Field(None, description="Name of the run folder; unset: made from the time.")
     timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
     missing_ranks_s: Seconds = Field(
-        10.0, description="Seconds after which ranks that wait in a call on all ranks name the missing ones."
+        10.0, description="Seconds after which ranks that wait in a collective call name the missing ones."
     )
     allow_older: bool = Field(
-        False, description="Resume from an older checkpoint where the newest is damaged, with a warning."
+        False, description="Resume from an older checkpoint if the newest is damaged, with a warning."
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
         "stop",
-        description="Where a loss or gradient is NaN or infinite: end the run (exit code 7), leave the "
-        "update out, or go on.",
+        description="If a loss or gradient is NaN or infinite: end the run (exit code 7), skip the "
+        "update, or ignore it.",
     )
-    seed: Seed | None = Field(None, description="Seed of the random generators; unset: they are left alone.")
+    seed: Seed | None = Field(None, description="Seed of the random generators; unset: left alone.")
     pin_cores: bool = Field(
-        True, description="On CPUs, keep every rank on cores of its own during a step, if there are enough."
+        True, description="On CPUs, pin every rank to its own cores during a step, if there are enough."
     )
     shared_memory: bool = Field(
         True,
-        description="On CPUs, pass messages and parameters on one host through memory that ranks share.",
+        description="On CPUs, pass messages and parameters on one host through shared memory.",
     )
     keep_freed_memory: bool = Field(
-        True, description="On CPUs, keep memory that was freed for the next step instead of giving it back."
+        True,
+        description="On CPUs, keep freed memory for the next step instead of returning it to the system.",
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     report: bool = Field(True, description="Write report.html when the run ends.")
     tensorboard: bool = Field(False, description="Write TensorBoard event files.")
-    log_interval: Steps = Field(10, description="Steps between two lines on the console.")
+    log_interval: Steps = Field(10, description="Steps between console lines.")
     steps: Steps | None = Field(
-        None, description="Steps that the run will make, for the time left on these lines; unset: not shown."
+        None, description="Steps of the whole run, for the time left on these lines; unset: not shown."
     )
     ignored: tuple[str, ...] = Field((), description="Settings that were given and change nothing here.")
 
@@ -402,7 +403,7 @@ class Config(BaseModel):
             )
         if self.default_partition is not None and self.default_partition >= pipeline:
             raise ConfigError(_default_partition_problem(self.default_partition, pipeline))
-        return Mesh(
+        return Mesh.of(
             world_size=world_size,
             pipeline=pipeline,
             data=data,

@@ -1,7 +1,19 @@
-"""The grid of ranks: axes, coordinates and groups, in pure arithmetic.
+"""The grid of ranks: named axes, coordinates and groups, in pure arithmetic.
 
-The world is a grid with three axes, ``P`` (pipeline), ``D`` (data) and ``T`` (tensor). The placement is a
-permutation of the three letters; the rightmost varies fastest over the ranks. Eight ranks, 2 x 4::
+The world is a grid whose axes are listed from the one that varies slowest over the ranks to the one that
+varies fastest:
+
+    ============ ====================================================================
+    pp           the stages of one replica of the model
+    dp_replicate replicas that hold the same parameters, each with batches of its own
+    dp_shard     replicas that share their parameters, each with batches of its own
+    cp           ranks that share the sequences of a batch
+    ep           ranks that share the experts of a stage
+    tp           ranks that share every layer of a stage
+    ============ ====================================================================
+
+Settings and plan files name the order of placement by three letters: ``P`` is pp, ``T`` is tp, and ``D`` is
+dp_replicate, dp_shard, cp and ep, in this order. Eight ranks, 2 stages and 4 replicas::
 
     placement DPT ("cluster")               placement TPD ("spread")
 
@@ -11,176 +23,265 @@ permutation of the three letters; the rightmost varies fastest over the ranks. E
 
 "cluster" keeps the stages of a replica on neighbouring ranks, "spread" puts them as far apart as possible.
 
-Groups, by the axes along which their members differ:
+A group holds the ranks that differ along some axes only. One axis gives a group, several give one, and so do
+the unions that have names:
 
-    ==== ======= ===================================================================
-    pp   P       the stages of one replica (with one tensor coordinate)
-    tp   T       ranks that share the layers of one stage
-    rdp  D       ranks that compute with the same parameters
-    dp   D and T ranks of one pipeline stage
-    mp   P and T one whole replica of the model
-    ==== ======= ===================================================================
+    ===== ======================= ==================================================
+    rdp   dp_replicate, dp_shard  replicas: ranks with batches of their own
+    dp    all but pp              the ranks of one stage
+    mp    pp, cp, ep, tp          one whole replica of the model
+    world all
+    ===== ======================= ==================================================
 
-so that ``mp * rdp``, ``pp * dp`` and ``pp * tp * rdp`` all equal the number of ranks.
+so that ``mp * rdp`` and ``pp * dp`` equal the number of ranks. Of 8 replicas, 4 of which share parameters::
 
-The replicas along ``D`` may share their parameters and optimizer state. Every `shard` consecutive ones form a
-shard group, in which each has a part; the ranks that have the same part are replicas of one another::
-
-    data            0  1  2  3  4  5  6  7          shard 4
-    shard groups    0  1  2  3 | 4  5  6  7         ranks that together have all parameters of a stage
-    replicas        0 and 4, 1 and 5, ...           ranks that have the same part of them
+    rdp           0  1  2  3  4  5  6  7
+    dp_shard      0  1  2  3 | 4  5  6  7         ranks that together have all parameters of a stage
+    dp_replicate  0 and 4, 1 and 5, ...           ranks that have the same part of them
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple, Self, get_args
 
 from shardwright.errors import ConfigError
 
-__all__ = ["Coordinates", "GroupKind", "Mesh", "canonical_placement"]
+__all__ = ["Axes", "Axis", "AxisName", "Mesh", "canonical_placement", "gradient_axes"]
 
-GroupKind = Literal["world", "pp", "tp", "rdp", "dp", "mp", "shard", "replicas"]
+AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"]
+Axes = AxisName | Literal["rdp", "dp", "mp", "world"] | tuple[AxisName, ...]
+"""An axis, a union of axes that has a name, or any other union."""
 
-_GROUP_AXES: dict[str, str] = {
-    "world": "PDT",
-    "pp": "P",
-    "tp": "T",
-    "rdp": "D",
-    "dp": "DT",
-    "mp": "PT",
-    "shard": "D",
-    "replicas": "D",
+_NAMES: tuple[AxisName, ...] = get_args(AxisName)
+_UNIONS: dict[str, tuple[AxisName, ...]] = {
+    "rdp": ("dp_replicate", "dp_shard"),
+    "dp": ("dp_replicate", "dp_shard", "cp", "ep", "tp"),
+    "mp": ("pp", "cp", "ep", "tp"),
+    "world": _NAMES,
+}
+_LETTERS: dict[str, tuple[AxisName, ...]] = {
+    "D": ("dp_replicate", "dp_shard", "cp", "ep"),
+    "P": ("pp",),
+    "T": ("tp",),
 }
 _PLACEMENT_NAMES = {"CLUSTER": "DPT", "SPREAD": "TPD"}
 
 
-class Coordinates(NamedTuple):
-    """Where a rank stands in the grid."""
+class Axis(NamedTuple):
+    """One axis of the grid."""
 
-    pipeline: int
-    data: int
-    tensor: int
+    name: AxisName
+    size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """How the ranks of a world are laid out.
 
     Attributes:
-        world_size: number of ranks.
-        pipeline: ranks that share one replica of the model, stage by stage.
-        data: replicas, each with its own batches.
-        tensor: ranks that share every layer of a stage.
-        shard: replicas that share parameters and optimizer state; 1 where each has all of them.
-        placement: permutation of ``D``, ``P``, ``T``, or ``"cluster"`` (DPT) or ``"spread"`` (TPD).
+        axes: in the order of placement: the last one varies fastest over the ranks. Those left out have size
+            1, and come last.
 
     Raises:
-        ConfigError: the degrees do not multiply to the number of ranks, or the placement is no permutation.
+        ConfigError: an axis is there twice, is none of the six, or is smaller than 1.
 
-    >>> mesh = Mesh(world_size=8, pipeline=2, data=4, placement="spread")
+    >>> mesh = Mesh((Axis("pp", 2), Axis("dp_replicate", 2), Axis("dp_shard", 2)))
     >>> mesh.groups("pp")
     ((0, 4), (1, 5), (2, 6), (3, 7))
+    >>> mesh.group("dp_shard", 5), mesh.group(("pp", "dp_shard"), 5)
+    ((4, 5), (0, 1, 4, 5))
     """
 
-    world_size: int
-    pipeline: int = 1
-    data: int = 1
-    tensor: int = 1
-    shard: int = 1
-    placement: str = "DPT"
+    axes: tuple[Axis, ...]
+    _sizes: dict[AxisName, int] = field(init=False, repr=False, compare=False)
+    _strides: dict[AxisName, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placement", canonical_placement(self.placement))
-        degrees = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
-        for axis, degree in degrees.items():
-            if degree < 1:
-                raise ConfigError(f"{axis} is {degree}, but a degree of parallelism is at least 1.")
-        if self.pipeline * self.data * self.tensor != self.world_size:
-            raise ConfigError(_mismatch(degrees, self.world_size))
-        if self.shard < 1 or self.data % self.shard:
-            raise ConfigError(_no_divisor(self.shard, self.data))
+        given = [name for name, _ in self.axes]
+        if sorted(given) != sorted(set(given) & set(_NAMES)):
+            raise ConfigError(f"the axes are {', '.join(given)}, but each of {', '.join(_NAMES)} goes once.")
+        for name, size in self.axes:
+            if size < 1:
+                raise ConfigError(f"{name} is {size}, but the size of an axis is at least 1.")
+        axes = (*self.axes, *(Axis(name, 1) for name in _NAMES if name not in given))
+        strides: dict[AxisName, int] = {}
+        stride = 1
+        for name, size in reversed(axes):
+            strides[name] = stride
+            stride *= size
+        object.__setattr__(self, "axes", axes)
+        object.__setattr__(self, "_sizes", dict(axes))
+        object.__setattr__(self, "_strides", strides)
 
-    def degree(self, axis: str) -> int:
-        """Size of the axis ``"P"``, ``"D"`` or ``"T"``."""
-        return {"P": self.pipeline, "D": self.data, "T": self.tensor}[axis]
+    @classmethod
+    def of(
+        cls,
+        *,
+        world_size: int,
+        pipeline: int = 1,
+        data: int = 1,
+        tensor: int = 1,
+        shard: int = 1,
+        placement: str = "DPT",
+    ) -> Self:
+        """The grid that settings ask for.
 
-    def coordinates(self, rank: int) -> Coordinates:
-        """Where a world rank stands.
+        Args:
+            world_size: number of ranks.
+            pipeline: ranks that share one replica of the model, stage by stage.
+            data: replicas, each with its own batches.
+            tensor: ranks that share every layer of a stage.
+            shard: replicas that share parameters and optimizer state; 1 where each has all of them.
+            placement: permutation of ``D``, ``P``, ``T``, or ``"cluster"`` (DPT) or ``"spread"`` (TPD).
 
         Raises:
-            ConfigError: there is no such rank.
+            ConfigError: the degrees do not multiply to the number of ranks, or the placement is no
+                permutation.
+        """
+        letters = canonical_placement(placement)
+        degrees = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        for what, degree in degrees.items():
+            if degree < 1:
+                raise ConfigError(f"{what} is {degree}, but a degree of parallelism is at least 1.")
+        if pipeline * data * tensor != world_size:
+            raise ConfigError(_mismatch(degrees, world_size))
+        if shard < 1 or data % shard:
+            raise ConfigError(_no_divisor(shard, data))
+        sizes = {"pp": pipeline, "dp_replicate": data // shard, "dp_shard": shard, "tp": tensor}
+        return cls(tuple(Axis(name, sizes.get(name, 1)) for letter in letters for name in _LETTERS[letter]))
+
+    # ---- degrees, as settings and plan files name them ----
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.group_size("world")
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks that share one replica of the model, stage by stage."""
+        return self._sizes["pp"]
+
+    @property
+    def data(self) -> int:
+        """Replicas, each with its own batches."""
+        return self.group_size("rdp")
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that share every layer of a stage."""
+        return self._sizes["tp"]
+
+    @property
+    def shard(self) -> int:
+        """Replicas that share parameters and optimizer state."""
+        return self._sizes["dp_shard"]
+
+    @property
+    def placement(self) -> str:
+        """The order of the axes as a permutation of ``D``, ``P``, ``T``.
+
+        Raises:
+            ConfigError: other axes come between those of ``D``.
+        """
+        order = [name for name, _ in self.axes]
+        letters = "".join(sorted("DPT", key=lambda letter: order.index(_LETTERS[letter][0])))
+        if [name for letter in letters for name in _LETTERS[letter]] != order:
+            raise ConfigError(f"the order {', '.join(order)} of axes has no name of three letters.")
+        return letters
+
+    # ---- ranks and groups ----
+
+    def group_size(self, axes: Axes) -> int:
+        """Number of ranks in each group along these axes."""
+        return prod(self._sizes[name] for name in _named(axes))
+
+    def group_rank(self, axes: Axes, rank: int) -> int:
+        """Position of a world rank in its group along these axes, from 0.
+
+        Raises:
+            ConfigError: there is no such rank, or no such axis.
         """
         self._check_rank(rank)
-        found: dict[str, int] = {}
-        rest = rank
-        for axis in reversed(self.placement):
-            rest, found[axis] = divmod(rest, self.degree(axis))
-        return Coordinates(pipeline=found["P"], data=found["D"], tensor=found["T"])
+        wanted, position = _named(axes), 0
+        for name, size in self.axes:
+            if name in wanted:
+                position = position * size + rank // self._strides[name] % size
+        return position
 
-    def rank_of(self, *, pipeline: int = 0, data: int = 0, tensor: int = 0) -> int:
-        """The world rank at the given coordinates.
+    def rank_of(self, **positions: int) -> int:
+        """The world rank at the given positions along axes, or along unions of them; 0 along all others.
 
         Raises:
-            ConfigError: a coordinate lies outside the grid.
+            ConfigError: a position lies outside the grid, or there is no such axis.
+
+        >>> Mesh.of(world_size=8, pipeline=2, data=4, shard=2).rank_of(pp=1, rdp=3)
+        7
         """
-        wanted = {"P": pipeline, "D": data, "T": tensor}
         rank = 0
-        for axis in self.placement:
-            degree = self.degree(axis)
-            if not 0 <= wanted[axis] < degree:
-                raise ConfigError(f"coordinate {axis} is {wanted[axis]}, but it runs from 0 to {degree - 1}.")
-            rank = rank * degree + wanted[axis]
+        for axes, position in positions.items():
+            wanted = _named(axes)  # type: ignore[arg-type]
+            size = prod(self._sizes[name] for name in wanted)
+            if not 0 <= position < size:
+                raise ConfigError(f"position {axes} is {position}, but it runs from 0 to {size - 1}.")
+            for name, length in reversed(self.axes):
+                if name in wanted:
+                    position, at = divmod(position, length)
+                    rank += at * self._strides[name]
         return rank
 
-    def group(self, kind: GroupKind, rank: int) -> tuple[int, ...]:
-        """World ranks of the group of this kind that `rank` belongs to, ascending.
+    def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
+        """World ranks that differ from `rank` along these axes only, itself among them, ascending.
 
         Raises:
-            ConfigError: there is no such rank, or no such kind of group.
+            ConfigError: there is no such rank, or no such axis.
         """
-        if kind not in _GROUP_AXES:
-            raise ConfigError(
-                f"{kind!r} is not a kind of group: use one of {', '.join(get_args(GroupKind))}."
-            )
-        here = dict(zip("PDT", self.coordinates(rank), strict=True))
-        ranges: dict[str, Sequence[int]] = {
-            axis: range(self.degree(axis)) if axis in _GROUP_AXES[kind] else (here[axis],) for axis in "PDT"
-        }
-        if kind == "shard":
-            first = here["D"] - here["D"] % self.shard
-            ranges["D"] = range(first, first + self.shard)
-        elif kind == "replicas":
-            ranges["D"] = range(here["D"] % self.shard, self.data, self.shard)
-        return tuple(
-            sorted(
-                self.rank_of(pipeline=p, data=d, tensor=t)
-                for p in ranges["P"]
-                for d in ranges["D"]
-                for t in ranges["T"]
-            )
-        )
+        self._check_rank(rank)
+        wanted = _named(axes)
+        ranks = [rank]
+        for name, size in self.axes:
+            if name in wanted and size > 1:
+                stride = self._strides[name]
+                first = rank // stride % size
+                ranks = [other + (at - first) * stride for other in ranks for at in range(size)]
+        return tuple(sorted(ranks))
 
-    def groups(self, kind: GroupKind) -> tuple[tuple[int, ...], ...]:
-        """All groups of a kind, ordered by their first rank; together they hold every rank once."""
-        found: list[tuple[int, ...]] = []
-        seen: set[int] = set()
-        for rank in range(self.world_size):
-            if rank not in seen:
-                found.append(self.group(kind, rank))
-                seen.update(found[-1])
-        return tuple(found)
-
-    def group_rank(self, kind: GroupKind, rank: int) -> int:
-        """Position of `rank` in its group of this kind, from 0."""
-        return self.group(kind, rank).index(rank)
-
-    def group_size(self, kind: GroupKind) -> int:
-        """Number of ranks in each group of this kind."""
-        return len(self.group(kind, 0))
+    def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
+        """All groups along these axes, ordered by their first rank; together they hold every rank once."""
+        found = (self.group(axes, rank) for rank in range(self.world_size))
+        return tuple(dict.fromkeys(found))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank {rank} is not in a world of {self.world_size}: ranks run from 0.")
+
+
+def gradient_axes(
+    *, of_expert: bool = False, sequence_split: bool = False, cut_over_tp: bool = False
+) -> tuple[AxisName, ...]:
+    """The axes over which the gradient of a parameter is summed; `Mesh.group` gives the ranks.
+
+    Ranks along dp_replicate, dp_shard, cp and ep have different tokens, so each adds what its own ones give;
+    along dp_shard each gets the sum of its rows alone. Ranks along tp have the same tokens, and so the same
+    gradient, unless they split the sequence between layers. Along pp a parameter has one stage; one that
+    several stages use is summed over these stages, which no axis says.
+
+    Args:
+        of_expert: a parameter of an expert, which one rank along ep has: all its tokens come there.
+        sequence_split: it works on a sequence that the ranks along tp split (sequence parallelism).
+        cut_over_tp: each rank along tp has rows or columns of its own.
+
+    >>> gradient_axes()
+    ('dp_replicate', 'dp_shard', 'cp', 'ep')
+    >>> gradient_axes(of_expert=True, cut_over_tp=True)
+    ('dp_replicate', 'dp_shard', 'cp')
+    """
+    axes: tuple[AxisName, ...] = ("dp_replicate", "dp_shard", "cp")
+    if not of_expert:
+        axes += ("ep",)
+    if sequence_split and not cut_over_tp:
+        axes += ("tp",)
+    return axes
 
 
 def canonical_placement(name: str) -> str:
@@ -200,6 +301,18 @@ def canonical_placement(name: str) -> str:
             "D, P, T such as DPT (the rightmost varies fastest)."
         )
     return permutation
+
+
+def _named(axes: Axes) -> tuple[AxisName, ...]:
+    """The axes that a name, or a collection of names, stands for."""
+    names = _UNIONS.get(axes, (axes,)) if isinstance(axes, str) else axes
+    for name in names:
+        if name not in _NAMES:
+            raise ConfigError(
+                f"{name!r} is not an axis of the mesh: use {', '.join(_NAMES)}, "
+                f"or one of {', '.join(_UNIONS)} for several."
+            )
+    return names  # type: ignore[return-value]
 
 
 def _mismatch(degrees: dict[str, int], world_size: int) -> str:

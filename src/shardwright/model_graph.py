@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from shardwright.work import Work
+
 __all__ = [
     "ModelGraph",
     "Node",
@@ -119,6 +121,7 @@ class Node:
         parameters: names of the parameters that it reads (for operations: used outside any unit).
         cost_class: key of its cost in a `Profile`; calls with one key cost the same.
         flops: floating-point operations of the forward; a multiply-add counts as two.
+        work: what the forward computes and moves, in detail; None: not known.
         saved_bytes: bytes that autograd keeps for the backward, parameters and the batch not counted.
         saved_values: values among them: kept once, by however many nodes.
         work_bytes: most bytes on top of them at any moment of the forward or the backward; 0: not known.
@@ -139,6 +142,7 @@ class Node:
     parameters: tuple[str, ...] = ()
     cost_class: str = ""
     flops: int = 0
+    work: Work | None = None
     saved_bytes: int = 0
     saved_values: tuple[int, ...] = ()
     work_bytes: int = 0
@@ -245,6 +249,29 @@ class ModelGraph:
                 readers[value].append(index)
         return readers
 
+    def home_calls(self) -> list[int | None]:
+        """For each node, the position in `calls` of its home: the one rule for what runs where.
+
+        A call is at home with itself. An operation between calls is at home with the latest call that it
+        rests on, or, where it rests on parameters alone, with the first call that needs it. None for what
+        depends on neither, or is read by nobody.
+        """
+        position = {node: at for at, node in enumerate(self.calls)}
+        homes: list[int | None] = []
+        for index, node in enumerate(self.nodes):
+            if node.kind == "unit":
+                homes.append(position[index])
+            else:
+                known = (homes[self.values[value].producer] for value in node.inputs)
+                homes.append(max((home for home in known if home is not None), default=None))
+        consumers = self.consumers()
+        for index in reversed(range(len(self.nodes))):
+            node = self.nodes[index]
+            if homes[index] is None and not node.free:
+                readers = (homes[reader] for value in node.outputs for reader in consumers[value])
+                homes[index] = min((home for home in readers if home is not None), default=None)
+        return homes
+
     def contributing(self) -> set[int]:
         """The nodes that a gradient passes on its way back from the loss; none where there is no loss."""
         found: set[int] = set()
@@ -281,7 +308,14 @@ class ModelGraph:
         lists = ("inputs", "outputs", "parameters", "saved_values", "detached", "finds")
         return cls(
             nodes=tuple(
-                Node(**{**n, **{key: tuple(n.get(key, ())) for key in lists}}) for n in document["nodes"]
+                Node(
+                    **{
+                        **n,
+                        **{key: tuple(n.get(key, ())) for key in lists},
+                        "work": Work(**n["work"]) if n.get("work") else None,
+                    }
+                )
+                for n in document["nodes"]
             ),
             values=tuple(Value(**{**v, "spec": _spec(v["spec"])}) for v in document["values"]),
             units={

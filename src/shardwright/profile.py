@@ -1,4 +1,4 @@
-"""What each unit costs: seconds and bytes, measured or estimated.
+"""What units cost: seconds and bytes, measured or estimated; one record for units, stages and predictions.
 
 Units of one *cost class* (same class of module, same shapes) cost the same and are measured once.
 """
@@ -7,40 +7,75 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Profile", "Provenance", "UnitCost"]
+__all__ = ["Cost", "Profile", "Provenance", "UnitCost"]
 
 Provenance = Literal["measured", "estimated"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitCost:
-    """The cost of one call of a unit on one microbatch.
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds and bytes; those of pieces that run one after the other add up.
 
     Attributes:
         forward_s: seconds of the forward.
-        backward_s: seconds of the whole backward.
+        backward_s: seconds of the whole backward, recomputation not counted.
         weight_s: the part of the backward that computes gradients of weights and can be put off (``W``).
         saved_bytes: bytes kept from forward to backward, parameters not counted.
-        input_bytes: bytes of the input tensors, which is what recomputation keeps instead.
-        work_bytes: largest temporary memory on top of what is saved.
-        weight_bytes: bytes that ``I`` leaves for ``W``; None: not known, taken as all of `saved_bytes`.
-        split_work_bytes: `work_bytes` where the backward is split; None: not known, taken as `work_bytes`.
-        input_s: seconds of the rest (``I``) where it is put off, with what a forward that allows for that
-            takes more; None: what `weight_s` leaves of `backward_s`.
-        flops: floating-point operations of the forward.
-        provenance: where the seconds come from.
-        spread: relative spread of the measured seconds (interquartile range / median).
+        weight_bytes: bytes that ``I`` leaves for ``W``; None: all of `saved_bytes`, because the gradients of
+            weights need the inputs of every layer.
+        input_s: seconds of the rest (``I``) where the weights are put off, with what a forward that allows
+            for that takes more; None: what `weight_s` leaves of `backward_s`.
+
+    >>> Cost(1.0, 2.0, 1.0, saved_bytes=8) + Cost(1.0, 3.0, input_s=3.5)
+    Cost(forward_s=2.0, backward_s=5.0, weight_s=1.0, saved_bytes=8, weight_bytes=None, input_s=4.5)
     """
 
     forward_s: float
     backward_s: float
     weight_s: float = 0.0
     saved_bytes: int = 0
+    weight_bytes: int | None = None
+    input_s: float | None = None
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of ``I``."""
+        return self.backward_s - self.weight_s if self.input_s is None else self.input_s
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that ``I`` leaves."""
+        return self.saved_bytes if self.weight_bytes is None else self.weight_bytes
+
+    def __add__(self, other: "Cost") -> "Cost":
+        in_whole = self.input_s is None and other.input_s is None
+        keeps_all = self.weight_bytes is None and other.weight_bytes is None
+        return Cost(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            weight_s=self.weight_s + other.weight_s,
+            saved_bytes=self.saved_bytes + other.saved_bytes,
+            weight_bytes=None if keeps_all else self.left_bytes + other.left_bytes,
+            input_s=None if in_whole else self.rest_s + other.rest_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost(Cost):
+    """The cost of one call of a unit on one microbatch.
+
+    Attributes:
+        input_bytes: bytes of the input tensors, which is what recomputation keeps instead.
+        work_bytes: largest temporary memory on top of what is saved.
+        split_work_bytes: `work_bytes` where the backward is split; None: not known, taken as `work_bytes`.
+        flops: floating-point operations of the forward.
+        provenance: where the seconds come from.
+        spread: relative spread of the measured seconds (interquartile range / median).
+    """
+
     input_bytes: int = 0
     work_bytes: int = 0
-    weight_bytes: int | None = None
     split_work_bytes: int | None = None
-    input_s: float | None = None
     flops: int = 0
     provenance: Provenance = "estimated"
     spread: float = 0.0

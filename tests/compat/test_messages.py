@@ -5,8 +5,8 @@ import torch
 
 from shardwright.errors import ShardwrightError, UsageError, library_named
 from shardwright.exit_codes import exit_code_of
-from shardwright.launch.exits import WorkerExit
-from shardwright.launch.verdict import exit_code
+from shardwright.launch.processes.exits import WorkerExit
+from shardwright.launch.ranks.verdict import exit_code
 from shardwright.testing import run_ranks
 from smdistributed.modelparallel.torch import exceptions
 

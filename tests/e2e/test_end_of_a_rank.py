@@ -13,8 +13,8 @@ SCRIPT = """
     import os, socket, sys
     from pathlib import Path
     import torch, torch.distributed as dist
-    from shardwright.comm.environment import detect
-    from shardwright.comm.process_group import init_process_group
+    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.joining.process_group import init_process_group
 
     def rank(number, port):
         world = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": 2}

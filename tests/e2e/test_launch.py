@@ -20,8 +20,8 @@ SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 TRAIN = """
     import os, signal, sys
     import torch, torch.distributed as dist
-    from shardwright.comm.environment import detect
-    from shardwright.comm.process_group import init_process_group
+    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.joining.process_group import init_process_group
 
     environment = detect(os.environ)
     init_process_group(environment, backend="gloo", timeout_s=60)

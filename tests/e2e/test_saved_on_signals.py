@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
     assert process.returncode == 128 + signal.SIGINT, output
 
 
-@pytest.mark.sweep  # tests/ranks/test_checkpoints.py goes on with other ranks, too
+@pytest.mark.sweep  # tests/ranks/checkpoints/test_checkpoints.py goes on with other ranks, too
 def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "resume.py"
 

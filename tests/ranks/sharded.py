@@ -88,7 +88,7 @@ def plain_training(optimizer: str = "AdamW", *, clip: float = 0.0, steps: int = 
 
 def on_hosts(ranks_per_host: int) -> None:
     """Has ranks of this machine do as if they were on several hosts, with rows that come one by one."""
-    import shardwright.comm.connect as connect
+    import shardwright.comm.collectives.connect as connect
 
     rank = int(os.environ["RANK"])
     if ranks_per_host < 4:

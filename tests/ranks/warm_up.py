@@ -18,6 +18,7 @@ from zoo import ZOO
 
 import shardwright
 from shardwright.observe.report.write import packed_library
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.units.model_traces import trace_parts
 
@@ -49,7 +50,7 @@ def _trace(recipe: Recipe) -> None:
     trace_parts(
         model,
         step,
-        {4: ((model, part), {})},
+        {4: Batch(((model, part), {}))},
         device=torch.device("cpu"),
         num_stages=4,
         # It goes backward, for which PyTorch starts a thread for each GPU: then the server could not fork.

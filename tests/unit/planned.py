@@ -15,7 +15,7 @@ from shardwright.plan import (
     StagePlan,
     StagePrediction,
 )
-from shardwright.plan_conditions import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
 from shardwright.planner.plan_replay import base_setting, play
 from shardwright.schedule import place_stages
 

@@ -4,8 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.cluster import Accelerator, Inventory, NodeKind, Rate, cluster_of, find_machines, node_kinds
+from shardwright.cluster import Accelerator, Inventory, NodeKind, Rate, find_machines, node_kinds
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
+from shardwright.costs import calibration_of
+from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import ConfigError
 
 RATES = st.floats(1e3, 1e18)
@@ -149,6 +151,6 @@ def test_files_that_are_none(tmp_path):
 def test_of_several_kinds_the_slowest_counts():
     found = cluster_of(find_machines("p4d.24xlarge + p5.48xlarge"), dtype="bfloat16")
     assert found.device.name == "A100-40GB"
-    assert found.inter_node.bandwidth_Bps == 50e9
+    assert found.inter_node.bandwidth_Bps == 50e9 * calibration_of("A100").efficiencies.reduce_network
     with pytest.raises(ConfigError, match="4, 8 accelerators"):
         cluster_of(find_machines("p4d.24xlarge + rtx4090x4"), dtype="bfloat16")

@@ -7,40 +7,50 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import ConfigError
-from shardwright.mesh import Coordinates, Mesh, canonical_placement
+from shardwright.mesh import Axis, Mesh, canonical_placement, gradient_axes
 
 DEGREES = st.integers(1, 4)
 PLACEMENTS = st.sampled_from(["".join(letters) for letters in itertools.permutations("DPT")])
-KINDS = ("world", "pp", "tp", "rdp", "dp", "mp")
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+KINDS = ("world", "dp", "rdp", "mp", *NAMES)
 
 
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
-    p, d, t = draw(DEGREES), draw(DEGREES), draw(DEGREES)
-    return Mesh(world_size=p * d * t, pipeline=p, data=d, tensor=t, placement=draw(PLACEMENTS))
+    """Any sizes along all six axes, in any order."""
+    return Mesh(tuple(Axis(name, draw(st.integers(1, 3))) for name in draw(st.permutations(NAMES))))
+
+
+@st.composite
+def meshes_of_settings(draw: st.DrawFn) -> Mesh:
+    p, replicas, shard, t = draw(DEGREES), draw(DEGREES), draw(DEGREES), draw(DEGREES)
+    d = replicas * shard
+    return Mesh.of(
+        world_size=p * d * t, pipeline=p, data=d, tensor=t, shard=shard, placement=draw(PLACEMENTS)
+    )
 
 
 def test_rank_formula_of_dpt_and_ptd() -> None:
     # The documented example: 8 ranks, degrees 2 * 2 * 2.
-    dpt = Mesh(world_size=8, pipeline=2, data=2, tensor=2, placement="DPT")
-    ptd = Mesh(world_size=8, pipeline=2, data=2, tensor=2, placement="PTD")
+    dpt = Mesh.of(world_size=8, pipeline=2, data=2, tensor=2, placement="DPT")
+    ptd = Mesh.of(world_size=8, pipeline=2, data=2, tensor=2, placement="PTD")
     for rdp, pp, tp in itertools.product(range(2), repeat=3):
-        assert dpt.rank_of(pipeline=pp, data=rdp, tensor=tp) == 4 * rdp + 2 * pp + tp
-        assert ptd.rank_of(pipeline=pp, data=rdp, tensor=tp) == 4 * pp + 2 * tp + rdp
+        assert dpt.rank_of(pp=pp, rdp=rdp, tp=tp) == 4 * rdp + 2 * pp + tp
+        assert ptd.rank_of(pp=pp, rdp=rdp, tp=tp) == 4 * pp + 2 * tp + rdp
 
 
 def test_groups_of_two_partitions_on_eight_ranks() -> None:
-    spread = Mesh(world_size=8, pipeline=2, data=4, placement="spread")
+    spread = Mesh.of(world_size=8, pipeline=2, data=4, placement="spread")
     assert spread.groups("mp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert spread.groups("dp") == ((0, 1, 2, 3), (4, 5, 6, 7))
-    cluster = Mesh(world_size=8, pipeline=2, data=4, placement="cluster")
+    cluster = Mesh.of(world_size=8, pipeline=2, data=4, placement="cluster")
     assert cluster.groups("mp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert cluster.groups("dp") == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
-def test_coordinates() -> None:
-    mesh = Mesh(world_size=8, pipeline=2, data=4)
-    assert mesh.coordinates(5) == Coordinates(pipeline=1, data=2, tensor=0)
+def test_positions() -> None:
+    mesh = Mesh.of(world_size=8, pipeline=2, data=4)
+    assert [mesh.group_rank(axes, 5) for axes in ("pp", "rdp", "tp", "world")] == [1, 2, 0, 5]
     assert mesh.group("pp", 5) == (4, 5)
     assert mesh.group_rank("pp", 5) == 1
     assert mesh.group_rank("dp", 5) == 2
@@ -57,39 +67,110 @@ def test_groups_partition_the_world(mesh: Mesh) -> None:
             assert all(mesh.group(kind, rank) == group for rank in group)
 
 
+@given(meshes(), st.sets(st.sampled_from(NAMES)).map(tuple))
+def test_any_union_of_axes_gives_groups(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    for rank in range(mesh.world_size):
+        group = mesh.group(axes, rank)
+        assert group == tuple(sorted(set(group)))
+        assert len(group) == mesh.group_size(axes)
+        assert group[mesh.group_rank(axes, rank)] == rank
+        others = [name for name in NAMES if name not in axes]
+        assert all(mesh.group_rank(o, r) == mesh.group_rank(o, rank) for o in others for r in group)
+
+
 @given(meshes())
 def test_identities(mesh: Mesh) -> None:
     size = {kind: mesh.group_size(kind) for kind in KINDS}
     assert size["mp"] * size["rdp"] == mesh.world_size
     assert size["pp"] * size["dp"] == mesh.world_size
-    assert size["pp"] * size["tp"] * size["rdp"] == mesh.world_size
-    assert (size["mp"] * size["dp"] == mesh.world_size) == (mesh.tensor == 1)
+    assert size["rdp"] == size["dp_replicate"] * size["dp_shard"]
 
 
 @given(meshes())
-def test_coordinates_and_ranks_are_inverse(mesh: Mesh) -> None:
-    seen = set()
+def test_positions_and_ranks_are_inverse(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
-        at = mesh.coordinates(rank)
-        seen.add(at)
-        assert mesh.rank_of(pipeline=at.pipeline, data=at.data, tensor=at.tensor) == rank
-        assert mesh.group("pp", rank)[at.pipeline] == rank
-        assert mesh.group("rdp", rank)[at.data] == rank
-    assert len(seen) == mesh.world_size
+        assert mesh.rank_of(**{name: mesh.group_rank(name, rank) for name in NAMES}) == rank
+        assert mesh.rank_of(pp=mesh.group_rank("pp", rank), dp=mesh.group_rank("dp", rank)) == rank
+        assert mesh.rank_of(mp=mesh.group_rank("mp", rank), rdp=mesh.group_rank("rdp", rank)) == rank
+
+
+@given(meshes())
+def test_the_last_axis_varies_fastest(mesh: Mesh) -> None:
+    fastest = next((name for name, size in reversed(mesh.axes) if size > 1), "tp")
+    assert mesh.group(fastest, 0) == tuple(range(mesh.group_size(fastest)))
+
+
+@given(meshes_of_settings())
+def test_degrees_of_settings_come_back(mesh: Mesh) -> None:
+    again = Mesh.of(
+        world_size=mesh.world_size,
+        pipeline=mesh.pipeline,
+        data=mesh.data,
+        tensor=mesh.tensor,
+        shard=mesh.shard,
+        placement=mesh.placement,
+    )
+    assert again == mesh
+    assert mesh.pipeline * mesh.data * mesh.tensor == mesh.world_size
+
+
+# ---- gradients ----
+
+
+@given(
+    meshes(),
+    st.fixed_dictionaries(dict.fromkeys(("of_expert", "sequence_split", "cut_over_tp"), st.booleans())),
+)
+def test_a_gradient_has_a_part_for_all_tokens_once(mesh: Mesh, kind: dict[str, bool]) -> None:
+    """Each rank has tokens of its own along the axes of data; the sum must hold those of all of them once.
+
+    What a rank adds to the gradient of its parameter: the tokens that it computes with. An expert gets its
+    tokens from all ranks along ep, so it has them already.
+    """
+    split = ("dp_replicate", "dp_shard", "cp", "ep") + ("tp",) * (
+        kind["sequence_split"] and not kind["cut_over_tp"]
+    )
+    own = ("ep",) if kind["of_expert"] else ()
+
+    def tokens(rank: int) -> set[tuple[int, int]]:
+        """Of the stage of this rank."""
+        return {
+            (mesh.group_rank("pp", rank), mesh.group_rank(split, other)) for other in mesh.group(own, rank)
+        }
+
+    for rank in range(mesh.world_size):
+        parts = [tokens(other) for other in mesh.group(gradient_axes(**kind), rank)]
+        assert sum(map(len, parts)) == len(set().union(*parts)) == mesh.group_size(split)
+
+
+def test_replicas_of_a_stage_are_summed_over_where_nothing_else_is_split() -> None:
+    mesh = Mesh.of(world_size=8, pipeline=2, data=4, shard=2)
+    assert mesh.group(gradient_axes(), 1) == mesh.group("dp", 1) == (1, 3, 5, 7)
+
+
+def test_experts_are_summed_over_fewer_ranks() -> None:
+    mesh = Mesh((Axis("dp_replicate", 2), Axis("ep", 2), Axis("tp", 2)))
+    assert mesh.group(gradient_axes(), 0) == (0, 2, 4, 6)
+    assert mesh.group(gradient_axes(of_expert=True), 0) == (0, 4)
+    assert mesh.group(gradient_axes(sequence_split=True), 0) == tuple(range(8))
+    assert mesh.group(gradient_axes(sequence_split=True, cut_over_tp=True), 0) == (0, 2, 4, 6)
+
+
+# ---- refusals ----
 
 
 def test_degrees_that_do_not_multiply() -> None:
     with pytest.raises(ConfigError) as caught:
-        Mesh(world_size=4, pipeline=3, data=2)
+        Mesh.of(world_size=4, pipeline=3, data=2)
     assert str(caught.value).startswith("pipeline(3) * data(2) != WORLD_SIZE(4). Start 6 ranks")
     with pytest.raises(ConfigError, match=r"pipeline\(2\) \* data\(2\) \* tensor\(2\) != WORLD_SIZE\(4\)"):
-        Mesh(world_size=4, pipeline=2, data=2, tensor=2)
+        Mesh.of(world_size=4, pipeline=2, data=2, tensor=2)
 
 
 @pytest.mark.parametrize("axis", ["pipeline", "data", "tensor"])
 def test_degree_below_one(axis: str) -> None:
     with pytest.raises(ConfigError, match=f"{axis} is 0"):
-        Mesh(world_size=1, **{axis: 0})
+        Mesh.of(world_size=1, **{axis: 0})
 
 
 @pytest.mark.parametrize("placement", ["", "DP", "DPP", "clustered", "DPTX"])
@@ -99,34 +180,46 @@ def test_unknown_placement(placement: str) -> None:
 
 
 def test_out_of_the_grid() -> None:
-    mesh = Mesh(world_size=2, pipeline=2)
+    mesh = Mesh.of(world_size=2, pipeline=2)
     with pytest.raises(ConfigError, match="rank 2 is not in a world of 2"):
-        mesh.coordinates(2)
+        mesh.group_rank("pp", 2)
     with pytest.raises(ConfigError, match="rank -1 is not in a world of 2"):
         mesh.group("pp", -1)
-    with pytest.raises(ConfigError, match="coordinate P is 2, but it runs from 0 to 1"):
-        mesh.rank_of(pipeline=2)
-    with pytest.raises(ConfigError, match="'qp' is not a kind of group"):
+    with pytest.raises(ConfigError, match="position pp is 2, but it runs from 0 to 1"):
+        mesh.rank_of(pp=2)
+    with pytest.raises(ConfigError, match="'qp' is not an axis of the mesh: use pp, dp_replicate"):
         mesh.group("qp", 0)  # type: ignore[arg-type]
 
 
-@st.composite
-def sharded_meshes(draw: st.DrawFn) -> Mesh:
-    p, replicas, shard = draw(DEGREES), draw(DEGREES), draw(DEGREES)
-    data = replicas * shard
-    return Mesh(world_size=p * data, pipeline=p, data=data, shard=shard, placement=draw(PLACEMENTS))
+@pytest.mark.parametrize(
+    ("axes", "why"),
+    [
+        ((Axis("pp", 2), Axis("pp", 2)), "each of pp, dp_replicate, .* goes once"),
+        ((Axis("dp", 2),), "the axes are dp, but"),  # type: ignore[arg-type]
+        ((Axis("cp", 0),), "cp is 0, but the size of an axis is at least 1"),
+    ],
+)
+def test_axes_that_make_no_grid(axes: tuple[Axis, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Mesh(axes)
 
 
-@given(sharded_meshes())
+def test_an_order_that_settings_cannot_ask_for_has_no_letters() -> None:
+    mesh = Mesh((Axis("dp_replicate", 2), Axis("pp", 2), Axis("dp_shard", 2)))
+    with pytest.raises(ConfigError, match="has no name of three letters"):
+        _ = mesh.placement
+
+
+@given(meshes_of_settings())
 def test_shard_groups_and_replicas_of_shards_span_the_replicas(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
-        shard, replicas = mesh.group("shard", rank), mesh.group("replicas", rank)
+        shard, replicas = mesh.group("dp_shard", rank), mesh.group("dp_replicate", rank)
         assert len(shard) == mesh.shard
         assert len(replicas) == mesh.data // mesh.shard
         assert set(shard) & set(replicas) == {rank}
-        everyone = {other for member in replicas for other in mesh.group("shard", member)}
-        assert everyone == set(mesh.group("dp", rank))
-        data = [mesh.coordinates(member).data for member in shard]
+        everyone = {other for member in replicas for other in mesh.group("dp_shard", member)}
+        assert everyone == set(mesh.group("rdp", rank))
+        data = [mesh.group_rank("rdp", member) for member in shard]
         assert data == list(range(data[0], data[0] + mesh.shard))
 
 
@@ -134,4 +227,4 @@ def test_a_shard_degree_that_does_not_divide() -> None:
     with pytest.raises(
         ConfigError, match=r"is 3, which does not divide the 4 replicas .* Use one of 1, 2, 4\."
     ):
-        Mesh(world_size=8, pipeline=2, data=4, shard=3)
+        Mesh.of(world_size=8, pipeline=2, data=4, shard=3)

@@ -3,7 +3,7 @@
 from observe.plans import two_stage_plan
 
 from shardwright.plan import Plan, StagePlan
-from shardwright.plan_diff import Change, diff_plans
+from shardwright.plan.diff import Change, diff_plans
 
 
 def changed(plan: Plan, **changes) -> Plan:

@@ -13,11 +13,15 @@ class Layer:
     Attributes:
         name: for display.
         parameters: that it trains; those that several layers use, on the first of them.
-        flops: of the forward; a multiply-add counts as two.
+        flops: of the forward's products; a multiply-add counts as two.
         moved: numbers that the forward reads and writes, parameters apart.
         kept: numbers that are kept for the backward.
         inputs: numbers that it reads from layers before: what recomputation keeps instead.
         crossing: numbers that go to later layers, this one's output and what passes it by.
+        attention: FLOPs of fused attention, without what a causal mask hides.
+        products: products or convolutions, a kernel each.
+        kernels: other kernels: a normalisation, an activation, an addition.
+        product_moved: numbers that products read and write, half of them, parameters apart.
     """
 
     name: str
@@ -27,6 +31,10 @@ class Layer:
     kept: float
     inputs: float
     crossing: float
+    attention: float = 0.0
+    products: float = 1.0
+    kernels: float = 3.0
+    product_moved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,7 @@ class LayerChain:
     @property
     def flops(self) -> float:
         """Of the forward of a sample."""
-        return sum(layer.flops for layer in self.layers)
+        return sum(layer.flops + layer.attention for layer in self.layers)
 
     def column(self, name: str) -> Sequence[float]:
         """One attribute of all layers."""

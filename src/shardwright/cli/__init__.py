@@ -1,8 +1,8 @@
 """The command line: ``shardwright COMMAND``.
 
-A command is a function of its own file (``why-not`` in ``why_not``), and a line in `COMMANDS`; a group of
-commands is an application of its own file. Only the command that is asked for is imported, so that
-``shardwright --help`` answers at once.
+A command is a function of its own file in ``commands/`` (``why-not`` in ``why_not.py``), and a line in
+`COMMANDS`; a group of commands is an application of its own file. Only the command that is asked for is
+imported, so that ``shardwright --help`` answers at once.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.cli.application import new_application, say, show_text
+from shardwright.cli.asking.application import new_application, say, show_text
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.exit_codes import exit_code_of
 from shardwright.printable import control_in, shown
@@ -24,7 +24,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: the function ``name`` of the module ``shardwright.cli.<name>``.
+    """A command: the function ``name`` of the module `shardwright.cli.commands.<name>`.
 
     Attributes:
         name: as it is typed.
@@ -41,7 +41,9 @@ class Command:
     def load(self) -> Any:
         """Imports the function, or the application of a group."""
         plain = self.name.replace("-", "_")
-        return getattr(import_module(f"shardwright.cli.{plain}"), "application" if self.is_group else plain)
+        return getattr(
+            import_module(f"shardwright.cli.commands.{plain}"), "application" if self.is_group else plain
+        )
 
 
 COMMANDS = (

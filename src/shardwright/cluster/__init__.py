@@ -2,7 +2,7 @@
 
 from shardwright.cluster.cluster import Cluster, Device, Link
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate
-from shardwright.cluster.machines import cluster_of, find_machines
+from shardwright.cluster.machines import find_machines, memory_for, usable_bytes
 from shardwright.cluster.named import node_kinds, parse_inventory
 
 __all__ = [
@@ -13,8 +13,9 @@ __all__ = [
     "Link",
     "NodeKind",
     "Rate",
-    "cluster_of",
     "find_machines",
+    "memory_for",
     "node_kinds",
     "parse_inventory",
+    "usable_bytes",
 ]

@@ -11,15 +11,17 @@ class Device:
 
     Attributes:
         name: for display.
+        family: of accelerators, for which finer shares of the rates are calibrated; empty: unknown.
         memory_bytes: memory that one rank may use; 0 means unknown (no limit is checked).
         flops_per_s: peak rate of a large matrix product in the model's dtype.
         reached: share of it that products reach; 1 where it was measured, and is no peak of a data sheet.
-        memory_Bps: memory bandwidth, bytes per second.
+        memory_Bps: bytes of its memory that kernels read and write a second.
         overhead_s: time that one unit call takes however small it is.
         update_Bps: bytes of parameters that the optimizer updates a second; 0 where it was not measured.
     """
 
     name: str
+    family: str = ""
     memory_bytes: int = 0
     flops_per_s: float = 5e10
     reached: float = 0.7

@@ -1,4 +1,4 @@
 """How ranks find each other and talk: the environment, process groups, messages.
 
-Import the modules themselves; `shardwright.comm.environment` needs no torch.
+Import the modules themselves; `shardwright.comm.identity.environment` needs no torch.
 """

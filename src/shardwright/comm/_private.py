@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwright.comm.devices_in_use import uses_gpus
+from shardwright.comm.identity.devices_in_use import uses_gpus
 from shardwright.errors import UsageError
 
 __all__ = [

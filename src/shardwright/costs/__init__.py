@@ -1,6 +1,6 @@
 """Seconds and bytes of a training step in closed form, for many candidates at once."""
 
-from shardwright.costs.calibration import Calibration, calibration_of, known_runtimes
+from shardwright.costs.calibration import Calibration, calibration_of, calibration_of_nodes, known_runtimes
 from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import (
@@ -38,6 +38,7 @@ __all__ = [
     "Sharded",
     "StepSeconds",
     "calibration_of",
+    "calibration_of_nodes",
     "chain_bytes",
     "chain_seconds",
     "known_runtimes",

@@ -15,11 +15,11 @@ import numpy as np
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import Numbers, Options, Rates, Recompute, Shape
 from shardwright.costs.links import ring_rate, ring_seconds
+from shardwright.costs.price import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, RankRates
 
 __all__ = ["BlockSeconds", "block_seconds", "head_seconds"]
 
 _ELEMENTWISE_KERNELS = 12
-_ELEMENTWISE_BACKWARD = 1.6
 _ELEMENTWISE_WHOLE, _ELEMENTWISE_SPLIT = 14, 18
 _LOSS_BYTES = 16
 
@@ -59,15 +59,15 @@ class BlockSeconds:
         return self.computing + self.tensor + self.context + self.expert
 
 
-class _Rank:
-    """Rates of one rank, as they are reached."""
+@dataclass(frozen=True, slots=True)
+class _Rank(RankRates):
+    """A rank of which products with a small side waste a part.
 
-    def __init__(self, rates: Rates, reached: Efficiencies, width: Numbers):
-        self.peak = rates.flops_per_s
-        self.flops_per_s = rates.flops_per_s * np.minimum(reached.matmul * reached.matmul_factor, 1.0)
-        self.memory_Bps = rates.memory_Bps * np.minimum(reached.memory, 1.0)
-        self.reached = reached
-        self.width = width
+    Attributes:
+        width: bytes of a number.
+    """
+
+    width: Numbers
 
     def product(self, rows: Numbers, inner: Numbers, columns: Numbers) -> Numbers:
         smallest = np.minimum(np.minimum(rows, columns), inner)
@@ -75,14 +75,14 @@ class _Rank:
         moved = self.width * (rows * columns + columns * inner + rows * inner)
         return (
             self.reached.kernel_s
-            + flops / self.flops_per_s * (1 + self.reached.half_size / smallest)
-            + 0.5 * moved / self.memory_Bps
+            + flops / self.flops_rate * (1 + self.reached.half_size / smallest)
+            + 0.5 * moved / self.memory_rate
         )
 
 
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
     """Seconds of a mean block for one microbatch."""
-    rank = _Rank(rates, reached, options.width)
+    rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     products = _products(rank, shape, options, tokens)
     attention, attention_backward = _attention(rank, shape, options, tokens)
@@ -90,7 +90,7 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
     forward = products + attention + elementwise
     again_whole, selective = options.recomputed(shape.layers), options.recompute == Recompute.SELECTIVE
     again = np.where(options.flash > 0, 0.0, attention)
-    backward = 2 * products + attention_backward + _ELEMENTWISE_BACKWARD * elementwise
+    backward = 2 * products + attention_backward + ELEMENTWISE_BACKWARD * elementwise
     recompute = again_whole * forward + np.where(selective, again, 0.0)
     return BlockSeconds(
         forward=forward,
@@ -106,10 +106,10 @@ def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficie
 
 def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
     """Seconds of the head and the loss, forward and backward, for one microbatch."""
-    rank = _Rank(rates, reached, options.width)
+    rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     width = shape.vocabulary / options.tensor
-    return 3 * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_Bps
+    return 3 * rank.product(tokens, shape.hidden, width) + tokens * width * _LOSS_BYTES / rank.memory_rate
 
 
 def _products(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
@@ -131,10 +131,10 @@ def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> 
     scores = (1 + shape.cross) * tokens * shape.sequence * shape.heads / options.tensor
     flops = 4 * scores * shape.head_width
     moved = scores * reached.scores_bytes * reached.scores_factor
-    apart = flops / (rank.peak * reached.scores) + moved / rank.memory_Bps
+    apart = flops / (rank.peak * reached.scores) + moved / rank.memory_rate
     seen = flops * (1 - 0.5 * shape.causal)
     fused = seen / (rank.peak * reached.flash_forward)
-    fused_backward = 2.5 * seen / (rank.peak * reached.flash_backward)
+    fused_backward = ATTENTION_BACKWARD * seen / (rank.peak * reached.flash_backward)
     return (
         np.where(options.flash > 0, fused, apart),
         np.where(options.flash > 0, fused_backward, 2 * apart),
@@ -145,7 +145,7 @@ def _elementwise(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -
     divided = np.where(options.sequence_parallel > 0, options.tensor, 1.0)
     width = _ELEMENTWISE_WHOLE / divided + _ELEMENTWISE_SPLIT / options.tensor
     moved = rank.width * tokens * shape.hidden * width * rank.reached.elementwise
-    return moved / rank.memory_Bps + _ELEMENTWISE_KERNELS * rank.reached.kernel_s
+    return moved / rank.memory_rate + _ELEMENTWISE_KERNELS * rank.reached.kernel_s
 
 
 def _tensor(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:

@@ -1,7 +1,7 @@
 """The efficiencies that ship with the package, and what errors predictions by them have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from math import exp
@@ -9,9 +9,11 @@ from typing import Any
 
 import yaml
 
+from shardwright.cluster import NodeKind
 from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
+from shardwright.costs.own_runtime import OWN
 
-__all__ = ["Calibration", "calibration_of", "document_of"]
+__all__ = ["TENTH", "Calibration", "calibration_of", "calibration_of_nodes", "document_of", "known_runtimes"]
 
 _FILE = "calibration.yaml"
 _VERSION = 1
@@ -21,8 +23,24 @@ _UNSEEN = 1.5
 _BLIND_SPREAD = 0.25
 """Spread of the logarithm where nothing like it was measured: a quarter."""
 
-_TENTH = 1.2816
+_CHANGED = 1.25
+"""So much wider are intervals where a runtime changed much from version to version."""
+
+TENTH = 1.2816
 """Standard deviations of a normal distribution between its middle and its first tenth."""
+
+_TWENTIETH = 1.6449
+
+_OWN_RUNTIME = "shardwright"
+
+_OF_LINKS = (
+    "link",
+    "gather_link",
+    "gather_network",
+    "hierarchical_network",
+    "reduce_network",
+    "point_to_point",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +49,7 @@ class Calibration:
 
     Attributes:
         efficiencies: for `shardwright.costs.step_seconds`.
-        spread: standard deviation of ``log(predicted / measured)`` of runs that were left out of the fit.
+        spread: of ``log(predicted / measured)`` of runs that were left out of the fit.
         provenance: what they were fitted to.
     """
 
@@ -45,8 +63,13 @@ class Calibration:
         Args:
             seconds: predicted.
         """
-        factor = exp(_TENTH * self.spread)
+        factor = exp(TENTH * self.spread)
         return seconds / factor, seconds * factor
+
+    @property
+    def error(self) -> float:
+        """How much longer than predicted, relatively, nine of ten runs take at most."""
+        return exp(_TWENTIETH * self.spread) - 1
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +90,8 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
         runtime: such as ``megatron``, ``fsdp`` or ``shardwright``.
     """
     known = _document()["accelerators"].get(family)
-    medians = {name: prior.median for name, prior in PRIORS.items()}
+    own = OWN if runtime == _OWN_RUNTIME else {}
+    medians = {name: prior.median for name, prior in PRIORS.items()} | own
     if known is None:
         text = f"not calibrated for {family}: what is usual on other accelerators"
         return Calibration(
@@ -78,13 +102,34 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
     if fitted is not None:
         values = medians | fitted["efficiencies"]
         text = f"calibrated on {fitted['runs']} published runs of {runtime} on {family}"
-        return Calibration(efficiencies=Efficiencies(**values), spread=fitted["spread"], provenance=text)
+        note = fitted.get("note", "")
+        return Calibration(
+            efficiencies=Efficiencies(**values),
+            spread=fitted["spread"] * (_CHANGED if note else 1.0),
+            provenance=f"{text}, {note}" if note else text,
+        )
     widest = max(each["spread"] for each in known["runtimes"].values())
     return Calibration(
         efficiencies=Efficiencies(**medians),
         spread=_UNSEEN * max(widest, _BLIND_SPREAD / 2),
         provenance=f"calibrated for {family}, by runs of {', '.join(known['runtimes'])}, not of {runtime}",
     )
+
+
+def calibration_of_nodes(kind: NodeKind, runtime: str = "shardwright") -> Calibration:
+    """The efficiencies of a runtime on some nodes: what was measured there is reached in full.
+
+    Args:
+        kind: of the nodes.
+        runtime: as of `calibration_of`.
+    """
+    found = calibration_of(kind.accelerator.family, runtime)
+    full: dict[str, float] = {}
+    if kind.accelerator.products:
+        full |= {"matmul": 1.0, "memory": 1.0}
+    if kind.source == "measured":
+        full |= dict.fromkeys(_OF_LINKS, 1.0)
+    return replace(found, efficiencies=replace(found.efficiencies, **full)) if full else found
 
 
 def document_of(families: Mapping[str, Any], *, created: str) -> dict[str, Any]:

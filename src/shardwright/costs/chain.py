@@ -9,7 +9,7 @@ number of stages, those whose slowest is fastest, on the nodes that each of them
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,12 +24,13 @@ from shardwright.costs.links import hop_seconds
 from shardwright.costs.memory import (
     Precision,
     RankBytes,
-    buckets_bytes,
     in_flight,
     needier,
     offloaded,
     state_bytes,
 )
+from shardwright.costs.partition import split
+from shardwright.costs.price import Price, RankRates
 from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
@@ -37,11 +38,9 @@ from shardwright.costs.step import (
     shard_seconds,
     update_seconds,
 )
+from shardwright.work import Work
 
 __all__ = ["chain_bytes", "chain_seconds", "mixed_chain", "stage_ends"]
-
-_KERNELS = 4  # of a layer's forward: a product or convolution, a normalisation, an activation, an addition
-_BISECTIONS = 50
 
 Floats = NDArray[np.float64]
 
@@ -101,23 +100,20 @@ def chain_seconds(
     return found
 
 
-def chain_bytes(
-    chain: LayerChain, options: Options, *, precision: Precision, base: float, width: int
-) -> RankBytes:
+def chain_bytes(chain: LayerChain, options: Options, *, precision: Precision, width: int) -> RankBytes:
     """Memory of the neediest rank of every candidate.
 
     Args:
         chain: the model.
         options: the candidates.
         precision: of parameters and updates.
-        base: bytes that are taken before the model is there.
         width: bytes of a number.
     """
     found: RankBytes = _by_group(
         chain,
         options,
         (),
-        lambda group: _bytes_of(chain, group, precision, base, width)[0],
+        lambda group: _bytes_of(chain, group, precision, width)[0],
         RankBytes,
     )
     return found
@@ -130,7 +126,6 @@ def mixed_chain(
     between: Rates,
     *,
     precision: Precision,
-    base: float,
     width: int,
 ) -> MixedPrices:
     """Seconds and bytes of every candidate on nodes of several kinds.
@@ -143,14 +138,13 @@ def mixed_chain(
         kinds: of nodes, in the order of their ranks.
         between: rates where nodes of several kinds meet; of compute and memory, the slowest.
         precision: of parameters and updates.
-        base: bytes that are taken before the model is there.
         width: bytes of a number.
     """
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
 
     def measure(group: _Group) -> RankBytes:
-        found, limit[group.chosen] = _bytes_of(chain, group, precision, base, width)
+        found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
         layers = group.of_ranks(np.ones(len(chain.layers)))
         for index, kind in enumerate(kinds):
             own = [count for count, there in zip(layers, group.kinds, strict=True) if kind in there]
@@ -198,34 +192,16 @@ def stage_ends(
     >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2, (3.0, 1.0))
     (4, 5)
     """
-    speeds = speeds or (1.0,) * stages
     sums = np.concatenate([[0.0], np.cumsum(weights)])
-    low = max(max(weights) / max(speeds), float(sums[-1]) / sum(speeds))
-    high = float(sums[-1]) / min(speeds)
-    best = _filled(sums, speeds, high)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        found = _filled(sums, speeds, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    assert best is not None
-    return best
-
-
-def _filled(sums: Floats, speeds: tuple[float, ...], most_s: float) -> tuple[int, ...] | None:
-    """Stages that take at most so long, filled one after the other; None where they are too few."""
-    layers, ends, start = len(sums) - 1, [], 0
-    for stage, speed in enumerate(speeds):
-        most, left = most_s * speed, len(speeds) - stage - 1
-        end = int(np.searchsorted(sums, sums[start] + most * (1 + 1e-12), side="right")) - 1
-        end = min(max(end, start + 1), layers - left)
-        if sums[end] - sums[start] > most * (1 + 1e-9):
-            return None
-        ends.append(end)
-        start = end
-    return tuple(ends) if start == layers else None
+    work = np.where(np.tri(len(sums), dtype=bool), np.inf, sums[None, :] - sums[:, None])
+    of_speed = {speed: work / speed for speed in set(speeds or (1.0,))}
+    cuts = split(
+        len(weights),
+        num_stages=stages,
+        cost_of_stage=lambda stage: of_speed[speeds[stage] if speeds else 1.0],
+    )
+    assert cuts is not None  # nothing is forbidden
+    return cuts[1:]
 
 
 def _by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
@@ -277,8 +253,11 @@ def _kinds_of_ranks(
 
 
 def _flops_per_s(kind: KindOfRank) -> float:
-    reached = kind.reached
-    return float(kind.rates.flops_per_s * min(reached.matmul * reached.matmul_factor, 1.0))
+    return float(kind.rates.flops_per_s * _flops_share(kind.reached))
+
+
+def _flops_share(reached: Efficiencies) -> float:
+    return float(min(reached.matmul * reached.matmul_factor, 1.0))
 
 
 def _memory_rate(kind: KindOfRank) -> float:
@@ -295,46 +274,59 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     o = group.options
     p, m = o.pipeline, o.microbatches
     reached = min((kind for there in group.kinds for kind in there), key=_flops_per_s).reached
-    layers, flops, moved, parameters = (
-        group.of_ranks(np.array(column, dtype=float))
-        for column in (
-            [1.0] * len(chain.layers),
-            *(chain.column(name) for name in ("flops", "moved", "parameters")),
-        )
-    )
-    samples = np.asarray(o.microbatch)[:, None]
-    products = samples * flops / group.slowest(_flops_per_s)
-    kernel_s = -group.slowest(lambda kind: -kind.reached.kernel_s)
-    forward = (
-        _KERNELS * layers * kernel_s
-        + products
-        + (samples * moved + parameters) * width / group.slowest(_memory_rate)
-    )
-    weight = products.mean(axis=1)
+    parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
+    price = _price(chain, group, reached, width)
     again = np.where(np.asarray(o.recompute) == Recompute.FULL, 1.0, 0.0)
-    mean, slowest = forward.mean(axis=1), forward.max(axis=1)
-    works = 3 + again
+    forward, weight = price.forward.mean(axis=1), price.weight.mean(axis=1)
+    works = price.forward + price.backward + again[:, None] * price.forward
+    mean, slowest = works.mean(axis=1), works.max(axis=1)
     held = parameters.max()
     crossing = _crossing(chain, group)
     hop = _hop_seconds(o, crossing * width, rates, reached)
     # Sums over replicas begin in the last backward.
-    sums, behind = all_reduce_seconds(held, o, rates, reached), reached.overlap * 2 * mean
-    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, works * mean)
+    sums = all_reduce_seconds(held, o, rates, reached)
+    behind = reached.overlap * price.backward.mean(axis=1)
+    gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean)
     return StepSeconds(
-        compute=m * 3 * mean,
-        recompute=m * again * mean,
-        imbalance=m * works * (slowest - mean),
+        compute=m * (mean - again * forward),
+        recompute=m * again * forward,
+        imbalance=m * (slowest - mean),
         tensor=0.0,
         context=0.0,
         expert=0.0,
-        bubble=bubble_seconds(o, mean=works * mean, weight=weight, hop=hop),
+        bubble=bubble_seconds(o, mean=mean, weight=weight, hop=hop),
         point_to_point=m * hop,
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=np.hypot(sums, behind) - behind,
         update=update_seconds(held, o, rates, reached),
-        offload=m * _offload_seconds(chain, group, rates, reached, works * mean, width),
+        offload=m * _offload_seconds(chain, group, rates, reached, mean, width),
         overhead=reached.step_s + m * (reached.microbatch_s + len(chain.layers) / p * reached.layer_s),
+    )
+
+
+def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) -> Price:
+    """Seconds of a microbatch on each pipeline rank: (candidates, ranks)."""
+
+    def of_ranks(name: str) -> Floats:
+        return group.of_ranks(np.array(chain.column(name), dtype=float))
+
+    samples = np.asarray(group.options.microbatch)[:, None]
+    # The slowest nodes of each pipeline rank; their shares are in what they reach.
+    rates = RankRates(
+        peak=group.slowest(_flops_per_s) / _flops_share(reached),
+        memory=group.slowest(_memory_rate) / min(reached.memory, 1.0),
+        reached=replace(reached, kernel_s=-group.slowest(lambda kind: -kind.reached.kernel_s)),
+    )
+    return rates.price(
+        Work(
+            products=of_ranks("products"),
+            product_flops=samples * of_ranks("flops"),
+            product_bytes=(samples * of_ranks("product_moved") + of_ranks("parameters") / 2) * width,
+            attention_flops=samples * of_ranks("attention"),
+            kernels=of_ranks("kernels"),
+            moved_bytes=samples * of_ranks("moved") * width,
+        )
     )
 
 
@@ -369,9 +361,7 @@ def _offload_seconds(
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 
-def _bytes_of(
-    chain: LayerChain, group: _Group, precision: Precision, base: float, width: int
-) -> tuple[RankBytes, Floats]:
+def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
     """Of the rank that is closest to what it may use, with that: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
@@ -397,8 +387,6 @@ def _bytes_of(
             activations=activations,
             gathered=np.where(o.sharded >= 3, largest, 0.0),
             work=whole * np.asarray(o.microbatch),
-            communication=buckets_bytes(o),
-            base=base,
             host=states_on_host + activations_on_host,
         )
         if best is not None:

@@ -34,8 +34,9 @@ class Efficiencies:
         flash_forward: share of the peak of fused attention, forward.
         flash_backward: the same, backward.
         kernel_s: seconds to launch a kernel.
-        link: share of the link's rate that collectives inside of a node reach.
         update: share of the peak that the optimizer's memory traffic reaches.
+        link: share of the link's rate that collectives inside of a node seem to reach; above 1 where
+            computing hides a part of them.
         matmul_factor: of the runtime's kernels, on `matmul`.
         scores_factor: of the runtime's kernels, on `scores_bytes`.
         gather_network: share of the network's rate that gathers and reduce-scatters reach.
@@ -59,8 +60,8 @@ class Efficiencies:
     flash_forward: Numbers
     flash_backward: Numbers
     kernel_s: Numbers
-    link: Numbers
     update: Numbers
+    link: Numbers
     matmul_factor: Numbers
     scores_factor: Numbers
     gather_network: Numbers
@@ -79,7 +80,7 @@ class Efficiencies:
         return tuple(field.name for field in fields(cls))
 
 
-OF_ACCELERATORS = frozenset(Efficiencies.names()[:11])
+OF_ACCELERATORS = frozenset(Efficiencies.names()[:10])
 """Parameters of a family of accelerators; the others are those of a runtime on it."""
 
 PRIORS: dict[str, Prior] = {
@@ -92,8 +93,8 @@ PRIORS: dict[str, Prior] = {
     "flash_forward": Prior(0.55, 0.3),
     "flash_backward": Prior(0.45, 0.3),
     "kernel_s": Prior(6e-6, 0.4),
-    "link": Prior(0.6, 0.3),
     "update": Prior(0.6, 0.5),
+    "link": Prior(0.6, 0.3),
     "matmul_factor": Prior(1.0, 0.1),
     "scores_factor": Prior(1.0, 0.3),
     "gather_network": Prior(0.4, 0.5),

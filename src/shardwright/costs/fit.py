@@ -19,6 +19,7 @@ __all__ = ["Fit", "fit", "leave_out", "ratios"]
 Floats = NDArray[np.float64]
 
 _NOISE = 0.05  # runs of one setup differ by so much
+_LARGE = 2.0  # errors from so many times that noise on count by their size, not by their square
 _TOLERANCE = 1e-6
 
 
@@ -111,13 +112,21 @@ def _errors(parameters: _Parameters, runs: Runs, logarithms: Floats) -> Floats:
     return np.asarray(np.log(predicted / runs.step_s))
 
 
+def _tempered(errors: Floats) -> Floats:
+    """Errors whose squares grow like the errors themselves where these are large (the pseudo-Huber loss).
+
+    One run that was slow for a reason of its own would else pull at the parameters as much as nine others.
+    """
+    return np.asarray(np.sign(errors) * _LARGE * np.sqrt(2 * (np.sqrt(1 + (errors / _LARGE) ** 2) - 1)))
+
+
 def _solve(parameters: _Parameters, runs: Runs, chosen: NDArray[np.bool_]) -> Floats:
     # Here, because predictions do without it.
     from scipy.optimize import least_squares
 
     def residuals(deviations: Floats) -> Floats:
         errors = _errors(parameters, runs, at(deviations))[chosen] / _NOISE
-        return np.concatenate([errors, deviations])
+        return np.concatenate([_tempered(errors), deviations])
 
     def at(deviations: Floats) -> Floats:
         return np.asarray(parameters.prior + deviations * parameters.spread)

@@ -136,7 +136,6 @@ def mixed_prices(
     between: Rates,
     *,
     precision: Precision = BF16,
-    base: float = 1.5 * 2**30,
 ) -> MixedPrices:
     """Seconds and bytes of every candidate.
 
@@ -146,14 +145,13 @@ def mixed_prices(
         kinds: of nodes, in the order of their ranks.
         between: rates where nodes of several kinds meet; of compute and memory, the slowest.
         precision: of parameters and updates.
-        base: bytes that are taken before the model is there.
     """
     columns, number = _columns(options)
     seconds = {field.name: np.zeros(number) for field in fields(StepSeconds)}
     num_bytes = {field.name: np.zeros(number) for field in fields(RankBytes)}
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
     for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
-        found = _Group(shape, columns.take(chosen), alike, kinds, between, precision, base).prices()
+        found = _Group(shape, columns.take(chosen), alike, kinds, between, precision).prices()
         for name, column in seconds.items():
             column[chosen] = getattr(found.seconds, name)
         for name, column in num_bytes.items():
@@ -173,17 +171,16 @@ def mixed_fit(
     kinds: Sequence[KindOfRank],
     *,
     precision: Precision = BF16,
-    base: float = 1.5 * 2**30,
 ) -> NDArray[np.bool_]:
     """Whether candidates fit in memory; the same as of `mixed_prices`, without the seconds.
 
     Args:
-        shape, options, kinds, precision, base: as there.
+        shape, options, kinds, precision: as there.
     """
     columns, number = _columns(options)
     found = np.zeros(number, dtype=bool)
     for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
-        group = _Group(shape, columns.take(chosen), alike, kinds, kinds[0].rates, precision, base)
+        group = _Group(shape, columns.take(chosen), alike, kinds, kinds[0].rates, precision)
         found[chosen] = group.fit()
     return found
 
@@ -225,10 +222,9 @@ class _Group:
         kinds: Sequence[KindOfRank],
         between: Rates,
         precision: Precision,
-        base: float,
     ):
         self._shape, self._options, self._alike, self._kinds = shape, options, alike, kinds
-        self._between, self._precision, self._base = between, precision, base
+        self._between, self._precision = between, precision
         self._slow = max({kind for each in alike for kind in each.kinds}, key=self._slowness)
         self._number = len(np.asarray(options.pipeline))
         self._limits = np.array([min(kinds[k].memory_bytes for k in each.kinds) for each in alike])
@@ -318,9 +314,7 @@ class _Group:
         """Bytes of a rank at both; between them, and beyond, they lie on a line."""
         if last not in self._bytes_of_few:
             none, one = (
-                stage_bytes(
-                    self._shape, self._options, blocks, last=last, precision=self._precision, base=self._base
-                )
+                stage_bytes(self._shape, self._options, blocks, last=last, precision=self._precision)
                 for blocks in (0.0, 1.0)
             )
             self._bytes_of_few[last] = none, one

@@ -17,7 +17,6 @@ __all__ = [
     "FP32",
     "Precision",
     "RankBytes",
-    "buckets_bytes",
     "in_flight",
     "needier",
     "offloaded",
@@ -26,7 +25,6 @@ __all__ = [
     "state_bytes",
 ]
 
-_BUCKETS_BYTES = 512 * 2**20
 _LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
 
 
@@ -59,8 +57,6 @@ class RankBytes:
         activations: that are kept for backwards.
         gathered: parameters and gradients of blocks that are at hand whole.
         work: of the block that is being computed, or of the loss.
-        communication: buffers.
-        base: of the driver and its kernels.
         host: what is kept in the host's memory instead.
     """
 
@@ -70,8 +66,6 @@ class RankBytes:
     activations: Numbers
     gathered: Numbers
     work: Numbers
-    communication: Numbers
-    base: Numbers
     host: Numbers
 
     @property
@@ -80,20 +74,17 @@ class RankBytes:
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
 
-def rank_bytes(
-    shape: Shape, options: Options, *, precision: Precision = BF16, base: Numbers = 1.5 * 2**30
-) -> RankBytes:
+def rank_bytes(shape: Shape, options: Options, *, precision: Precision = BF16) -> RankBytes:
     """Memory of the neediest rank of every candidate.
 
     Args:
         shape: of the model.
         options: the candidates.
         precision: of parameters and updates.
-        base: bytes that are taken before the model is there.
     """
     blocks = np.ceil(shape.layers / (options.pipeline * options.virtual) - 1e-9) * options.virtual
-    first = stage_bytes(shape, options, blocks, last=False, precision=precision, base=base)
-    last = stage_bytes(shape, options, blocks, last=True, precision=precision, base=base)
+    first = stage_bytes(shape, options, blocks, last=False, precision=precision)
+    last = stage_bytes(shape, options, blocks, last=True, precision=precision)
     return needier(first, last, last.total > first.total)
 
 
@@ -143,7 +134,6 @@ def stage_bytes(
     *,
     last: bool,
     precision: Precision = BF16,
-    base: Numbers = 1.5 * 2**30,
 ) -> RankBytes:
     """Memory of a pipeline rank with so many blocks; it grows by as much with each of them.
 
@@ -153,7 +143,6 @@ def stage_bytes(
         blocks: of the rank.
         last: it is the last rank, with the head; else it keeps as many microbatches as the first.
         precision: of parameters and updates.
-        base: bytes that are taken before the model is there.
     """
     p, t = options.pipeline, options.tensor
     experts = np.maximum(1.0, shape.experts / options.expert)
@@ -175,15 +164,8 @@ def stage_bytes(
         activations=activations,
         gathered=np.where(options.sharded >= Sharded.PARAMETERS, live, 0.0),
         work=np.maximum(_work_bytes(shape, options), np.where((p == 1) | last, logits, 0.0)),
-        communication=buckets_bytes(options),
-        base=base,
         host=states_on_host + activations_on_host,
     )
-
-
-def buckets_bytes(options: Options) -> Numbers:
-    """Buffers of collectives."""
-    return np.where(options.num_ranks > 1, _BUCKETS_BYTES, 0.0)
 
 
 def _work_bytes(shape: Shape, options: Options) -> Numbers:

@@ -20,6 +20,8 @@ from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 
 __all__ = [
+    "UPDATE_BYTES",
+    "UPDATE_BYTES_32",
     "StepSeconds",
     "all_reduce_seconds",
     "bubble_seconds",
@@ -30,8 +32,8 @@ __all__ = [
     "update_seconds",
 ]
 
-# That Adam moves for a parameter: in 16 bits with a master copy, in 32 without.
-_UPDATE_BYTES, _UPDATE_BYTES_32 = 36, 28
+UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
+"""That Adam moves for a parameter: in 16 bits with a copy in 32, and in 32 without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +260,7 @@ def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached:
     own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
     rate = np.where(on_host, np.maximum(rates.host_Bps, 1.0), rates.memory_Bps * reached.update)
-    return own * np.where(np.asarray(options.width) > 2, _UPDATE_BYTES_32, _UPDATE_BYTES) / rate
+    return own * np.where(np.asarray(options.width) > 2, UPDATE_BYTES_32, UPDATE_BYTES) / rate
 
 
 def _offload_seconds(

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from shardwright.comm.environment import detect
+from shardwright.comm.identity.environment import detect
 from shardwright.cpu_mode import (
     _private,
     children,
@@ -63,7 +63,7 @@ def enable(*, says_so: bool = True) -> None:
     process_groups.put_in_force()
     synchronised_norms.put_in_force()
     data_loading.put_in_force()
-    children.put_in_force()
+    children.put_in_force(enable)
 
 
 def _place() -> tuple[int, int]:

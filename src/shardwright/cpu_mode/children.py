@@ -5,19 +5,24 @@ force when that happens. Only children of a process in CPU mode get it.
 """
 
 import functools
+from collections.abc import Callable
 from multiprocessing import spawn
 from typing import Any
 
 __all__ = ["put_in_force"]
 
 
-def put_in_force() -> None:
-    """Has processes that are spawned begin with CPU mode."""
+def put_in_force(enable: Callable[..., None]) -> None:
+    """Has processes that are spawned begin with CPU mode.
+
+    Args:
+        enable: puts it in force in a process; a function of a module.
+    """
     prepare: Any = spawn.get_preparation_data
 
     @functools.wraps(prepare)
     def with_cpu_mode(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {**prepare(*args, **kwargs), "shardwright.cpu_mode": _Activation()}
+        return {**prepare(*args, **kwargs), "shardwright.cpu_mode": _Activation(enable)}
 
     spawn.get_preparation_data = with_cpu_mode
 
@@ -25,11 +30,8 @@ def put_in_force() -> None:
 class _Activation:
     """Unpickling it puts CPU mode in force."""
 
+    def __init__(self, enable: Callable[..., None]):
+        self._enable = enable
+
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _activate, ()
-
-
-def _activate() -> None:
-    from shardwright.cpu_mode.activation import enable
-
-    enable(says_so=False)
+        return functools.partial(self._enable, says_so=False), ()

@@ -14,7 +14,7 @@ report (`verdict`).
     Estimator.fit ──► JobSpec ──► engine (Local, LocalCluster, Slurm, Kubernetes, Ray) ──► shardwright run
 
 What is named here is imported when it is used. Otherwise import the modules themselves:
-`shardwright.launch.agent` needs torch, and the supervisors start faster without.
+`shardwright.launch.ranks.agent` needs torch, and the supervisors start faster without.
 """
 
 from importlib import import_module

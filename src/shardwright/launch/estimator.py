@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
-from shardwright.launch.channels import local_path, read_channels
-from shardwright.launch.counts import check_count
-from shardwright.launch.distribution import Distribution, read_distribution
 from shardwright.launch.engines.engine import Engine
 from shardwright.launch.engines.local import Local
-from shardwright.launch.estimator_arguments import ALIASES, sort_out
-from shardwright.launch.hyperparameters import to_words, with_plain_values
-from shardwright.launch.instances import LOCAL
-from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.placement import place_processes
-from shardwright.launch.process_text import check_variables, shown
-from shardwright.launch.running_job import RunningJob
-from shardwright.launch.smp_parameters import check_world
-from shardwright.launch.training_environment import framework_parameters
+from shardwright.launch.jobs.channels import local_path, read_channels
+from shardwright.launch.jobs.distribution import Distribution, read_distribution
+from shardwright.launch.jobs.estimator_arguments import ALIASES, sort_out
+from shardwright.launch.jobs.instances import LOCAL
+from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.jobs.placement import place_processes
+from shardwright.launch.jobs.running_job import RunningJob
+from shardwright.launch.processes.counts import check_count
+from shardwright.launch.processes.process_text import check_variables, shown
+from shardwright.launch.ranks.hyperparameters import to_words, with_plain_values
+from shardwright.launch.ranks.smp_parameters import check_world
+from shardwright.launch.ranks.training_environment import framework_parameters
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
 from shardwright.printable import control_in, printable
 
@@ -64,8 +64,8 @@ class Estimator:
         entry_point: the script; relative to `source_dir`, if that is given.
         source_dir: the folder of the script, in which it starts.
         hyperparameters: options of the script, by name.
-        distribution: how processes are started, and what they are told; `shardwright.launch.distribution` has
-            the forms.
+        distribution: how processes are started, and what they are told, in the forms of
+            `shardwright.launch.jobs.distribution`.
         instance_type: ``local`` (this machine's CPUs, in CPU mode), ``local_gpu``, or a kind of machine such
             as ``ml.p4d.24xlarge``, which says how many GPUs a host has.
         instance_count: hosts.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.comm.environment import detect
+from shardwright.comm.identity.environment import detect
 from shardwright.errors import LaunchError
 from shardwright.units import format_bytes
 

@@ -76,7 +76,7 @@ def _alternatives(plan: Plan) -> str:
 
 
 def _trials(plan: Plan) -> str:
-    rows = [("pipeline", "data", "shared by", "schedule", "microbatches", "step", "predicted")]
+    rows = [("pipeline", "data", "shards", "schedule", "microbatches", "step", "predicted")]
     for trial in plan.trials:
         mesh, schedule = trial.mesh, trial.schedule
         degrees = (str(mesh.pipeline), str(mesh.data), str(mesh.shard))

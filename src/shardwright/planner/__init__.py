@@ -11,14 +11,12 @@ from shardwright.planner.batch_statistics import (
 )
 from shardwright.planner.chain import Chain
 from shardwright.planner.estimate import estimate_profile
-from shardwright.planner.fabric import ACTION_OVERHEAD_S
 from shardwright.planner.meshes import best_of_meshes, best_plans, meshes
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
 from shardwright.planner.search import Candidates, make_plan, microbatch_counts
 
 __all__ = [
-    "ACTION_OVERHEAD_S",
     "NO_CORRECTION",
     "Candidates",
     "Chain",

@@ -1,6 +1,7 @@
 """Following a finished plan: what it decides otherwise than the settings, and its schedule."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from shardwright.config import Config
 from shardwright.plan import Plan
@@ -50,17 +51,7 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
     """The costs that a plan was made with; None for plans written by hand."""
     if plan.prediction is None:
         return None
-    return tuple(
-        StageCost(
-            forward_s=stage.forward_s,
-            backward_s=stage.backward_s,
-            weight_s=stage.weight_s,
-            saved_bytes=stage.saved_bytes,
-            weight_bytes=stage.weight_bytes,
-            input_s=stage.input_s,
-        )
-        for stage in plan.prediction.stages
-    )
+    return tuple(StageCost(**asdict(stage.cost)) for stage in plan.prediction.stages)
 
 
 def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:

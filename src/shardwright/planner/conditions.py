@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 
 from shardwright.cluster import Link
-from shardwright.plan_conditions import Conditions, FlowConditions, LinkConditions
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
+from shardwright.costs.own_runtime import ACTION_S
+from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
+from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Option
 
 __all__ = ["conditions_of"]
@@ -25,7 +26,7 @@ def conditions_of(option: Option) -> Conditions:
             for edge in layout.edges()
         ),
         hosts=tuple(
-            fabric.mesh.rank_of(pipeline=rank) // fabric.cluster.ranks_per_node
+            fabric.mesh.rank_of(pp=rank) // fabric.cluster.ranks_per_node
             for rank in range(fabric.mesh.pipeline)
         ),
         intra_node=_link(fabric.cluster.intra_node),
@@ -33,7 +34,7 @@ def conditions_of(option: Option) -> Conditions:
         cores=fabric.cores,
         ranks_per_node=fabric.ranks_per_node,
         crowding=fabric.crowding,
-        action_overhead_s=ACTION_OVERHEAD_S,
+        action_overhead_s=ACTION_S,
         step_overhead_s=fabric.step_overhead_s,
         tie_s=option.tie_s,
         sync_latency_s=min(_sync_latency_s(option), option.tie_s + option.replica_s.exposed_s),

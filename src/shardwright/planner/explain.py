@@ -1,10 +1,12 @@
 """Why a plan is as it is: predictions, reasons in sentences with numbers, and the runners-up."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from shardwright.config import Config
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
 from shardwright.planner.conditions import conditions_of
+from shardwright.planner.estimate import error_of_estimates
 from shardwright.planner.option import Option
 from shardwright.units import format_bytes, format_seconds
 
@@ -22,14 +24,9 @@ def predict(option: Option) -> Prediction:
         sends[edge.source] += edge.num_bytes
     stages = tuple(
         StagePrediction(
-            forward_s=cost.forward_s,
-            backward_s=cost.backward_s + cost.recompute_s,
+            **asdict(cost.whole),
             recompute_s=cost.recompute_s,
-            weight_s=cost.weight_s,
-            input_s=None if cost.input_s is None else cost.input_s + cost.recompute_s,
             send_bytes=sent,
-            saved_bytes=cost.saved_bytes,
-            weight_bytes=cost.weight_bytes,
             parameter_bytes=held,
         )
         for cost, sent, held in zip(layout.stage_costs(), sends, layout.stage_parameter_bytes(), strict=True)
@@ -43,7 +40,9 @@ def predict(option: Option) -> Prediction:
         provenance=layout.chain.provenance,
         correction=correction.factor,
         update_s=_update_seconds(option),
-        error=correction.error_of(layout.chain.provenance),
+        error=correction.error_of(
+            layout.chain.provenance, estimates=error_of_estimates(option.workload.fabric.cluster.device)
+        ),
         conditions=conditions_of(option),
     )
 
@@ -203,7 +202,7 @@ def _balance(best: Option) -> str:
     ]
     slowest = work.index(max(work))
     text = (
-        f"Rank {slowest} has most work, {format_seconds(work[slowest])} a microbatch; "
+        f"Busiest rank: {slowest}, with {format_seconds(work[slowest])} of work a microbatch; "
         f"the mean is {format_seconds(sum(work) / len(work))}"
     )
     return text + f", and ranks idle {best.simulation.bubble:.0%} of the step."
@@ -214,9 +213,7 @@ def _memory(best: Option) -> str:
     memory = best.memory[neediest]
     limit = best.workload.demands.limit_bytes
     bound = f"of {format_bytes(limit)}" if limit else "(no limit is known)"
-    return (
-        f"Rank {neediest} needs most memory, {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
-    )
+    return f"Peak memory (rank {neediest}): {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
 
 
 def _recomputation(best: Option) -> list[str]:

@@ -5,26 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.cluster import Cluster, Link
+from shardwright.costs.own_runtime import STEP_S
 from shardwright.mesh import Mesh
 from shardwright.planner.layout import Layout
 from shardwright.planner.overlap import Moments, exposed_after, exposed_before, moments_of
 from shardwright.planner.past_runs import NO_CORRECTION, Correction
 
-__all__ = ["ACTION_OVERHEAD_S", "NO_SUMS", "Fabric", "ReplicaSeconds"]
-
-ACTION_OVERHEAD_S = 8e-5
-"""Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
-
-A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean, which
-also counts for both parts of a backward that is split.
-"""
-
-_STEP_OVERHEAD_S = 4e-3
-"""Seconds for which a rank keeps its core busy before the first action of a step and after the last one.
-
-It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
-to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
-"""
+__all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class Fabric:
 
     def link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks of a replica."""
-        return self.cluster.link(self.mesh.rank_of(pipeline=source), self.mesh.rank_of(pipeline=target))
+        return self.cluster.link(self.mesh.rank_of(pp=source), self.mesh.rank_of(pp=target))
 
     @property
     def neighbour_link(self) -> Link | None:
@@ -85,7 +72,7 @@ class Fabric:
             return ()
         mesh = self.mesh
         return tuple(
-            max(self.cluster.slowness_of(mesh.rank_of(pipeline=p, data=d)) for d in range(mesh.data))
+            max(self.cluster.slowness_of(mesh.rank_of(pp=p, rdp=d)) for d in range(mesh.data))
             for p in range(mesh.pipeline)
         )
 
@@ -93,8 +80,7 @@ class Fabric:
     def ranks_per_node(self) -> int:
         """Pipeline ranks of one replica that share a host."""
         hosts = [
-            self.mesh.rank_of(pipeline=rank) // self.cluster.ranks_per_node
-            for rank in range(self.mesh.pipeline)
+            self.mesh.rank_of(pp=rank) // self.cluster.ranks_per_node for rank in range(self.mesh.pipeline)
         ]
         return hosts.count(hosts[0])
 
@@ -124,7 +110,7 @@ class Fabric:
         """
         cores = self.cluster.cores_per_node
         crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
-        return crowd * _STEP_OVERHEAD_S
+        return crowd * STEP_S
 
     def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int], *, at_once: int = 1) -> float:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
@@ -156,7 +142,7 @@ class Fabric:
                 ranks = tuple(sorted({layout.ranks[stage] for stage in replicated[use.name]}))
                 groups[ranks] = groups.get(ranks, 0) + use.num_bytes
         return sum(
-            self.all_reduce_seconds(size, [self.mesh.rank_of(pipeline=rank) for rank in ranks])
+            self.all_reduce_seconds(size, [self.mesh.rank_of(pp=rank) for rank in ranks])
             for ranks, size in groups.items()
         )
 
@@ -182,12 +168,12 @@ class Fabric:
         self, rank: int, trained: tuple[int, int], moments: Moments, reductions: int, gatherings: int
     ) -> "ReplicaSeconds":
         """Of one pipeline rank."""
-        first = self.mesh.rank_of(pipeline=rank)
+        first = self.mesh.rank_of(pp=rank)
         apart, shared = trained
-        group, crowd = self.mesh.group("shard", first), self.crowding
+        group, crowd = self.mesh.group("dp_shard", first), self.crowding
         moments = moments.slower(crowd)
         half_s = self._replicas_seconds(shared, group) / 2
-        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("replicas", first))
+        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("dp_replicate", first))
         sums_s = self._replicas_seconds(apart, self.mesh.group("rdp", first)) + half_s + parts_s
         early_s, gathers_s = (reductions - 1) * half_s, gatherings * half_s
         occupancy = self._occupancy(self.mesh.group("rdp", first))

@@ -90,7 +90,7 @@ def _fits(
         v = layout.num_stages // layout.num_ranks if kind == best.kind and not automatic else None
         ranks = place_stages(kind, num_ranks=pipeline, stages_per_rank=v)
         chain = chain.bound(stages_per_rank=len(ranks) // pipeline)
-        mesh = Mesh(world_size=pipeline, pipeline=pipeline)
+        mesh = Mesh.of(world_size=pipeline, pipeline=pipeline)
         fabric = replace(fabric, mesh=mesh)
     if len(ranks) > chain.num_atoms:
         return False

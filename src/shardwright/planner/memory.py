@@ -129,7 +129,7 @@ def scheduled_work_bytes(
         held = kept = peak = 0.0
         for action in row:
             cost, stage = costs[action.stage], action.stage
-            left = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
+            left = cost.left_bytes
             around = under_way.num_bytes(forwards_left=forwards > 0)
             if action.kind is Kind.FORWARD:
                 forwards -= 1

@@ -52,7 +52,7 @@ def memory_over_time(
     moments: list[list[tuple[float, int]]] = [[(0.0, 0)] for _ in memory]
     for event in simulation.events:
         cost, kind = costs[event.action.stage], event.action.kind
-        later = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
+        later = cost.left_bytes
         change = {
             Kind.FORWARD: cost.saved_bytes,
             Kind.BACKWARD: -cost.saved_bytes,

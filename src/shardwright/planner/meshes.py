@@ -47,7 +47,7 @@ def meshes(world_size: int, config: Config) -> list[Mesh]:
     pipeline, data = config.pipeline_parallel_degree, config.data_parallel_degree
     shard = config.sharded_data_parallel_degree
     found = [
-        Mesh(world_size=world_size, pipeline=p, data=d, shard=s, placement=config.placement_strategy)
+        Mesh.of(world_size=world_size, pipeline=p, data=d, shard=s, placement=config.placement_strategy)
         for p, d in ((p, world_size // p) for p in _divisors(world_size))
         if p == (pipeline or p) and d == (data or d) and not (config.ddp is False and d > 1)
         for s in _divisors(d)
@@ -131,7 +131,7 @@ def _choice(best: _Planned, rivals: Sequence[_Planned], *, num_failed: int) -> s
 def _title(each: _Planned) -> str:
     assert each.plan.prediction is not None
     mesh = each.mesh
-    shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
+    shared = f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
     step = format_seconds(each.plan.prediction.step_s)
     return f"pipeline {mesh.pipeline} x data {mesh.data}{shared} ({step} a step)"
 

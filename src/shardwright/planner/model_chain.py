@@ -1,7 +1,7 @@
 """Makes the chain of a traced model.
 
-Operations between calls have a home too: the latest call that they rest on, or, where they rest on parameters
-alone, the first call that needs them. So every value has one home, and crosses to the calls that read it.
+Operations between calls have a home too (`ModelGraph.home_calls`). So every value has one home, and crosses
+to the calls that read it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.planner.bonds import bonds_of_groups, bonds_of_units
 from shardwright.planner.chain import Chain, Floats, Flow, ParameterUse, SavedValue
-from shardwright.profile import Profile, UnitCost
+from shardwright.profile import Cost, Profile, UnitCost
 
 __all__ = ["build_chain"]
 
@@ -34,13 +34,8 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
         )
     nodes = [graph.nodes[call] for call in calls]
     costs = _costs(nodes, profile)
-    homes = _home_calls(graph)
-    glue = _glue(graph, homes, profile, num_calls=len(calls))
-    recompute_s = np.array([cost.forward_s for cost in costs])
-    backward_s = np.array([cost.backward_s for cost in costs])
-    weight_s = np.array([cost.weight_s for cost in costs])
-    rest_s = np.maximum(backward_s - weight_s, 0.0)
-    input_s = np.array([nan if cost.input_s is None else cost.input_s for cost in costs])
+    homes = graph.home_calls()
+    totals, glue = _with_operations(graph, homes, costs, profile)
     work_bytes = np.array([float(cost.work_bytes) for cost in costs])
     split_work_bytes = np.array(
         [float(cost.work_bytes if cost.split_work_bytes is None else cost.split_work_bytes) for cost in costs]
@@ -48,11 +43,11 @@ def build_chain(graph: ModelGraph, profile: Profile) -> Chain:
     chain = Chain(
         labels=tuple(node.label for node in nodes),
         starts=tuple(range(len(calls) + 1)),
-        forward_s=recompute_s + glue.forward_s,
-        backward_s=backward_s + glue.backward_s,
-        input_s=np.where(np.isnan(input_s), rest_s, input_s) + glue.backward_s,
-        weight_s=weight_s,
-        recompute_s=recompute_s,
+        forward_s=np.array([total.forward_s for total in totals]),
+        backward_s=np.array([total.backward_s for total in totals]),
+        input_s=np.array([max(total.rest_s, 0.0) for total in totals]),
+        weight_s=np.array([total.weight_s for total in totals]),
+        recompute_s=np.array([cost.forward_s for cost in costs]),
         saved_bytes=np.array([float(cost.saved_bytes) for cost in costs]),
         kept_bytes=np.array([float(min(cost.input_bytes, cost.saved_bytes)) for cost in costs]),
         glue_bytes=glue.saved_bytes,
@@ -82,16 +77,18 @@ def _costs(nodes: Sequence[Node], profile: Profile) -> list[UnitCost]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Glue:
-    """What operations add to the calls that are their homes."""
+    """Bytes that operations add to the calls that are their homes."""
 
-    forward_s: Floats
-    backward_s: Floats
     saved_bytes: Floats
     gradient_bytes: Floats
 
 
-def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, num_calls: int) -> _Glue:
-    glue = _Glue(*(np.zeros(num_calls) for _ in range(4)))
+def _with_operations(
+    graph: ModelGraph, homes: Sequence[int | None], costs: Sequence[UnitCost], profile: Profile
+) -> tuple[list[Cost], _Glue]:
+    """The costs of calls with those of the operations whose homes they are."""
+    totals: list[Cost] = list(costs)
+    glue = _Glue(*(np.zeros(len(costs)) for _ in range(2)))
     for node, home in zip(graph.nodes, homes, strict=True):
         if home is None:
             continue
@@ -103,28 +100,9 @@ def _glue(graph: ModelGraph, homes: Sequence[int | None], profile: Profile, *, n
             glue.saved_bytes[home] += node.saved_bytes
             cost = profile.costs.get(node.cost_class)
             if cost is not None:
-                glue.forward_s[home] += cost.forward_s
-                glue.backward_s[home] += cost.backward_s
-    return glue
-
-
-def _home_calls(graph: ModelGraph) -> list[int | None]:
-    """For each node, the position of its home in the chain; None for free nodes and for what nobody reads."""
-    position = {node: at for at, node in enumerate(graph.calls)}
-    homes: list[int | None] = []
-    for index, node in enumerate(graph.nodes):
-        if node.kind == "unit":
-            homes.append(position[index])
-        else:
-            known = (homes[graph.values[value].producer] for value in node.inputs)
-            homes.append(max((home for home in known if home is not None), default=None))
-    consumers = graph.consumers()
-    for index in reversed(range(len(graph.nodes))):
-        node = graph.nodes[index]
-        if homes[index] is None and not node.free:
-            readers = (homes[reader] for value in node.outputs for reader in consumers[value])
-            homes[index] = min((home for home in readers if home is not None), default=None)
-    return homes
+                # The runtime puts off the gradients of units' weights alone.
+                totals[home] += Cost(cost.forward_s, cost.backward_s)
+    return totals, glue
 
 
 def _flows(graph: ModelGraph, homes: Sequence[int | None]) -> tuple[Flow, ...]:

@@ -12,14 +12,16 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from shardwright.costs.own_runtime import ACTION_S
+from shardwright.costs.partition import split
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric, ReplicaSeconds
+from shardwright.planner.fabric import Fabric, ReplicaSeconds
 from shardwright.planner.layout import Layout
 from shardwright.planner.lower_bound import least_seconds
 from shardwright.planner.memory import in_flight, rank_memory, scheduled_work_bytes
 from shardwright.planner.objective import Objective, RecomputePolicy, build_objective
-from shardwright.planner.partition import improve, split
+from shardwright.planner.partition import improve
 from shardwright.planner.recompute import choose_recompute
 from shardwright.planner.tables import build_tables
 from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate, splits_backward
@@ -228,7 +230,7 @@ class Draft:
             layout,
             num_microbatches=workload.num_microbatches,
             may_split=splits_backward(self.kind),
-            overhead_s=ACTION_OVERHEAD_S,
+            overhead_s=ACTION_S,
         )
         return _whole_step_s(step_s, sums_s.exposed_s, layout, workload.fabric)
 
@@ -291,7 +293,7 @@ class Draft:
             link=fabric.link,
             cores=fabric.cores,
             ranks_per_node=fabric.ranks_per_node,
-            action_overhead_s=ACTION_OVERHEAD_S,
+            action_overhead_s=ACTION_S,
         )
         work = scheduled_work_bytes(schedule, layout, costs, simulation.unread)
         memory = self._memory(layout, simulation.peak_bytes, work)

@@ -121,11 +121,18 @@ class Correction:
     error: float | None = None
     runs: int = 0
 
-    def error_of(self, provenance: str) -> float:
-        """The same; what is common for measured, or for estimated units, where too few runs are known."""
+    def error_of(self, provenance: str, *, estimates: float | None = None) -> float:
+        """The same; what is common for measured, or for estimated units, where too few runs are known.
+
+        Args:
+            provenance: of the costs of units.
+            estimates: what estimated units are off on such devices; None: what is common.
+        """
         if self.error is not None:
             return self.error
-        return _MEASURED if provenance == "measured" else _ESTIMATED
+        if provenance == "measured":
+            return _MEASURED
+        return _ESTIMATED if estimates is None else estimates
 
 
 NO_CORRECTION = Correction()

@@ -14,7 +14,7 @@ from shardwright.cluster import Link
 from shardwright.errors import PlanError
 from shardwright.limits import MOST_TIMES
 from shardwright.plan import Plan, Prediction
-from shardwright.plan_conditions import Conditions, LinkConditions
+from shardwright.plan.conditions import Conditions, LinkConditions
 from shardwright.planner.adopt import schedule_of, stage_costs_of
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 
@@ -164,7 +164,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
     _check_length(len(plan.stages), microbatches)
     share = plan.schedule.microbatches / microbatches
     costs = tuple(
-        _scaled(cost, seconds=share * change.slow.get(rank, 1.0) / change.compute_rate, num_bytes=share)
+        cost.scaled(seconds=share * change.slow.get(rank, 1.0) / change.compute_rate, num_bytes=share)
         for cost, rank in zip(base.costs, plan.stage_ranks, strict=True)
     )
     same_order = change.kind in (None, plan.schedule.kind) and microbatches == plan.schedule.microbatches
@@ -175,7 +175,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
             stage_ranks=plan.stage_ranks,
             num_microbatches=microbatches,
             active_microbatches=plan.schedule.active_microbatches,
-            costs=tuple(_scaled(cost, seconds=share, num_bytes=share) for cost in base.costs),
+            costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
         )
     changed = replace(base, schedule=schedule, costs=costs)
     if conditions is None:
@@ -232,20 +232,6 @@ def _check_ranks(plan: Plan, change: Change) -> None:
                 f"rank {rank} was to be slow, but the plan has the pipeline ranks 0 to "
                 f"{plan.mesh.pipeline - 1}. Name one of them."
             )
-
-
-def _scaled(cost: StageCost, *, seconds: float, num_bytes: float) -> StageCost:
-    if seconds == num_bytes == 1.0:
-        return cost
-    return StageCost(
-        forward_s=cost.forward_s * seconds,
-        backward_s=cost.backward_s * seconds,
-        weight_s=cost.weight_s * seconds,
-        saved_bytes=round(cost.saved_bytes * num_bytes),
-        recompute_s=cost.recompute_s * seconds,
-        weight_bytes=None if cost.weight_bytes is None else round(cost.weight_bytes * num_bytes),
-        input_s=None if cost.input_s is None else cost.input_s * seconds,
-    )
 
 
 def _edges(conditions: Conditions, *, share: float = 1.0) -> tuple[Edge, ...]:

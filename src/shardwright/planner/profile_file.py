@@ -95,6 +95,7 @@ class _Link(Record):
 
 class _Device(Record):
     name: str
+    family: str = ""
     memory_bytes: Bytes
     flops_per_s: Positive
     reached: Annotated[float, Field(gt=0, le=1)] = 0.7

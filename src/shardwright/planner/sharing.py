@@ -62,7 +62,7 @@ class Sharing:
     def _way(
         cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int, every: bool
     ) -> "Sharing":
-        group = mesh.group("shard", 0)
+        group = mesh.group("dp_shard", 0)
         hosts = [rank // cluster.ranks_per_node for rank in group]
         return cls(
             degree=mesh.shard,

@@ -128,7 +128,7 @@ def _work_parts(plan: Plan, setting: Setting) -> Iterator[Part]:
         "imbalance",
         "imbalance",
         ranks[busiest].total_s - mean_s,
-        f"What rank {busiest}, which has most work, has above the mean.",
+        f"Work of the busiest rank, {busiest}, above the mean.",
     )
     free = replace(setting, link=None, cores=0)
     bubble_s = play(free).simulation.step_s - ranks[busiest].total_s

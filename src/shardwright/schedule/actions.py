@@ -1,13 +1,13 @@
 """The pieces of work of a pipeline rank.
 
-An *action* is the forward of a stage for one microbatch, its backward, or one end of a transfer. The text
-form is PyTorch's: stage, kind, microbatch.
+An *action* is the forward of a stage for one microbatch, its backward, one end of a transfer, or a copy to or
+from the memory of the host. The text form is PyTorch's: stage, kind, microbatch.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["COMPUTE", "TRANSFERS", "Action", "Kind"]
+__all__ = ["COMPUTE", "HOST_COPIES", "TRANSFERS", "Action", "Kind"]
 
 
 class Kind(StrEnum):
@@ -16,6 +16,9 @@ class Kind(StrEnum):
     A whole backward ``B`` computes the gradients of a stage's inputs and of its weights. Split in two, ``I``
     computes those of the inputs, for which the stage before waits, and ``W`` those of the weights, for which
     nobody waits.
+
+    ``OFFLOAD`` copies what a forward has kept for its backward to the memory of the host, and ``LOAD`` copies
+    it back. Both start where they stand in the row, and run beside what comes next.
     """
 
     FORWARD = "F"
@@ -26,6 +29,8 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
+    OFFLOAD = "OFFLOAD"
+    LOAD = "LOAD"
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -33,6 +38,9 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGH
 
 TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 """Kinds that move a tensor between two ranks."""
+
+HOST_COPIES = (Kind.OFFLOAD, Kind.LOAD)
+"""Kinds that move what a stage keeps to the memory of the host and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class Action:
         kind: what is done.
         stage: the stage that does it; for a transfer, the stage that sends or receives.
         microbatch: which microbatch, from 0.
-        peer: the other stage of a transfer; None for compute.
+        peer: the other stage of a transfer; None for all else.
 
     >>> str(Action(Kind.FORWARD, 2, 3)), str(Action(Kind.SEND_F, 1, 0, peer=2))
     ('2F3', '1SEND_F0')

@@ -2,33 +2,46 @@
 
 from collections.abc import Sequence
 
-from shardwright.schedule.actions import Action
+from shardwright.schedule.actions import Action, Kind
 
 __all__ = ["draw_rows"]
 
+Row = Sequence[tuple[Action, int, int]]
+"""Actions with start and length in units of time."""
 
-def draw_rows(rows: Sequence[Sequence[tuple[Action, int, int]]], *, name_stages: bool) -> str:
-    """Draws one line a rank.
+_LETTERS = {Kind.OFFLOAD: "O", Kind.LOAD: "L"}
+
+
+def draw_rows(rows: Sequence[Row], *, name_stages: bool, copies: Sequence[Row] = ()) -> str:
+    """Draws one line a rank, and one below for its host where anything is copied there.
 
     Args:
-        rows: for each rank, its compute actions with start and length in units of time.
+        rows: for each rank, its compute actions.
         name_stages: write the stage before the kind, for ranks that run several.
+        copies: for each rank, its copies to the host (``O``) and back (``L``).
 
     Returns:
         Lines in which ``=`` fills an action longer than one unit and ``.`` is an idle unit.
     """
-    names = [
-        [str(action) if name_stages else f"{action.kind.value}{action.microbatch}" for action, _, _ in row]
-        for row in rows
-    ]
-    width = max((len(name) for row in names for name in row), default=1)
-    label_width = len(f"rank {len(rows) - 1}")
-    lines = []
+    lines: list[tuple[str, Row]] = []
     for rank, row in enumerate(rows):
-        cells, now = [f"rank {rank}".ljust(label_width), "|"], 0
-        for name, (_, start, length) in zip(names[rank], row, strict=True):
+        lines.append((f"rank {rank}", row))
+        if copies and copies[rank]:
+            lines.append((f"host {rank}", copies[rank]))
+    width = max((len(_name(action, name_stages)) for row in rows for action, _, _ in row), default=1)
+    label_width = len(f"rank {len(rows) - 1}")
+    drawn = []
+    for label, row in lines:
+        cells, now = [label.ljust(label_width), "|"], 0
+        for action, start, length in row:
+            name = _name(action, name_stages)
             cells += [".".ljust(width)] * (start - now)
             cells.append(name.ljust(width) if length <= 1 else name.ljust(length * (width + 1) - 1, "="))
             now = start + length
-        lines.append(" ".join(cells).rstrip())
-    return "\n".join(lines)
+        drawn.append(" ".join(cells).rstrip())
+    return "\n".join(drawn)
+
+
+def _name(action: Action, name_stages: bool) -> str:
+    stage = str(action.stage) if name_stages else ""
+    return f"{stage}{_LETTERS.get(action.kind, action.kind.value)}{action.microbatch}"

@@ -38,7 +38,7 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
     """Adds the transfers that the edges ask for.
 
     Args:
-        schedule: compute actions only.
+        schedule: compute actions, and copies to the host, which stay behind what they stand behind.
         edges: which stages feed which; None where each feeds the next. Edges within a rank make no transfer.
             Several messages of one action go in the order of their peer stages.
         lookahead: a receive is posted at least this many compute actions before its use, where there are as
@@ -74,7 +74,9 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
         for number in row:
             actions += receives[number]
             actions.append(program.actions[number])
-            actions += [_send(program, number, message[0]) for message in program.sends[number]]
+            sends = (message for message in program.sends[number] if message[2] < program.first_copy)
+            actions += [_send(program, number, message[0]) for message in sends]
+            actions += program.copies.get(number, ())
         rows.append(tuple(actions))
     return replace(schedule, actions=tuple(rows))
 
@@ -83,8 +85,9 @@ def _place_receives(program: Program, starts: Sequence[float], lookahead: int) -
     """The receives to post before each action."""
     queues: list[list[tuple[int, int]]] = [[] for _ in program.channels]
     for producer, messages in enumerate(program.sends):
-        for consumer, channel, _ in messages:
-            queues[channel].append((producer, consumer))
+        for consumer, channel, price in messages:
+            if price < program.first_copy:
+                queues[channel].append((producer, consumer))
     posts: list[list[tuple[float, int, int, Action]]] = [[] for _ in program.actions]
     for channel, queue in enumerate(queues):
         row = program.rows[program.channels[channel][1]]

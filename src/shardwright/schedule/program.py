@@ -9,17 +9,22 @@ another. What stays on a rank needs no message, only the right order in the row,
     row of rank 1     1F0 -> 1B0 -------------'          numbers 2, 3
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
 from shardwright.schedule.edges import Edge
+from shardwright.schedule.host_copies import check_host_copies
 
-__all__ = ["Message", "Program", "compile_program"]
+__all__ = ["Message", "Program", "compile_program", "host_copies_of"]
 
 Message = tuple[int, int, int]
-"""The action that waits for it, the channel it takes, its price (2 * edge, + 1 for a gradient)."""
+"""The action that waits for it, the channel it takes, the number of its price.
+
+Prices: 2 * edge for a value, + 1 for its gradient; behind all edges, 2 * stage for an offload, + 1 for a
+load.
+"""
 
 
 @dataclass(slots=True)
@@ -31,8 +36,10 @@ class Program:
         rows: the numbers of each row.
         sends: the messages that leave when an action ends, in order.
         num_inputs: the messages that an action waits for.
-        channels: sending and receiving rank of each channel.
-        num_prices: prices of messages: two for each edge.
+        channels: sending and receiving rank of each channel; of one to a host, the rank twice.
+        num_prices: prices of messages: two for each edge and each stage.
+        first_copy: number of the first price of a copy to a host; those before are prices of edges.
+        copies: copies to and from the host that start when an action ends, in order.
     """
 
     actions: list[Action] = field(default_factory=list)
@@ -41,6 +48,20 @@ class Program:
     num_inputs: list[int] = field(default_factory=list)
     channels: list[tuple[int, int]] = field(default_factory=list)
     num_prices: int = 0
+    first_copy: int = 0
+    copies: dict[int, list[Action]] = field(default_factory=dict)
+
+
+def host_copies_of(
+    program: Program, departures: Sequence[tuple[int, int, float, float]]
+) -> Iterator[tuple[int, Action, float, float]]:
+    """The copies to and from hosts among the messages of a replay: rank, action, start and end."""
+    rank_of = {number: rank for rank, row in enumerate(program.rows) for number in row}
+    for consumer, price, leaves_s, ends_s in departures:
+        if price >= program.first_copy:
+            kind = Kind.LOAD if price % 2 else Kind.OFFLOAD
+            waits = program.actions[consumer]
+            yield rank_of[consumer], Action(kind, waits.stage, waits.microbatch), leaves_s, ends_s
 
 
 class _Compiler:
@@ -54,7 +75,7 @@ class _Compiler:
         self.backward = [-1] * size  # of B, or of I where it is split
         self.weight = [-1] * size  # of W
         self.edges = edges
-        self.program = Program(num_prices=2 * len(edges))
+        self.program = Program(num_prices=2 * (len(edges) + len(stage_ranks)), first_copy=2 * len(edges))
         self.channel_of: dict[tuple[int, int], int] = {}
 
     def number(self, rows: Sequence[Sequence[Action]]) -> None:
@@ -185,6 +206,21 @@ class _Compiler:
         self.program.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
         self.program.num_inputs[consumer] += 1
 
+    def read_copies(self, rows: Sequence[Sequence[Action]]) -> None:
+        """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
+        for rank, row in enumerate(rows):
+            check_host_copies(row, rank)
+            latest = self.program.rows[rank].start - 1
+            for action in row:
+                if action.is_compute:
+                    latest += 1
+                elif action.kind is Kind.OFFLOAD or action.kind is Kind.LOAD:
+                    consumer = self.backward[action.stage * self.m + action.microbatch]
+                    price = self.program.first_copy + 2 * action.stage + (action.kind is Kind.LOAD)
+                    self.program.sends[latest].append((consumer, self._channel(rank, rank), price))
+                    self.program.num_inputs[consumer] += 1
+                    self.program.copies.setdefault(latest, []).append(action)
+
     def _check_all_sent(self) -> None:
         gradients = self.backward[0] >= 0
         far = [edge for edge in self.edges if self.ranks[edge.source] != self.ranks[edge.target]]
@@ -226,7 +262,7 @@ def compile_program(
     """Numbers the compute actions of all rows and finds their messages.
 
     Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
-    sent.
+    sent. Copies to and from the host are messages of a rank to itself.
 
     Args:
         rows: one a rank.
@@ -242,8 +278,11 @@ def compile_program(
     compiler.number(rows)
     compiler.check_complete()
     compiler.check_rows()
-    if any(not action.is_compute for row in rows for action in row):
+    others = {action.kind for row in rows for action in row if not action.is_compute}
+    if others & set(TRANSFERS):
         compiler.read_messages(rows)
     else:
         compiler.derive_messages()
+    if others & set(HOST_COPIES):
+        compiler.read_copies(rows)
     return compiler.program

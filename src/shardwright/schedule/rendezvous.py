@@ -12,7 +12,7 @@
 from collections.abc import Sequence
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import Action, Kind
+from shardwright.schedule.actions import HOST_COPIES, Action, Kind
 from shardwright.schedule.schedule import Schedule
 
 __all__ = ["MessageKey", "check_progress", "message_key"]
@@ -68,7 +68,9 @@ class _Player:
         self.awaited.pop(rank, None)
         while self.position[rank] < len(row):
             action = row[self.position[rank]]
-            if action.is_compute:
+            if action.kind in HOST_COPIES:
+                pass  # waits for no other rank
+            elif action.is_compute:
                 missing = self._missing_input(action)
                 if missing is not None:
                     self.awaited[rank] = missing

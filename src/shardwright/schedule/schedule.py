@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import TRANSFERS, Action, Kind
+from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
 from shardwright.schedule.drawing import draw_rows
 from shardwright.schedule.edges import chain_edges
-from shardwright.schedule.program import compile_program
+from shardwright.schedule.program import compile_program, host_copies_of
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.stage_cost import unit_costs
 
@@ -78,8 +78,15 @@ class Schedule:
         """Whether sends and receives are in the rows (see `lower`)."""
         return self._has(TRANSFERS)
 
+    @property
+    def has_host_copies(self) -> bool:
+        """Whether anything is copied to the memory of the host."""
+        return self._has(HOST_COPIES)
+
     def draw(self) -> str:
         """A picture in units of time: ``F``, ``I`` and ``W`` take one, a whole ``B`` two, transfers none.
+
+        A copy to the host (``O``) or back (``L``) takes one, on a line of its own.
 
         >>> from shardwright.schedule import build_schedule
         >>> print(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3).draw())
@@ -87,17 +94,22 @@ class Schedule:
         rank 1 | .  F0 B0=== F1 B1=== F2 B2===
         """
         program = compile_program(
-            [[action for action in row if action.is_compute] for row in self.actions],
+            [[action for action in row if action.kind not in TRANSFERS] for row in self.actions],
             stage_ranks=self.stage_ranks,
             num_microbatches=self.num_microbatches,
             edges=chain_edges(self.num_stages),
         )
         seconds = action_seconds(program, unit_costs(self.num_stages))
-        starts = replay(program, seconds).starts
+        copy_s = [(1.0, 0.0)] * (2 * self.num_stages)
+        timeline = replay(program, seconds, [(0.0, 0.0)] * program.first_copy + copy_s)
         rows = [
-            [(program.actions[i], round(starts[i]), round(seconds[i])) for i in row] for row in program.rows
+            [(program.actions[i], round(timeline.starts[i]), round(seconds[i])) for i in row]
+            for row in program.rows
         ]
-        return draw_rows(rows, name_stages=self.num_stages > self.num_ranks)
+        copies: list[list[tuple[Action, int, int]]] = [[] for _ in rows]
+        for rank, action, start_s, end_s in host_copies_of(program, timeline.departures):
+            copies[rank].append((action, round(start_s), round(end_s - start_s)))
+        return draw_rows(rows, name_stages=self.num_stages > self.num_ranks, copies=copies)
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank} | {' '.join(map(str, row))}" for rank, row in enumerate(self.actions))

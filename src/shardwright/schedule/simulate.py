@@ -2,7 +2,8 @@
 
 The same rows that the runtime executes are played out with the seconds of each stage and the links between
 the ranks. Transfers overlap compute, but for the share of them that keeps the cores at their ends busy
-(`Link.occupancy`). Messages on one channel (a directed pair of ranks) wait for one another's bytes.
+(`Link.occupancy`). Messages on one channel (a directed pair of ranks) wait for one another's bytes. So do
+copies between a rank and the memory of its host, which run beside compute and messages.
 
 Ranks on CPUs share the cores of their node. When more of them compute at once than there are cores, each runs
 at the rate cores / computing, from event to event::
@@ -13,7 +14,7 @@ at the rate cores / computing, from event to event::
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, starmap
 from typing import NamedTuple
 
 from shardwright.cluster import Link
@@ -21,7 +22,7 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
 from shardwright.schedule.mail import Price
-from shardwright.schedule.program import Program, compile_program
+from shardwright.schedule.program import Program, compile_program, host_copies_of
 from shardwright.schedule.replay import Handling, Timeline, action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.shared_replay import replay_on_shared_cores
@@ -49,10 +50,12 @@ class Simulation:
         bubble: idle share of the ranks' time, 0 to 1.
         events: the compute actions with start and end, row by row.
         transfers: the sends, from leaving to arriving, on the rank that sends.
+        host_copies: the copies to the host and back, on their rank.
         peak_microbatches: for each stage, the most microbatches between the start of ``F`` and the end of
             ``B`` or ``I``.
         peak_bytes: for each rank, the most bytes kept for backwards: `saved_bytes` from the start of ``F`` to
-            the end of ``B`` or ``I``, then `weight_bytes` to the end of ``W``.
+            the end of ``B`` or ``I``, then `weight_bytes` to the end of ``W``; less what is at the host, from
+            the end of ``OFFLOAD`` to the start of ``LOAD``.
         unread: for each pair (sending rank, receiving rank), the most messages that have left and whose
             action has not started.
     """
@@ -65,6 +68,7 @@ class Simulation:
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     unread: Mapping[tuple[int, int], int]
+    host_copies: tuple[Event, ...] = ()
 
 
 def simulate(
@@ -73,6 +77,7 @@ def simulate(
     *,
     edges: Sequence[Edge] | None = None,
     link: Callable[[int, int], Link] | None = None,
+    host: Link | None = None,
     cores: int = 0,
     ranks_per_node: int = 0,
     action_overhead_s: float = 0.0,
@@ -86,6 +91,7 @@ def simulate(
         costs: of each stage.
         edges: which stages feed which, with bytes; None where each feeds the next with a message of no bytes.
         link: the link from one pipeline rank to another; None where messages take no time.
+        host: the way from each rank to the memory of its host; None where copies take no time.
         cores: CPU cores that the ranks of a node share; 0 where every rank has a device of its own.
         ranks_per_node: ranks of a node, numbered node by node; 0 where all are on one.
         action_overhead_s: seconds that every compute action takes on top.
@@ -110,7 +116,7 @@ def simulate(
     )
     handling = _handling(schedule.stage_ranks, edges, link)
     seconds = action_seconds(program, costs, overhead_s=action_overhead_s, handling=handling)
-    prices = _prices(schedule.stage_ranks, edges, link)
+    prices = _prices(schedule.stage_ranks, edges, link) + _copy_prices(costs, host)
     if cores:
         nodes = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
         timeline = replay_on_shared_cores(program, seconds, prices, nodes=nodes, cores=cores)
@@ -130,7 +136,7 @@ def _prices(
 ) -> list[Price]:
     """For each edge, forward and backward: seconds on the channel, and latency."""
     if link is None:
-        return []
+        return [(0.0, 0.0)] * (2 * len(edges))
     prices = []
     for edge in edges:
         source, target = stage_ranks[edge.source], stage_ranks[edge.target]
@@ -144,6 +150,13 @@ def _prices(
             way = link(sender, receiver)
             prices.append((num_bytes / way.bandwidth_Bps, way.latency_s))
     return prices
+
+
+def _copy_prices(costs: Sequence[StageCost], host: Link | None) -> list[Price]:
+    """For each stage, offload and load: a copy is over before the next one of its rank begins."""
+    if host is None:
+        return [(0.0, 0.0)] * (2 * len(costs))
+    return [(host.seconds(cost.saved_bytes), 0.0) for cost in costs for _ in range(2)]
 
 
 def _handling(
@@ -182,6 +195,9 @@ def _summary(
         events += row_events
     step_s = timeline.makespan
     peak_microbatches, peak_bytes = _peaks(program, costs)
+    copies = tuple(starmap(Event, host_copies_of(program, timeline.departures)))
+    if copies:
+        peak_bytes = _peaks_over_time(events, copies, costs, num_ranks=schedule.num_ranks)
     return Simulation(
         step_s=step_s,
         busy_s=tuple(busy),
@@ -191,6 +207,7 @@ def _summary(
         peak_microbatches=peak_microbatches,
         peak_bytes=peak_bytes,
         unread=_unread(schedule.stage_ranks, program, timeline, edges),
+        host_copies=copies,
     )
 
 
@@ -199,6 +216,8 @@ def _unread(
 ) -> dict[tuple[int, int], int]:
     moments: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for consumer, price, leaves, arrives in timeline.departures:
+        if price >= program.first_copy:
+            continue
         edge = edges[price // 2]
         pair = stage_ranks[edge.source], stage_ranks[edge.target]
         read = max(arrives, timeline.starts[consumer])
@@ -212,6 +231,8 @@ def _transfers(
 ) -> tuple[Event, ...]:
     transfers = []
     for consumer, price, leaves, arrives in timeline.departures:
+        if price >= program.first_copy:
+            continue
         edge = edges[price // 2]
         if price % 2:
             kind, stage, peer = Kind.SEND_B, edge.target, edge.source
@@ -225,7 +246,7 @@ def _transfers(
 def _peaks(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Most microbatches of each stage, most bytes of each rank; a rank runs one action at a time."""
     kept, most = [0] * len(costs), [0] * len(costs)
-    later = [cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes for cost in costs]
+    later = [cost.left_bytes for cost in costs]
     peak_bytes = []
     for row in program.rows:
         held = peak = 0
@@ -246,3 +267,24 @@ def _peaks(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[int, ...
             peak = max(peak, held)
         peak_bytes.append(peak)
     return tuple(most), tuple(peak_bytes)
+
+
+def _peaks_over_time(
+    events: Sequence[Event], copies: Sequence[Event], costs: Sequence[StageCost], *, num_ranks: int
+) -> tuple[int, ...]:
+    """Most bytes of each rank, where copies run beside its actions."""
+    moments: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
+    for event in (*events, *copies):
+        kind, cost = event.action.kind, costs[event.action.stage]
+        later = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
+        changes = {
+            Kind.FORWARD: (event.start_s, cost.saved_bytes),
+            Kind.OFFLOAD: (event.end_s, -cost.saved_bytes),
+            Kind.LOAD: (event.start_s, cost.saved_bytes),
+            Kind.BACKWARD: (event.end_s, -cost.saved_bytes),
+            Kind.BACKWARD_INPUT: (event.end_s, later - cost.saved_bytes),
+            Kind.BACKWARD_WEIGHT: (event.end_s, -later),
+        }
+        moments[event.rank].append(changes[kind])
+    # At one moment, what is let go of goes before what is kept anew.
+    return tuple(max(0, *accumulate(change for _, change in sorted(each))) if each else 0 for each in moments)

@@ -5,38 +5,25 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from shardwright.errors import ScheduleError
+from shardwright.profile import Cost
 from shardwright.schedule.actions import Kind
 
 __all__ = ["StageCost", "check_costs", "unit_costs"]
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
+class StageCost(Cost):
     """Seconds and bytes of one stage for one microbatch.
 
     Attributes:
-        forward_s: seconds of the forward.
-        backward_s: seconds of the whole backward, recomputation not counted.
-        weight_s: the part of the backward that can be put off (``W``).
-        saved_bytes: bytes kept from the start of the forward.
         recompute_s: seconds of forward that the backward repeats first (in ``I`` where the backward is
             split).
-        weight_bytes: the bytes that ``I`` leaves for ``W``; None means all of `saved_bytes`, because the
-            gradients of weights need the inputs of every layer.
-        input_s: seconds of ``I``, recomputation not counted; None means what `weight_s` leaves of
-            `backward_s`. In two parts a backward may take longer than in one.
 
     >>> StageCost(forward_s=1.0, backward_s=2.0, weight_s=0.5).seconds(Kind.BACKWARD_INPUT)
     1.5
     """
 
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
-    saved_bytes: int = 0
     recompute_s: float = 0.0
-    weight_bytes: int | None = None
-    input_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,6 +36,32 @@ class StageCost:
                 "of which it is a part. Give the whole backward as backward_s."
             )
 
+    @property
+    def whole(self) -> Cost:
+        """The same, with what is recomputed as a part of the backward."""
+        return Cost(
+            forward_s=self.forward_s,
+            backward_s=self.backward_s + self.recompute_s,
+            weight_s=self.weight_s,
+            saved_bytes=self.saved_bytes,
+            weight_bytes=self.weight_bytes,
+            input_s=None if self.input_s is None else self.input_s + self.recompute_s,
+        )
+
+    def scaled(self, *, seconds: float, num_bytes: float) -> "StageCost":
+        """The cost with so many times the seconds and the bytes."""
+        if seconds == num_bytes == 1.0:
+            return self
+        return StageCost(
+            forward_s=self.forward_s * seconds,
+            backward_s=self.backward_s * seconds,
+            weight_s=self.weight_s * seconds,
+            saved_bytes=round(self.saved_bytes * num_bytes),
+            recompute_s=self.recompute_s * seconds,
+            weight_bytes=None if self.weight_bytes is None else round(self.weight_bytes * num_bytes),
+            input_s=None if self.input_s is None else self.input_s * seconds,
+        )
+
     def seconds(self, kind: Kind) -> float:
         """Seconds of a compute action of this stage."""
         if kind is Kind.FORWARD:
@@ -56,8 +69,7 @@ class StageCost:
         if kind is Kind.BACKWARD:
             return self.recompute_s + self.backward_s
         if kind is Kind.BACKWARD_INPUT:
-            input_s = self.backward_s - self.weight_s if self.input_s is None else self.input_s
-            return self.recompute_s + input_s
+            return self.recompute_s + self.rest_s
         if kind is Kind.BACKWARD_WEIGHT:
             return self.weight_s
         raise ScheduleError(f"a stage has no seconds for {kind.value}: transfers are priced by their link.")

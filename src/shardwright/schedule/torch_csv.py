@@ -8,7 +8,8 @@ without transfers ``compute_only`` and one with them ``compute_comms``::
 
 A transfer does not name its peer: ``1SEND_F0`` goes to stage 2, ``1SEND_B0`` to stage 0. Stages are placed
 where their actions stand. ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` are PyTorch's own business with
-sharded parameters and are dropped; ``(0F1;3B0)OVERLAP_F_B`` is read as its actions in order.
+sharded parameters and are dropped; ``(0F1;3B0)OVERLAP_F_B`` is read as its actions in order. ``OFFLOAD`` and
+``LOAD`` are ours: PyTorch does not read a file that has them.
 """
 
 import csv
@@ -20,13 +21,13 @@ from collections.abc import Iterator
 from shardwright.errors import ScheduleError
 from shardwright.files import UserFile, replace_file
 from shardwright.printable import printable
-from shardwright.schedule.actions import COMPUTE, Action, Kind
+from shardwright.schedule.actions import TRANSFERS, Action, Kind
 from shardwright.schedule.schedule import Schedule
 
 __all__ = ["format_torch_csv", "parse_torch_csv", "read_torch_csv", "write_torch_csv"]
 
 _MOST_BYTES = 4 * 2**20  # a million actions
-_ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,6})")
+_ACTION = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|OFFLOAD|LOAD|F|B|I|W)(\d{1,6})")
 _DROPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -137,5 +138,5 @@ def _parse_cell(cell: str, place: str) -> Iterator[Action]:
             f"Write stage, kind (one of {', '.join(Kind)}) and microbatch, for example 2F0."
         )
     kind, stage = Kind(match[2]), int(match[1])
-    peer = None if kind in COMPUTE else stage + _PEER_OFFSET[kind]
+    peer = stage + _PEER_OFFSET[kind] if kind in TRANSFERS else None
     yield Action(kind, stage, int(match[3]), peer)

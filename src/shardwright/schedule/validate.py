@@ -8,6 +8,7 @@ What is proved, for a schedule with transfers (one without gets those of `lower`
    in order.
 3. Every message that the edges ask for is sent once, after the action that makes it, and received once,
    before the action that uses it.
+   What is copied to the host's memory is so after its ``F``, and is back before its ``B`` or ``I``.
 4. On each channel, a directed pair of ranks, receives are posted in the order of the sends.
 5. With no help from the transport, the rows reach their end: posting a receive does not wait; a send blocks
    its rank until its receive has been posted; a compute action waits for its messages.
@@ -20,8 +21,9 @@ that end with blocking sends end with any.
 from collections.abc import Iterator, Sequence
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import COMPUTE, Action, Kind
+from shardwright.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
+from shardwright.schedule.host_copies import check_host_copies
 from shardwright.schedule.lower import lower
 from shardwright.schedule.rendezvous import MessageKey, check_progress, message_key
 from shardwright.schedule.schedule import Schedule
@@ -51,6 +53,8 @@ def validate(schedule: Schedule, edges: Sequence[Edge] | None = None) -> None:
     places = _find_compute(schedule)
     _check_complete(schedule, places)
     _check_local_order(schedule, places, edges)
+    for rank, row in enumerate(schedule.actions):
+        check_host_copies(row, rank)
     if not schedule.has_transfers:
         schedule = lower(schedule, edges)
         places = _find_compute(schedule)
@@ -85,10 +89,10 @@ def _check_owner(schedule: Schedule, rank: int, action: Action) -> None:
         raise ScheduleError(
             f"rank {rank} holds {action}, but stage {action.stage} is on rank {owner}. Move the action there."
         )
-    if (action.peer is None) != (action.kind in COMPUTE) or (action.peer or 0) not in range(n):
+    if (action.peer is None) == (action.kind in TRANSFERS) or (action.peer or 0) not in range(n):
         raise ScheduleError(
             f"rank {rank}: {action} names peer stage {action.peer}. "
-            f"Compute has none, a transfer one of {n} stages."
+            f"A transfer has one of {n} stages, all else none."
         )
 
 
@@ -169,7 +173,7 @@ def _check_transfers(schedule: Schedule, places: _Places, messages: Sequence[Mes
     found: dict[tuple[bool, MessageKey], tuple[int, Action]] = {}
     for rank, row in enumerate(schedule.actions):
         for place, action in enumerate(row):
-            if action.kind in COMPUTE:
+            if action.kind not in TRANSFERS:
                 continue
             key = message_key(action)
             if key not in expected:

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from shardwright.comm.authenticated_objects import packed, unpacked
-from shardwright.comm.codec import encode
-from shardwright.comm.seal import Seal
-from shardwright.launch.processes import die_with_parent
+from shardwright.comm.encoding.codec import encode
+from shardwright.comm.trust.authenticated_objects import packed, unpacked
+from shardwright.comm.trust.seal import Seal
+from shardwright.launch.processes.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport
 from shardwright.testing.payload import PAYLOAD, value_place

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwright.comm.authenticated_objects import unpacked
-from shardwright.comm.codec import decode
-from shardwright.comm.seal import Seal
+from shardwright.comm.encoding.codec import decode
+from shardwright.comm.trust.authenticated_objects import unpacked
+from shardwright.comm.trust.seal import Seal
 from shardwright.errors import UsageError
 from shardwright.testing.client import this_process_client
 from shardwright.testing.failure import RanksFailedError

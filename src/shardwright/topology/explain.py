@@ -69,7 +69,7 @@ def reasons(answer: Answer) -> list[str]:
     low, high = best.interval_s
     found = [
         f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit: {describe(best)} "
-        f"(eight of ten such runs take {format_seconds(low)} to {format_seconds(high)})."
+        f"(80 % interval {format_seconds(low)} to {format_seconds(high)})."
     ]
     if answer.alternatives:
         found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")
@@ -80,7 +80,7 @@ def reasons(answer: Answer) -> list[str]:
         found.append(f"A tenth more of one rate would spare: {', '.join(texts)}.")
     share = best.peak_bytes / best.limit_bytes
     found.append(
-        f"The neediest rank takes {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} "
+        f"Peak memory (busiest rank): {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} "
         f"({share:.0%}): {best.memory_text}."
     )
     if best.not_run_yet:

@@ -58,11 +58,9 @@ def memory_of(task: Task, ways: Options) -> tuple[RankBytes, NDArray[np.float64]
         return mixed.num_bytes, mixed.limit
     limit = np.asarray(float(task.memory_bytes))
     if isinstance(task.model, LayerChain):
-        found = chain_bytes(
-            task.model, ways, precision=task.precision, base=task.base_bytes, width=task.width
-        )
+        found = chain_bytes(task.model, ways, precision=task.precision, width=task.width)
         return found, limit
-    return rank_bytes(task.shape, ways, precision=task.precision, base=task.base_bytes), limit
+    return rank_bytes(task.shape, ways, precision=task.precision), limit
 
 
 def mixed_of(task: Task, ways: Options, *, faster: Mapping[str, float] = MappingProxyType({})) -> MixedPrices:
@@ -76,10 +74,9 @@ def mixed_of(task: Task, ways: Options, *, faster: Mapping[str, float] = Mapping
             kinds,
             between,
             precision=task.precision,
-            base=task.base_bytes,
             width=task.width,
         )
-    return mixed_prices(task.shape, ways, kinds, between, precision=task.precision, base=task.base_bytes)
+    return mixed_prices(task.shape, ways, kinds, between, precision=task.precision)
 
 
 def _raised(rates: Rates, faster: Mapping[str, float]) -> Rates:
@@ -94,7 +91,7 @@ def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
         ways: options as columns.
     """
     if task.kinds and not isinstance(task.model, LayerChain):
-        found = mixed_fit(task.shape, ways, task.kinds, precision=task.precision, base=task.base_bytes)
+        found = mixed_fit(task.shape, ways, task.kinds, precision=task.precision)
     else:
         num_bytes, limit = memory_of(task, ways)
         found = np.atleast_1d(num_bytes.total <= limit)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from shardwright.catalogue import LayerChain
+from shardwright.cluster import memory_for
 from shardwright.costs import Recompute
 from shardwright.errors import ConfigError
 from shardwright.topology.pricing import fits
@@ -32,7 +33,7 @@ def remedies(task: Task, closest: Way) -> list[str]:
         )
     if not isinstance(task.model, LayerChain):
         found += _shorter_samples(task)
-    needed = int(closest.peak_bytes * (1 + task.margin))
+    needed = max(memory_for(kind, closest.peak_bytes) for kind, _ in task.machines.nodes)
     found.append(f"Larger accelerators: {format_bytes(needed)} each.")
     return found
 

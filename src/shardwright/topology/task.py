@@ -7,8 +7,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from shardwright.catalogue import LayerChain, Transformer
-from shardwright.cluster import Inventory, NodeKind
-from shardwright.cluster.machines import DEVICE_BASE_BYTES, DEVICE_MARGIN
+from shardwright.cluster import Inventory, usable_bytes
 from shardwright.costs import (
     BF16,
     FP32,
@@ -18,7 +17,7 @@ from shardwright.costs import (
     Rates,
     Shape,
     Sharded,
-    calibration_of,
+    calibration_of_nodes,
     known_runtimes,
 )
 from shardwright.errors import ConfigError
@@ -58,7 +57,7 @@ class Task:
         machines: that there are.
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
-        dtype: of products: ``bfloat16``, ``float16`` or ``float32``.
+        dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``.
         runtime: whose efficiencies count.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
         pins: options that are given, by their names in `shardwright.costs.Options`.
@@ -116,8 +115,8 @@ class Task:
     @cached_property
     def calibration(self) -> Calibration:
         """Of the machines; of several families, the one with the widest interval."""
-        families = {kind.accelerator.family for kind, _ in self.machines.nodes}
-        return max((calibration_of(family, self.runtime) for family in families), key=lambda c: c.spread)
+        found = (calibration_of_nodes(kind, self.runtime) for kind, _ in self.machines.nodes)
+        return max(found, key=lambda calibration: calibration.spread)
 
     @property
     def precision(self) -> Precision:
@@ -164,7 +163,7 @@ class Task:
     @property
     def memory_bytes(self) -> int:
         """That a rank may use, of the smallest accelerators."""
-        return min(self._memory_of(kind) for kind, _ in self.machines.nodes)
+        return min(usable_bytes(kind) for kind, _ in self.machines.nodes)
 
     @cached_property
     def kinds(self) -> tuple[KindOfRank, ...]:
@@ -176,14 +175,11 @@ class Task:
             KindOfRank(
                 ranks=kind.num_accelerators * number,
                 rates=Rates.of(replace(self.machines, nodes=((kind, number),)), self.dtype),
-                reached=calibration_of(kind.accelerator.family, self.runtime).efficiencies,
-                memory_bytes=self._memory_of(kind),
+                reached=calibration_of_nodes(kind, self.runtime).efficiencies,
+                memory_bytes=usable_bytes(kind),
             )
             for kind, number in nodes
         )
-
-    def _memory_of(self, kind: NodeKind) -> int:
-        return int(kind.accelerator.memory_bytes / (1 + self.margin))
 
     @property
     def host_bytes(self) -> int:
@@ -195,16 +191,6 @@ class Task:
     def has_host_memory(self) -> bool:
         """Whether there is memory besides that of the accelerators, which they reach."""
         return all(kind.accelerator.host_Bps > 0 and not kind.cores for kind, _ in self.machines.nodes)
-
-    @property
-    def margin(self) -> float:
-        """Share of what is needed that allocators take on top."""
-        return 0.0 if self._on_cpus else DEVICE_MARGIN
-
-    @property
-    def base_bytes(self) -> float:
-        """Memory of a rank that is taken before the model is there."""
-        return 0.0 if self._on_cpus else DEVICE_BASE_BYTES
 
     @property
     def _on_cpus(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from shardwright.catalogue import Layer, LayerChain
 from shardwright.errors import UsageError
 from shardwright.model_graph import ModelGraph, Node
+from shardwright.work import Work
 
 __all__ = ["chain_of"]
 
@@ -17,8 +18,7 @@ class _Sums:
     """What a layer gathers of the nodes that belong to it."""
 
     parameters: int = 0
-    flops: float = 0.0
-    moved: float = 0.0
+    work: Work = field(default_factory=Work)
     kept: float = 0.0
     inputs: set[int] = field(default_factory=set)
 
@@ -41,7 +41,7 @@ def chain_of(graph: ModelGraph, *, name: str) -> LayerChain:
         raise UsageError(f"{name} calls no module, so there is nothing to divide. Name a model with layers.")
     samples = max(graph.batch_size, 1)
     width = _width(graph)
-    homes = _homes(graph)
+    homes = [0 if home is None else home for home in graph.home_calls()]
     sums = [_Sums() for _ in calls]
     seen: set[str] = set()
     saved: set[int] = set()
@@ -57,8 +57,15 @@ def chain_of(graph: ModelGraph, *, name: str) -> LayerChain:
             Layer(
                 name=graph.nodes[call].label,
                 parameters=of_layer.parameters,
-                flops=of_layer.flops / samples,
-                moved=of_layer.moved * per_sample,
+                flops=of_layer.work.product_flops / samples,
+                attention=of_layer.work.attention_flops / samples,
+                products=of_layer.work.products,
+                kernels=of_layer.work.kernels,
+                moved=of_layer.work.moved_bytes * per_sample,
+                # Half of the weights is in it, which a chain counts once a microbatch.
+                product_moved=max(
+                    0.0, of_layer.work.product_bytes * per_sample - of_layer.parameters / 2 / samples
+                ),
                 kept=of_layer.kept * per_sample,
                 inputs=inputs * per_sample,
                 crossing=crossing[number] * per_sample,
@@ -74,9 +81,7 @@ def _add(of_layer: _Sums, graph: ModelGraph, node: Node, seen: set[str], saved: 
         if parameter not in seen and not spec.is_buffer:
             seen.add(parameter)
             of_layer.parameters += _elements(spec.spec.shape)
-    of_layer.flops += node.flops
-    touched = {*node.inputs, *node.outputs}
-    of_layer.moved += sum(graph.values[value].spec.num_bytes for value in touched)
+    of_layer.work += _work_around(graph, node) if node.work is None else node.work
     # A value that several nodes keep is there once.
     again = [value for value in node.saved_values if value in saved]
     of_layer.kept += max(0, node.saved_bytes - sum(graph.values[value].spec.num_bytes for value in again))
@@ -85,13 +90,10 @@ def _add(of_layer: _Sums, graph: ModelGraph, node: Node, seen: set[str], saved: 
         of_layer.inputs.update(node.inputs)
 
 
-def _homes(graph: ModelGraph) -> list[int]:
-    """The layer of each node: operations belong to the last call before them."""
-    homes, number = [], -1
-    for node in graph.nodes:
-        number += node.kind == "unit"
-        homes.append(max(number, 0))
-    return homes
+def _work_around(graph: ModelGraph, node: Node) -> Work:
+    """Of a node of which only FLOPs are known: it reads its inputs and writes its outputs."""
+    touched = sum(graph.values[value].spec.num_bytes for value in {*node.inputs, *node.outputs})
+    return Work(products=1, product_flops=node.flops, kernels=3, moved_bytes=touched)
 
 
 def _crossing(graph: ModelGraph, homes: list[int], layers: int) -> list[int]:

@@ -44,8 +44,6 @@ _MEMORY = {
     "activations": "activations",
     "gathered": "gathered parameters",
     "work": "work",
-    "communication": "buffers",
-    "base": "driver",
 }
 _SCHEDULES = {
     ScheduleKind.GPIPE: "gpipe",
@@ -55,11 +53,8 @@ _SCHEDULES = {
     ScheduleKind.ZB_V: "zb_v",
     ScheduleKind.ZB_H2: "zb_h2",
 }
-_SHARED = {
-    Sharded.OPTIMIZER: "optimizer state",
-    Sharded.GRADIENTS: "optimizer state and gradients",
-    Sharded.PARAMETERS: "all states",
-}
+# What shards divide, by the names of Rajbhandari et al. (2020): optimizer state; gradients, too; all.
+_ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
 _LEAST_SHARE = 0.005
 
 
@@ -109,7 +104,7 @@ class Way:
             degrees.append(f"pipeline {int(o.pipeline)} ({self.schedule}{stages})")
         degrees.append(f"data {int(o.data)}")
         if o.sharded:
-            degrees.append(f"{_SHARED[Sharded(int(o.sharded))]} shared by {int(o.shard)}")
+            degrees.append(f"{_ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
@@ -124,7 +119,7 @@ class Way:
         if o.hierarchical == Gathers.FLAT and o.sharded >= Sharded.GRADIENTS:
             text += "; gathers in one ring"
         if o.offload:
-            text += f"; {Offload(int(o.offload)).name.lower()} in the host's memory"
+            text += f"; {Offload(int(o.offload)).name.lower()} offloaded to CPU"
         return text
 
     @property
@@ -141,7 +136,7 @@ class Way:
         ]
         kind = Sharded(int(o.sharded))
         if not runs_shards(kind, shard=o.shard, data=o.data):
-            found.append(f"sharing {_SHARED[kind]} by {int(o.shard)} of {int(o.data)} replicas")
+            found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
         return found
 
     @property

@@ -1,6 +1,6 @@
 """Shardwright for PyTorch: ``import shardwright.torch as sw``."""
 
-from shardwright.comm.backend import register_backend
+from shardwright.comm.backend.registration import register_backend
 from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.checkpoints.checkpoints import Checkpoints

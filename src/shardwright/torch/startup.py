@@ -13,9 +13,11 @@ from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_note
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.optimizer.clipping import norm_over_stages
 from shardwright.torch.optimizer.unwrapped_optimizers import refuse_optimizers_inside_steps
-from shardwright.torch.run.context import context, is_initialized, make_context, set_context, settings_from
+from shardwright.torch.run.context import context, is_initialized, set_context
 from shardwright.torch.run.data import samplers_checked, seed_everything
+from shardwright.torch.run.joining import joined
 from shardwright.torch.run.joint_calls import prepare
+from shardwright.torch.run.launch_settings import settings_from
 from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 from shardwright.torch.script_run import ScriptRun
 
@@ -59,7 +61,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
 
 def begin(settings: Config, plan: Plan | None) -> None:
     """Starts a run with settings that are known, and a plan to follow if there is one."""
-    made = make_context(settings, plan, kind=ScriptRun)
+    made = joined(settings, plan, kind=ScriptRun)
     prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)

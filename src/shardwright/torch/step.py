@@ -7,7 +7,8 @@ from inspect import Parameter
 from typing import Any, overload
 
 from shardwright.errors import UsageError
-from shardwright.torch.batch.batch import Splitter
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.batch.step_output import gather_outputs
 from shardwright.torch.interception.compiled_code import uncompiled
 from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
@@ -122,7 +123,7 @@ def step_function(
                 "Call it from the training loop, before optimizer.step()."
             )
         refuse_wrapped_model((*args, *kwargs.values()), model)
-        return gather_outputs(model.run_step(called, (args, kwargs), splitter))
+        return gather_outputs(model.run_step(called, Batch((args, kwargs), splitter)))
 
     return run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli import models
-from shardwright.cli.factory import build
+from shardwright.cli.asking.factory import build
 from shardwright.errors import ConfigError, UsageError
 
 FILE = Path(models.__file__)
@@ -67,7 +67,7 @@ def test_a_failure_of_the_factory_shows_its_lines_and_not_ours():
     text = str(raised.value)
     assert "build_failing failed with KeyError: 'layers'" in text
     assert 'raise KeyError("layers")' in text
-    assert "cli/factory.py" not in text
+    assert "cli/asking/factory.py" not in text
 
 
 def test_our_own_errors_pass():

@@ -1,11 +1,14 @@
 """search, why-not, what-if and catalogue on the command line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from cli.calling import call
+from shardwright.plan import Plan
 
+MODELS = Path(__file__).with_name("models.py")
 NEOX = ("gpt-neox-20b", "p4d.24xlarge*4")
 
 
@@ -15,7 +18,7 @@ def test_search(capsys):
     assert out.startswith("gpt-neox-20b, 20.6G parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples")
     assert "tokens/s" in out
     assert "dollars a million tokens" in out
-    assert "The neediest rank takes" in out
+    assert "Peak memory (busiest rank): " in out
 
 
 def test_search_as_json(capsys):
@@ -127,3 +130,37 @@ def test_any_model_can_be_searched(capsys, tmp_path):
     code, out, _ = call(capsys, "catalogue")
     assert "resnet-50" in out
     assert "unet-3d" in out
+
+
+def test_a_search_ends_in_a_plan(capsys, tmp_path):
+    output = tmp_path / "plan.json"
+    words = (f"{MODELS}:build", "this-cpu", "-b", "16", "--dtype", "float32", "--pin", "pipeline=2")
+    code, out, err = call(capsys, "search", *words, "-o", output)
+    assert code == 0
+    assert "pipeline 2 (" in out
+    assert f"shardwright run -n 2 --plan {output}" in err
+    plan = Plan.read(output)
+    assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
+    assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
+    assert call(capsys, "plan", "show", output)[0] == 0
+
+
+def test_only_a_model_that_is_there_has_a_plan(capsys, tmp_path):
+    code, _, err = call(capsys, "search", *NEOX, "-b", "512", "-o", tmp_path / "plan.json")
+    assert code == 2
+    assert "gpt-neox-20b is none. Give the model as a factory" in err
+
+
+def test_a_plan_of_a_type_of_16_bits_trains_in_it(capsys, tmp_path):
+    outputs = {}
+    for dtype in ("float32", "bfloat16"):
+        outputs[dtype] = tmp_path / f"{dtype}.json"
+        words = (f"{MODELS}:build", "-n", "8", "--cluster", "p4d.24xlarge", "--dtype", dtype)
+        assert call(capsys, "plan", "make", *words, "-o", outputs[dtype])[0] == 0
+    wide, narrow = (Plan.read(path) for path in outputs.values())
+    assert narrow.pins["bf16"] is True
+    for one, other in zip(wide.prediction.memory, narrow.prediction.memory, strict=True):
+        # Parameters take half, gradients as much, and the optimizer has a copy in 32 bits.
+        assert other.parameters == one.parameters / 2
+        assert other.gradients == one.gradients
+        assert other.optimizer == one.optimizer * 1.5

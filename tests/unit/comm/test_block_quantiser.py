@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 
 
 @settings(deadline=None)

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.device_lanes import StreamLanes
-from shardwright.comm.hops import Hop, Hops
-from shardwright.comm.hops_over_nodes import reductions_of_hops
+from shardwright.comm.devices.device_lanes import StreamLanes
+from shardwright.comm.devices.hops import Hop, Hops
+from shardwright.comm.devices.hops_over_nodes import reductions_of_hops
 
 
 class Stream:

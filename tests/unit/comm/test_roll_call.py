@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from shardwright.comm import missing_ranks
-from shardwright.comm.attendance import Attendance, Decision
-from shardwright.comm.missing_ranks import MissingRanks, Terms
-from shardwright.comm.place import Note, Place
-from shardwright.comm.python_place import JointCall
-from shardwright.comm.rank_set import ranks_in, spans
-from shardwright.comm.roll_call import Call, RollCall
-from shardwright.comm.whereabouts import Whereabouts
+from shardwright.comm.absence import missing_ranks
+from shardwright.comm.absence.attendance import Attendance, Decision
+from shardwright.comm.absence.missing_ranks import MissingRanks, Terms
+from shardwright.comm.absence.place import Note, Place
+from shardwright.comm.absence.python_place import JointCall
+from shardwright.comm.absence.whereabouts import Whereabouts
+from shardwright.comm.identity.rank_set import ranks_in, spans
+from shardwright.comm.messages.roll_call import Call, RollCall
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
 

@@ -18,12 +18,24 @@ SHAPE = Shape.of(find_architecture("llama3-8b"))
 
 
 def test_what_is_calibrated_ships():
-    for family, runtime in (("A100", "megatron"), ("A100", "fsdp"), ("A100", "smp"), ("H100", "fsdp")):
+    for family, runtime in (
+        ("A100", "megatron"),
+        ("A100", "fsdp"),
+        ("A100", "smp"),
+        ("H100", "fsdp"),
+        ("H100", "megatron"),
+    ):
         found = calibration_of(family, runtime)
         assert found.provenance.startswith("calibrated on ")
         assert 0 < found.spread < 0.25
         low, high = found.interval(10.0)
         assert low < 10 < high
+
+
+def test_a_runtime_that_changed_says_so():
+    found = calibration_of("A100", "deepspeed")
+    assert "of 2022; it changed much over the years (deepspeed-2021" in found.provenance
+    assert calibration_of("A100", "deepspeed-2021").efficiencies.gather_network < 0.15
 
 
 def test_what_nobody_measured_has_a_wider_interval():

@@ -101,13 +101,13 @@ def test_columns_are_what_single_ways_are():
         "recompute": np.array([0.0, 2, 0, 2, 0]),
     }
     together = chain_seconds(chain, Options(**columns), RATES, REACHED, width=2)
-    memory = chain_bytes(chain, Options(**columns), precision=BF16, base=0.0, width=2)
+    memory = chain_bytes(chain, Options(**columns), precision=BF16, width=2)
     for number in range(5):
         one = Options(**{name: float(column[number]) for name, column in columns.items()})
         assert chain_seconds(chain, one, RATES, REACHED, width=2).total == pytest.approx(
             together.total[number]
         )
-        alone = chain_bytes(chain, one, precision=BF16, base=0.0, width=2)
+        alone = chain_bytes(chain, one, precision=BF16, width=2)
         assert float(alone.total) == pytest.approx(memory.total[number])
 
 
@@ -139,7 +139,7 @@ def test_recomputing_and_sharing_never_take_more_memory(flops, way):
     chain = chain_of(*flops)
 
     def needed(**changes):
-        found = chain_bytes(chain, Options(**{**_fields(way), **changes}), precision=BF16, base=0.0, width=2)
+        found = chain_bytes(chain, Options(**{**_fields(way), **changes}), precision=BF16, width=2)
         return float(found.activations), float(found.parameters + found.gradients + found.optimizer)
 
     kept, _ = needed(recompute=float(Recompute.NONE))

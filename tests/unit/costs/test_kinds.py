@@ -166,9 +166,9 @@ def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
 def test_a_chain_on_two_kinds_that_are_alike_takes_what_it_takes_on_one():
     chain = find_architecture("resnet-50")
     options = way(4, 4)
-    found = mixed_chain(chain, options, [kind(8), kind(8)], A100, precision=BF16, base=0.0, width=2)
+    found = mixed_chain(chain, options, [kind(8), kind(8)], A100, precision=BF16, width=2)
     alone = chain_seconds(chain, options, A100, REACHED, width=2)
-    memory = chain_bytes(chain, options, precision=BF16, base=0.0, width=2)
+    memory = chain_bytes(chain, options, precision=BF16, width=2)
     assert found.seconds.total == pytest.approx(float(alone.total))
     assert found.num_bytes.total == pytest.approx(float(memory.total))
 
@@ -177,7 +177,7 @@ def test_a_chain_gives_faster_nodes_more_layers():
     chain = find_architecture("resnet-50")
     kinds = [kind(8, 3.0), kind(8)]
     options = replace(way(2, 8), microbatch=128.0)
-    found = mixed_chain(chain, options, kinds, A100, precision=BF16, base=0.0, width=2)
+    found = mixed_chain(chain, options, kinds, A100, precision=BF16, width=2)
     slow = chain_seconds(chain, options, A100, REACHED, width=2)
     assert found.blocks[0, 0] > found.blocks[1, 0]
     assert found.seconds.total < slow.total

@@ -9,8 +9,8 @@ from typing import Any
 from observe.run_folders import run_folder
 from planned import planned
 
-from shardwright.cli.settings import read_settings
-from shardwright.cli.topology_task import _model
+from shardwright.cli.asking.settings import read_settings
+from shardwright.cli.asking.topology_task import _model
 from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
 from shardwright.cluster.machine_file import read_cluster
@@ -18,8 +18,8 @@ from shardwright.collectives.prices import Curve, Line, Prices
 from shardwright.collectives.prices_file import read_prices, write_prices
 from shardwright.collectives.topology import Topology
 from shardwright.config import Config
-from shardwright.launch.distribution import read_distribution
-from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
+from shardwright.launch.jobs.distribution import read_distribution
+from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.observe.report import gather
 from shardwright.observe.summary import summarize
 from shardwright.planner.profile_file import MeasuredProfile

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from shardwright.comm.environment import detect
+from shardwright.comm.identity.environment import detect
 from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
-from shardwright.launch.exits import ExitLog, WorkerExit
+from shardwright.launch.processes.exits import ExitLog, WorkerExit
 from shardwright.observe.run_folder import RunFolder
-from shardwright.torch.run.context import settings_from
+from shardwright.torch.run.launch_settings import settings_from
 
 BIG, DEEP = 10**5000, "[" * 100_000
 ENDLESS: list[object] = []

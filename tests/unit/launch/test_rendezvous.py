@@ -8,12 +8,12 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from shardwright.comm.run_secret import SECRET, new_secret
-from shardwright.comm.seal import ForgedError
-from shardwright.comm.tcp_store import loopback_tcp_store
-from shardwright.launch.agent import _not_started
-from shardwright.launch.rendezvous import BACKEND, _StatesAsJson
-from shardwright.launch.request import LaunchRequest
+from shardwright.comm.joining.tcp_store import loopback_tcp_store
+from shardwright.comm.trust.run_secret import SECRET, new_secret
+from shardwright.comm.trust.seal import ForgedError
+from shardwright.launch.ranks.agent import _not_started
+from shardwright.launch.ranks.rendezvous import BACKEND, _StatesAsJson
+from shardwright.launch.ranks.request import LaunchRequest
 
 TIMEOUT = timedelta(seconds=5)
 

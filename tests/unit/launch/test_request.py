@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.launch.request import LaunchRequest
-from shardwright.launch.torchrun import torchrun_command, torchrun_line
+from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
 from shardwright.observe.console import Console
 
 
@@ -48,7 +48,7 @@ def test_quiet_ranks_show_no_progress(script):
 
 @pytest.mark.parametrize(("num_ranks", "threads"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
 def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, threads):
-    monkeypatch.setattr("shardwright.launch.request.cores_of_host", lambda: 6)
+    monkeypatch.setattr("shardwright.launch.ranks.request.cores_of_host", lambda: 6)
     assert request_for(script, num_ranks=num_ranks).worker_environ({})["OMP_NUM_THREADS"] == threads
 
 

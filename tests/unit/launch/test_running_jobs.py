@@ -13,9 +13,9 @@ import pytest
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch.engines.job_folder import prepared_run_folder
 from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
-from shardwright.launch.exits import ExitLog, WorkerExit
-from shardwright.launch.job_spec import JobSpec, own_environ
-from shardwright.launch.running_job import LogTail, exits_file
+from shardwright.launch.jobs.job_spec import JobSpec, own_environ
+from shardwright.launch.jobs.running_job import LogTail, exits_file
+from shardwright.launch.processes.exits import ExitLog, WorkerExit
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_the_folder_is_kept_as_long_as_a_launcher_runs(tmp_path):
         "import os, sys; from pathlib import Path\n"
         "from shardwright.launch.engines.job_folder import prepared_run_folder\n"
         "from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob\n"
-        "from shardwright.launch.job_spec import JobSpec\n"
+        "from shardwright.launch.jobs.job_spec import JobSpec\n"
         "folder = Path(sys.argv[1])\n"
         "spec = JobSpec(name='one', entry_point='x.py', source_dir=folder, runs_dir=folder / 'runs')\n"
         "with prepared_run_folder(spec) as lock:\n"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.launch.smp_parameters import (
+from shardwright.launch.ranks.smp_parameters import (
     check_smp_parameters,
     check_world,
     encode_smp_parameters,
@@ -199,6 +199,8 @@ def test_ranks_that_cannot_be_divided():
 
 
 def test_no_framework_is_imported():
-    code = "import sys, shardwright.launch.smp_parameters; print({'torch', 'numpy'} & sys.modules.keys())"
+    code = (
+        "import sys, shardwright.launch.ranks.smp_parameters; print({'torch', 'numpy'} & sys.modules.keys())"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from shardwright.launch import tee as tee_module
-from shardwright.launch.tee import Tee
+from shardwright.launch.processes import tee as tee_module
+from shardwright.launch.processes.tee import Tee
 
 
 class Clock:

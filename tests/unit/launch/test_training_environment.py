@@ -4,17 +4,17 @@ import json
 
 import pytest
 
-from shardwright.comm.environment import detect
+from shardwright.comm.identity.environment import detect
 from shardwright.errors import ConfigError
-from shardwright.launch.hyperparameters import (
+from shardwright.launch.ranks.hyperparameters import (
     from_words,
     hyperparameter_variables,
     to_words,
     with_plain_values,
 )
-from shardwright.launch.rank_environment import rank_variables
-from shardwright.launch.request import LaunchRequest
-from shardwright.launch.training_environment import job_variables
+from shardwright.launch.ranks.rank_environment import rank_variables
+from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.training_environment import job_variables
 
 RANK = {
     "RANK": "3",

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import shardwright
-from shardwright.launch.exits import ExitLog, WorkerExit
-from shardwright.launch.folding import fold
-from shardwright.launch.last_words import begins_last_words, last_words
-from shardwright.launch.verdict import exit_code, failure_report, first_cause_first
+from shardwright.launch.processes.exits import ExitLog, WorkerExit
+from shardwright.launch.processes.folding import fold
+from shardwright.launch.processes.last_words import begins_last_words, last_words
+from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first
 
 BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
 PEER = (
@@ -261,7 +261,7 @@ def test_frames_of_torch_around_those_inside_shardwright_belong_to_them():
 def test_causes_inside_shardwright_are_left_out_where_the_error_is_for_users():
     """A replica without data was told in four tracebacks, three of them of sockets."""
     linked = "\n\nThe above exception was the direct cause of the following exception:\n\n"
-    ours = f"{Path(shardwright.__file__).parent}/comm/local_link.py"
+    ours = f"{Path(shardwright.__file__).parent}/comm/one_host/local_link.py"
     inside = traceback_of(ours, contextlib.__file__, error="ConnectionResetError: gone")
     error = traceback_of("train.py", error="shardwright.errors.PeerLostError: rank 1 ran out of data")
     assert fold(f"{inside}{linked}{error}", to_the_end=True) == error

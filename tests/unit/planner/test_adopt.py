@@ -7,9 +7,10 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.config import Config
+from shardwright.costs.own_runtime import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import ACTION_OVERHEAD_S, make_plan, overruled_settings, schedule_of, stage_costs_of
+from shardwright.planner import make_plan, overruled_settings, schedule_of, stage_costs_of
 from shardwright.planner.fabric import Fabric
 from shardwright.schedule import build_schedule, simulate
 
@@ -21,7 +22,7 @@ def planned(**config: Any) -> Plan:
         {4: (GRAPH, profile_of())},
         cluster=machines(),
         config=Config.parse(config),
-        mesh=Mesh(world_size=2, pipeline=2),
+        mesh=Mesh.of(world_size=2, pipeline=2),
     )
 
 
@@ -77,10 +78,10 @@ def test_a_plan_by_hand_has_unit_costs() -> None:
 def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> None:
     instant = machines(intra=(0.0, 1e18))
     config = Config.parse({"pipeline": kind, "memory_limit": 9000})
-    mesh = Mesh(world_size=2, pipeline=2)
+    mesh = Mesh.of(world_size=2, pipeline=2)
     plan = make_plan({4: (GRAPH, profile_of())}, cluster=instant, config=config, mesh=mesh)
     assert any(stage.recompute for stage in plan.stages)
-    again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_OVERHEAD_S)
+    again = simulate(schedule_of(plan), stage_costs_of(plan) or (), action_overhead_s=ACTION_S)
     assert plan.prediction is not None
     overhead_s = Fabric(cluster=instant, mesh=mesh).step_overhead_s
     assert again.step_s + overhead_s == pytest.approx(plan.prediction.step_s)

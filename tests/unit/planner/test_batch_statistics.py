@@ -43,7 +43,7 @@ def plan(batch: int, layers: tuple[str, ...] = LAYERS, **config: Any) -> Plan:
         candidates(batch, layers=layers, **config),
         cluster=machines(),
         config=Config(**config),
-        mesh=Mesh(world_size=2, pipeline=2),
+        mesh=Mesh.of(world_size=2, pipeline=2),
     )
 
 

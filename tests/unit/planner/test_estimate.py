@@ -18,8 +18,8 @@ def test_roofline_adds_up() -> None:
     cost = profile.costs["b"]
     # 1 ms overhead + 0.7 GFLOP at 70 % of 1 GFLOP/s + 1000 bytes at 1 MB/s.
     assert cost.forward_s == pytest.approx(0.001 + 1.0 + 0.001)
-    assert cost.backward_s == pytest.approx(2 * cost.forward_s)
-    assert cost.weight_s == pytest.approx(cost.forward_s)
+    assert cost.backward_s == pytest.approx(2 * (0.001 + 1.0) + 1.6 * 0.001)
+    assert cost.weight_s == pytest.approx(1.0)
     assert (cost.input_bytes, cost.flops) == (200, 7 * 10**8)
     assert cost.provenance == "estimated"
     assert profile.device == "paper"

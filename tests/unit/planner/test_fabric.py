@@ -17,23 +17,23 @@ def layout(cuts: tuple[int, ...], ranks: tuple[int, ...], *, tied: bool) -> Layo
 
 def test_links_follow_the_placement() -> None:
     cluster = machines(ranks_per_node=2)
-    near = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2, placement="cluster"))
-    far = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2, placement="spread"))
+    near = Fabric(cluster, Mesh.of(world_size=4, pipeline=2, data=2, placement="cluster"))
+    far = Fabric(cluster, Mesh.of(world_size=4, pipeline=2, data=2, placement="spread"))
     assert near.neighbour_link == cluster.intra_node
     assert far.neighbour_link == cluster.inter_node
     assert (near.ranks_per_node, far.ranks_per_node) == (2, 1)
-    assert Fabric(cluster, Mesh(world_size=1)).neighbour_link is None
+    assert Fabric(cluster, Mesh.of(world_size=1)).neighbour_link is None
 
 
 @pytest.mark.parametrize(
     ("cores", "mesh", "expected"),
     [
-        (0, Mesh(world_size=4, pipeline=4), 0),
-        (4, Mesh(world_size=4, pipeline=4), 4),
-        (4, Mesh(world_size=4, pipeline=2, data=2), 2),
-        (1, Mesh(world_size=4, pipeline=2, data=2), 1),
-        (4, Mesh(world_size=2, pipeline=2), 4),
-        (4, Mesh(world_size=4, pipeline=1, data=4), 1),
+        (0, Mesh.of(world_size=4, pipeline=4), 0),
+        (4, Mesh.of(world_size=4, pipeline=4), 4),
+        (4, Mesh.of(world_size=4, pipeline=2, data=2), 2),
+        (1, Mesh.of(world_size=4, pipeline=2, data=2), 1),
+        (4, Mesh.of(world_size=2, pipeline=2), 4),
+        (4, Mesh.of(world_size=4, pipeline=1, data=4), 1),
     ],
 )
 def test_replicas_share_the_cores(cores: int, mesh: Mesh, expected: int) -> None:
@@ -41,7 +41,9 @@ def test_replicas_share_the_cores(cores: int, mesh: Mesh, expected: int) -> None
 
 
 def test_all_reduce_is_a_ring() -> None:
-    fabric = Fabric(machines(ranks_per_node=2, intra=(0, 100), inter=(0, 10)), Mesh(world_size=4, pipeline=4))
+    fabric = Fabric(
+        machines(ranks_per_node=2, intra=(0, 100), inter=(0, 10)), Mesh.of(world_size=4, pipeline=4)
+    )
     assert fabric.all_reduce_seconds(100, [0, 1]) == pytest.approx(1.0)
     assert fabric.all_reduce_seconds(100, [0, 1, 2, 3]) == pytest.approx(15.0)
     assert fabric.all_reduce_seconds(100, [2]) == 0.0
@@ -49,7 +51,7 @@ def test_all_reduce_is_a_ring() -> None:
 
 
 def test_ties_cost_only_between_ranks() -> None:
-    fabric = Fabric(machines(intra=(0, 100)), Mesh(world_size=2, pipeline=2))
+    fabric = Fabric(machines(intra=(0, 100)), Mesh.of(world_size=2, pipeline=2))
     assert fabric.tie_seconds(layout((0, 2, 4), (0, 1), tied=True)) == pytest.approx(4.0)
     assert fabric.tie_seconds(layout((0, 2, 4), (0, 1), tied=False)) == 0.0
     # First and last stage on one rank, as in a V: nothing to sum.
@@ -57,7 +59,7 @@ def test_ties_cost_only_between_ranks() -> None:
 
 
 def test_replicas_sum_what_their_rank_holds() -> None:
-    fabric = Fabric(machines(intra=(0, 100)), Mesh(world_size=4, pipeline=2, data=2))
+    fabric = Fabric(machines(intra=(0, 100)), Mesh.of(world_size=4, pipeline=2, data=2))
     assert fabric.replica_seconds(layout((0, 3, 4), (0, 1), tied=False)).total_s == pytest.approx(12.0)
 
 
@@ -67,7 +69,7 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
     cores: int, crowd: float, data: int
 ) -> None:
     def overhead_s(cores: int) -> float:
-        mesh = Mesh(world_size=4, pipeline=4 // data, data=data)
+        mesh = Mesh.of(world_size=4, pipeline=4 // data, data=data)
         return Fabric(machines(ranks_per_node=4, cores_per_node=cores), mesh).step_overhead_s
 
     assert overhead_s(cores) == pytest.approx(crowd * overhead_s(0))
@@ -77,12 +79,12 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
 @pytest.mark.parametrize(
     ("cores", "mesh", "expected"),
     [
-        (0, Mesh(world_size=4, data=4), 1.0),
-        (4, Mesh(world_size=4, data=4), 1.0),
-        (2, Mesh(world_size=4, data=4), 2.0),
-        (2, Mesh(world_size=4, pipeline=2, data=2), 1.0),
-        (2, Mesh(world_size=8, pipeline=2, data=4), 2.0),
-        (2, Mesh(world_size=4, pipeline=4), 1.0),
+        (0, Mesh.of(world_size=4, data=4), 1.0),
+        (4, Mesh.of(world_size=4, data=4), 1.0),
+        (2, Mesh.of(world_size=4, data=4), 2.0),
+        (2, Mesh.of(world_size=4, pipeline=2, data=2), 1.0),
+        (2, Mesh.of(world_size=8, pipeline=2, data=4), 2.0),
+        (2, Mesh.of(world_size=4, pipeline=4), 1.0),
     ],
 )
 def test_replicas_without_a_core_each_take_longer(cores: int, mesh: Mesh, expected: float) -> None:
@@ -91,7 +93,7 @@ def test_replicas_without_a_core_each_take_longer(cores: int, mesh: Mesh, expect
 
 def test_sums_of_several_pipeline_ranks_share_the_link_between_hosts() -> None:
     cluster = machines(ranks_per_node=2, inter=(0.0, 1e8), intra=(0.0, 1e9))
-    fabric = Fabric(cluster, Mesh(world_size=4, pipeline=2, data=2))
+    fabric = Fabric(cluster, Mesh.of(world_size=4, pipeline=2, data=2))
     alone = fabric.all_reduce_seconds(1e8, (0, 2))
     assert alone == pytest.approx(1.0)
     assert fabric.all_reduce_seconds(1e8, (0, 2), at_once=2) == pytest.approx(2.0)

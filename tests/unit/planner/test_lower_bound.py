@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from planner.machines import machines
 from planner.test_tables import PROFILE, graphs
 from shardwright.config import Config
+from shardwright.costs.own_runtime import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
-from shardwright.planner.fabric import ACTION_OVERHEAD_S, Fabric
+from shardwright.planner.fabric import Fabric
 from shardwright.planner.option import Demands, Draft, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
@@ -30,7 +31,7 @@ def workload(
     cores: int = 0,
     **demands: Any,
 ) -> Workload:
-    mesh = Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas)
+    mesh = Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas)
     return Workload(
         build_chain(graph, profile),
         num_microbatches=m,
@@ -79,7 +80,7 @@ def test_no_schedule_is_faster(
     inner = data.draw(st.permutations(range(1, calls)))[: len(stages) - 1]
     draft = made.draft(kind, stages, cuts=(0, *sorted(inner), calls))
     assert draft.least_s <= draft.work_out().step_s * (1 + 1e-9)
-    assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_OVERHEAD_S
+    assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_S
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -101,7 +102,7 @@ def test_the_search_finds_the_same_with_less_work(seed: int, monkeypatch: pytest
     def found() -> tuple[Plan, int]:
         nonlocal simulated
         simulated = 0
-        mesh = Mesh(world_size=3, pipeline=3)
+        mesh = Mesh.of(world_size=3, pipeline=3)
         made = make_plan({6: (graph, profile)}, cluster=machines(), config=Config(), mesh=mesh)
         return made, simulated
 

@@ -78,13 +78,13 @@ def test_other_stages_of_a_rank_end_before_its_lowest() -> None:
 @pytest.mark.parametrize("cores", [0, 2])
 def test_cores_that_add_in_shared_memory_hide_nothing(cores: int) -> None:
     cluster = machines(ranks_per_node=2, cores_per_node=cores, intra=(0, MIB))
-    sums = Fabric(cluster, Mesh(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
+    sums = Fabric(cluster, Mesh.of(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
     assert (sums.hidden_s > 0) == (cores == 0)
     assert sums.total_s == pytest.approx(sums.exposed_s + sums.hidden_s)
 
 
 def test_hosts_hide_sums_but_for_the_copies() -> None:
     cluster = machines(ranks_per_node=1, inter=(0, MIB))
-    sums = Fabric(cluster, Mesh(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
+    sums = Fabric(cluster, Mesh.of(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
     assert 0 < sums.hidden_s < sums.total_s
     assert sums.hidden_s <= sums.window_s

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.cluster import Link
+from shardwright.costs.partition import split
 from shardwright.errors import PlanError
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.objective import build_objective
-from shardwright.planner.partition import improve, manual_stages, split
+from shardwright.planner.partition import improve, manual_stages
 from shardwright.planner.tables import Floats, build_tables
 
 

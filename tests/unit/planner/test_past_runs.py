@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from shardwright.mesh import Mesh
 from shardwright.planner import NO_CORRECTION, PastRun, RunKind, correction_of
 
-PIPELINE = RunKind.of(Mesh(world_size=2, pipeline=2), ranks_per_node=2)
-REPLICAS = RunKind.of(Mesh(world_size=2, data=2), ranks_per_node=2)
+PIPELINE = RunKind.of(Mesh.of(world_size=2, pipeline=2), ranks_per_node=2)
+REPLICAS = RunKind.of(Mesh.of(world_size=2, data=2), ranks_per_node=2)
 
 
 def past(ratio, *, run="", kind=PIPELINE, predicted_s=0.1, samples=8):

@@ -51,7 +51,7 @@ def plan(
         options,
         cluster=cluster or machines(),
         config=Config.parse(config),
-        mesh=Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas),
+        mesh=Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas),
         placement=placement,
     )
 
@@ -127,7 +127,7 @@ def test_the_best_of_all_partitions_of_a_small_model(costs: list[float], pipelin
     graph = chain_graph(len(costs), classes=list(classes))
     profile = profile_of({**classes, "embed": (0.1, 0.2), "head": (0.5, 1.0)})
     found = plan({4: (graph, profile)}, pipeline, pipeline=kind)
-    fabric = Fabric(machines(), Mesh(world_size=pipeline, pipeline=pipeline))
+    fabric = Fabric(machines(), Mesh.of(world_size=pipeline, pipeline=pipeline))
     workload = Workload(build_chain(graph, profile), num_microbatches=4, fabric=fabric, demands=Demands())
     num_calls = len(costs) + 2
     best = min(

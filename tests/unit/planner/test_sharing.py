@@ -24,7 +24,7 @@ def graph_and_profile() -> Any:
 
 def plan(**config: Any) -> Plan:
     settings = {"sharded_data_parallel_degree": 4, "sdp_param_persistence_threshold": 1, **config}
-    mesh = Mesh(world_size=8, pipeline=2, data=4, shard=4)
+    mesh = Mesh.of(world_size=8, pipeline=2, data=4, shard=4)
     return make_plan(
         {MICROBATCHES: graph_and_profile()}, cluster=machines(), config=Config.parse(settings), mesh=mesh
     )
@@ -77,7 +77,7 @@ def test_what_is_gathered_from_other_hosts_has_a_limit(most: int, share: float) 
             "sdp_max_live_parameters": most,
         }
     )
-    mesh = Mesh(world_size=4, data=4, shard=4)
+    mesh = Mesh.of(world_size=4, data=4, shard=4)
     chain = build_chain(*graph_and_profile())
     found = []
     for ranks_per_node in (4, 2):
@@ -104,7 +104,7 @@ def test_rows_that_come_and_go_are_gathered_for_every_forward_and_backward() -> 
                     "sdp_max_live_parameters": most,
                 }
             ),
-            mesh=Mesh(world_size=4, data=4, shard=4),
+            mesh=Mesh.of(world_size=4, data=4, shard=4),
         )
         assert found.prediction is not None
         steps.append(found.prediction.step_s)

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
-from shardwright.cluster import cluster_of, parse_inventory
+from shardwright.cluster import parse_inventory
 from shardwright.config import Config
+from shardwright.costs.run_cluster import cluster_of
 from shardwright.mesh import Mesh
 from shardwright.planner import make_plan
 
@@ -29,7 +30,7 @@ def plan(slowness, *, ranks=2, replicas=1, per_node=1, **config):
         {count: candidate},
         cluster=cluster,
         config=Config.parse({"pipeline_parallel_degree": ranks, **config}),
-        mesh=Mesh(world_size=ranks * replicas, pipeline=ranks, data=replicas),
+        mesh=Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas),
     )
 
 

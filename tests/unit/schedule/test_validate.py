@@ -132,7 +132,7 @@ F1, B1 = Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 1, 0)
         (_rows((F1, B0), (F0, B1)), "rank 0 holds 1F0, but stage 1 is on rank 1. Move the action there"),
         (_rows((F0, B0, Action(Kind.FORWARD, 2, 0)), (F1, B1)), "rank 0 holds 2F0, but there are 2 stages"),
         (_rows((F0, B0, Action(Kind.FORWARD, 0, 1)), (F1, B1)), "but there are 2 stages and 1 microbatches"),
-        (_rows((replace(F0, peer=1), B0), (F1, B1)), "0F0 names peer stage 1. Compute has none"),
+        (_rows((replace(F0, peer=1), B0), (F1, B1)), "0F0 names peer stage 1. A transfer has one"),
         (_rows((F0, Action(Kind.SEND_F, 0, 0), B0), (F1, B1)), "0SEND_F0 names peer stage None"),
         (_rows((F0, Action(Kind.SEND_F, 0, 0, 2), B0), (F1, B1)), "0SEND_F0 names peer stage 2"),
         (_rows((F0, Action(Kind.SEND_F, 0, 0, 0), B0), (F1, B1)), "no edge between two ranks leads there"),

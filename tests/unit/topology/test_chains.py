@@ -56,11 +56,13 @@ def test_a_traced_transformer_costs_about_what_its_closed_form_says():
     from shardwright.topology.traced_chain import chain_of
     from shardwright.torch.units.dry_run import trace_model
 
-    config = transformers.GPT2Config(n_embd=1600, n_layer=12, n_head=25, vocab_size=50257)
+    config = transformers.GPT2Config(
+        n_embd=1600, n_layer=12, n_head=25, vocab_size=50257, activation_function="gelu"
+    )
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     ids = torch.zeros(4, 1024, dtype=torch.long)
-    graph = trace_model(model, input_ids=ids, labels=ids, num_stages=64)
+    graph = trace_model(model, input_ids=ids, labels=ids, num_stages=64, on_accelerators=True)
     chain = chain_of(graph, name="gpt2")
     assert chain.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     from shardwright.catalogue import from_hugging_face
@@ -72,13 +74,14 @@ def test_a_traced_transformer_costs_about_what_its_closed_form_says():
         "data": 4,
         "microbatch": 4,
         "tensor": 1,
-        "flash": 0,
         "recompute": 0,
         "sharded": 0,
     }
     way = {"batch": 256, "machines": machines, "pins": {**options, "offload": 0, "schedule": 1}}
-    traced = search(Task(model=chain, **{**way, "pins": {**way["pins"], "flash": 1}})).best
+    traced = search(Task(model=chain, **way)).best
     formula = search(Task(model=closed, sequence=1024, **way)).best
-    # The closed form knows which products are small and what is fused; the chain knows what crosses units.
-    assert traced.step_s == pytest.approx(formula.step_s, rel=0.4)
+    # The closed form knows which products are small; the chain knows what crosses units. With the gelu of
+    # GPT-2, eight kernels where others have one, the chain takes 1.8 times as long.
+    assert traced.step_s == pytest.approx(formula.step_s, rel=0.25)
+    assert traced.peak_bytes == pytest.approx(formula.peak_bytes, rel=0.3)
     assert traced.num_bytes["parameters"] == pytest.approx(formula.num_bytes["parameters"], rel=0.2)

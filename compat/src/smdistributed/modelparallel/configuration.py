@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError
-from shardwright.launch.smp_parameters import check_smp_parameters, read_smp_parameters
+from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from smdistributed.modelparallel.launcher_parameters import parameters_among
 
 __all__ = ["PARAMETERS_VARIABLE", "Configuration", "Settings", "read_configuration"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.launch.smp_parameters import read_smp_parameters
+from shardwright.launch.ranks.smp_parameters import read_smp_parameters
 
 __all__ = ["FRAMEWORK_VARIABLE", "contradictions", "parameters_among"]
 

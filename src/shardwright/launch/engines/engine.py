@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.running_job import RunningJob
+from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.jobs.running_job import RunningJob
 
 __all__ = ["Engine"]
 

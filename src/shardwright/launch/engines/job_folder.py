@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwright.errors import ConfigError, LaunchError
-from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.jobs.job_spec import JobSpec
 
 __all__ = ["prepared_run_folder", "still_runs"]
 

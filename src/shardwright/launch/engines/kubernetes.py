@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from shardwright.comm.run_secret import new_secret
+from shardwright.comm.trust.run_secret import new_secret
 from shardwright.errors import ConfigError
 from shardwright.files import replace_file
 from shardwright.launch.engines.commands import run
@@ -34,8 +34,8 @@ from shardwright.launch.engines.manifests import (
     train_job,
 )
 from shardwright.launch.engines.packed_code import pack
-from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.running_job import RunningJob
+from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.jobs.running_job import RunningJob
 
 __all__ = ["Kubernetes"]
 

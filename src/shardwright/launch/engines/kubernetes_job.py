@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.peer_loss import names_a_lost_peer
+from shardwright.comm.absence.peer_loss import names_a_lost_peer
 from shardwright.errors import ConfigError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.launch.engines.commands import ask
-from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.running_job import Outcome, RunningJob
-from shardwright.launch.verdict import WORKER_CRASHED
+from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.jobs.running_job import Outcome, RunningJob
+from shardwright.launch.ranks.verdict import WORKER_CRASHED
 
 __all__ = ["KubernetesJob", "code_resource", "end_of", "job_resource", "name_in_cluster", "secret_resource"]
 

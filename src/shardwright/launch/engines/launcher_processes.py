@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.errors import LaunchError
-from shardwright.launch.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE
-from shardwright.launch.job_spec import JobSpec
-from shardwright.launch.processes import die_with_parent, kill_group
-from shardwright.launch.running_job import Outcome, RunningJob, exits_file, outcome_of_exits
+from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.jobs.running_job import Outcome, RunningJob, exits_file, outcome_of_exits
+from shardwright.launch.processes.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE
+from shardwright.launch.processes.processes import die_with_parent, kill_group
 
 __all__ = ["HostCommand", "ProcessesJob", "launcher_log"]
 

@@ -21,8 +21,8 @@ from shardwright.errors import LaunchError
 from shardwright.files import replace_file
 from shardwright.launch.engines.job_folder import prepared_run_folder
 from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob, launcher_log
-from shardwright.launch.job_spec import JobSpec, own_environ
-from shardwright.launch.running_job import RunningJob
+from shardwright.launch.jobs.job_spec import JobSpec, own_environ
+from shardwright.launch.jobs.running_job import RunningJob
 
 __all__ = ["Ray"]
 

@@ -13,10 +13,10 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from shardwright.comm.run_secret import new_secret
+from shardwright.comm.trust.run_secret import new_secret
 from shardwright.launch.engines.ray_worker import Exits, train_on_worker
-from shardwright.launch.exits import EXITS_VARIABLE, ExitLog, WorkerExit
-from shardwright.launch.verdict import WORKER_CRASHED, exit_code, failure_report
+from shardwright.launch.processes.exits import EXITS_VARIABLE, ExitLog, WorkerExit
+from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report
 from shardwright.printable import printable
 
 __all__ = ["main"]

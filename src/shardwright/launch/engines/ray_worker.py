@@ -19,10 +19,10 @@ import ray.train
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.run_secret import SECRET
-from shardwright.launch.exits import ExitLog
-from shardwright.launch.request import LaunchRequest
-from shardwright.launch.training_environment import job_variables, result_folders
+from shardwright.comm.trust.run_secret import SECRET
+from shardwright.launch.processes.exits import ExitLog
+from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.training_environment import job_variables, result_folders
 
 __all__ = ["Exits", "train_on_worker"]
 
@@ -83,8 +83,8 @@ def train_on_worker(config: dict[str, Any]) -> None:
         path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="shardwright-rank-") as folder:
         log = ExitLog(Path(folder) / "exits.jsonl")
-        words = [sys.executable, "-P", "-m", "shardwright.launch.worker", "--exits", f"{folder}/exits.jsonl"]
-        words += ["--logs", str(request.logs), "--grace-s", str(_GRACE_S)]
+        words = [sys.executable, "-P", "-m", "shardwright.launch.ranks.worker"]
+        words += ["--exits", f"{folder}/exits.jsonl", "--logs", str(request.logs), "--grace-s", str(_GRACE_S)]
         code = subprocess.run(
             [*words, "--", sys.executable, "-u", *request.script], env=_environ(config, request, meeting)
         ).returncode

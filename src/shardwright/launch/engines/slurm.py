@@ -11,18 +11,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright.comm.run_secret import SECRET, SECRET_FILE
+from shardwright.comm.trust.run_secret import SECRET, SECRET_FILE
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.files import UserFile, replace_file
 from shardwright.launch.engines.commands import ask, run
 from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
 from shardwright.launch.engines.shell import ShellText, is_variable, shell_line
-from shardwright.launch.exits import EXITS_VARIABLE
-from shardwright.launch.job_spec import JobSpec, own_environ
-from shardwright.launch.process_text import refuse_half_characters, shown
-from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
-from shardwright.launch.verdict import WORKER_CRASHED
+from shardwright.launch.jobs.job_spec import JobSpec, own_environ
+from shardwright.launch.jobs.running_job import Outcome, RunningJob, outcome_of_exits
+from shardwright.launch.processes.exits import EXITS_VARIABLE
+from shardwright.launch.processes.process_text import refuse_half_characters, shown
+from shardwright.launch.ranks.verdict import WORKER_CRASHED
 
 __all__ = ["Slurm"]
 

@@ -322,7 +322,7 @@ def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]
         by_rank = {r: max(peak, by_rank.get(r, 0.0)) for r, peak in enumerate(step.peak_bytes)} or by_rank
     if plan is None or len(by_rank) != plan.mesh.world_size:
         return tuple(by_rank.values())
-    mesh = Mesh(
+    mesh = Mesh.of(
         world_size=plan.mesh.world_size,
         pipeline=plan.mesh.pipeline,
         data=plan.mesh.data,
@@ -330,7 +330,7 @@ def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]
     )
     found = [0.0] * plan.mesh.pipeline
     for rank, peak in by_rank.items():
-        where = mesh.coordinates(rank).pipeline
+        where = mesh.group_rank("pp", rank)
         found[where] = max(found[where], peak)
     return tuple(found)
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.torch.batch.batch import Arguments, is_batch_tensor
-from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.batch.batch import Batch, is_batch_tensor
 
 __all__ = ["BatchGradients"]
 
@@ -22,27 +21,26 @@ class BatchGradients:
 
     Args:
         own: what this rank's script passed to the step function.
-        arguments: the batch of the replica.
+        agreed: the batch of the replica.
 
     Attributes:
-        arguments: the same batch, with leaves in place of the tensors that require gradients.
+        batch: the same one, with leaves in place of the tensors that require gradients.
     """
 
-    def __init__(self, own: Arguments, arguments: Arguments):
-        items, structure = flatten(arguments)
-        own_items, own_structure = flatten(own)
-        same = own_structure.key == structure.key
+    def __init__(self, own: Batch, agreed: Batch):
+        self.batch = agreed
         self._leaves: list[Tensor] = []
         self._originals: list[Tensor | None] = []
-        for position, item in enumerate(items):
-            if is_batch_tensor(item) and item.requires_grad:
-                items[position] = leaf = item.detach().requires_grad_()
-                self._leaves.append(leaf)
-                self._originals.append(_matching(own_items[position], leaf) if same else None)
-        self.arguments = arguments
-        if self._leaves:
-            args, kwargs = structure.rebuild(items)
-            self.arguments = (args, kwargs)
+        items = list(agreed.leaves)
+        trained = [p for p, item in enumerate(items) if is_batch_tensor(item) and item.requires_grad]
+        if not trained:
+            return
+        same = own.structure.key == agreed.structure.key
+        for position in trained:
+            items[position] = leaf = items[position].detach().requires_grad_()
+            self._leaves.append(leaf)
+            self._originals.append(_matching(own.leaves[position], leaf) if same else None)
+        self.batch = agreed.with_leaves(items)
 
     def hand_back(self, group: dist.ProcessGroup | None) -> None:
         """Gives the caller's tensors their gradients; collective over the ranks of the replica."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.authenticated_objects import packed, unpacked
-from shardwright.comm.seal import Seal
-from shardwright.comm.tensor_codec import DecodeError, decode, encode
+from shardwright.comm.encoding.tensor_codec import DecodeError, decode, encode
+from shardwright.comm.trust.authenticated_objects import packed, unpacked
+from shardwright.comm.trust.seal import Seal
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.pytorch.layout import Order
 from shardwright.torch.pytorch.tree import LEAF, Structure

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.observe.timeline import Row
 from shardwright.schedule import Edge, Schedule
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["BatchResult", "Engine", "detached", "num_tokens", "to_device"]
+__all__ = ["BatchResult", "Engine", "detached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,33 +56,9 @@ class Engine(Protocol):
     @property
     def reduced(self) -> set[int]: ...
 
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Collective over all ranks."""
         ...
-
-
-def num_tokens(arguments: Arguments) -> int | None:
-    """Tokens in a batch: entries of its first tensor; None if that is not a matrix of whole numbers."""
-    for item in flatten(arguments)[0]:
-        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter):
-            whole = item.dtype in (torch.int64, torch.int32)
-            return item.numel() if whole and item.dim() == 2 else None
-    return None
-
-
-def to_device(arguments: Arguments, device: torch.device) -> Arguments:
-    """Moves the tensors of a batch, where they are elsewhere."""
-    if device.type == "cpu":
-        return arguments
-    items, structure = flatten(arguments)
-    moved = [
-        item.to(device, non_blocking=True)
-        if isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
-        else item
-        for item in items
-    ]
-    args, kwargs = structure.rebuild(moved)
-    return args, kwargs
 
 
 def detached(tree: Any) -> Any:

@@ -20,8 +20,8 @@ from shardwright.checkpoint.commits import COMMITTED
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.saved import SavedCheckpoint, shortened
-from shardwright.comm.process_group import default_store, tell_all
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import default_store, tell_all
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
 from shardwright.observe.folder_lock import hold

@@ -47,8 +47,8 @@ class SavedLayout(_Record):
 
     def rank_of_replica(self, replica: int) -> int:
         """The first rank of a replica; they are counted round where there were fewer."""
-        mesh = Mesh(**self.model_dump())
-        return mesh.rank_of(data=replica % self.data)
+        mesh = Mesh.of(**self.model_dump())
+        return mesh.rank_of(rdp=replica % self.data)
 
 
 class OptimizerDocument(_Record):

@@ -11,8 +11,8 @@ from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.comm.codec import declare
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
@@ -28,7 +28,7 @@ from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.buffer_kind import BufferKind
-from shardwright.torch.run.context import following
+from shardwright.torch.run.launch_settings import following
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]

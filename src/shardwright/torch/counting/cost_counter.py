@@ -3,24 +3,24 @@
 import functools
 import hashlib
 import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, storage_key
+from shardwright.torch.counting.operation_work import attention_flops, flops_of, tensors_in, work_of
 from shardwright.torch.counting.repeated_writes import RepeatedWrites
 from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.reductions import is_batch_norm_in_training, reduced_elements
 from shardwright.torch.randomness.rng import Draw, describe_draw
+from shardwright.work import Work
 
-__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class", "tensors_in"]
+__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
 
 aten = torch.ops.aten
 
@@ -68,6 +68,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         flops: floating-point operations; a multiply-add counts as two.
+        work: what operations compute and move, in detail.
         saved_bytes: bytes of distinct storages that autograd keeps, parameters not counted.
         draws: operations that took random numbers in the row of a plain loop, in order.
         random: random numbers were drawn, in the row or not.
@@ -104,6 +105,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
+        self.work = Work()
         self.draws: list[Draw] = []
         self.random = False
         self.parameters: set[str] = set()
@@ -178,9 +180,9 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._watch.ran((*args, *kwargs.values()), result, draws=draw is not None)
         if draw is not None:
             self._note_draw(draw, in_row=in_row)
-        count = _FLOPS.get(func.overloadpacket)
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        flops = flops_of(func, args, kwargs, result)
         self.flops += flops
+        self.work += work_of(func, args, kwargs, result, flops)
         if flops or reads or draw is not None:
             CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
         return result
@@ -192,8 +194,9 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._watch is not None:
             self._watch.ran((*args, *kwargs.values()), result, draws=False)
         if func.name() == "flex_attention":
-            flops = _attention_flops(*args, out_val=result)
+            flops = attention_flops(*args, out_val=result)
             self.flops += flops
+            self.work += Work(kernels=1, attention_flops=flops)
             CostCounter._so_far += Counts(flops)
         return result
 
@@ -242,14 +245,6 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.values().nbytes  # of the other sparse ones; their indices are mostly fewer
 
 
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists among them."""
-    for argument in arguments:
-        for item in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(item, Tensor):
-                yield item
-
-
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The arguments that an operation writes to."""
     positions, names = _written_arguments(func)
@@ -283,35 +278,6 @@ def _reads_data(func: Any, args: Any) -> bool:
 
 
 _READING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
-
-
-def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Two batched matrix products: queries by keys, weights by values.
-
-    FlopCounterMode has no entry for attention on CPU and counts nothing. A causal mask is counted in full,
-    as the kernels for which torch has formulas do.
-    """
-    query_BHSD, key_BHTD, value_BHTE = args[:3]
-    *batch, seq_q, dim = query_BHSD.shape
-    pairs = math.prod(batch) * seq_q * key_BHTD.shape[-2]
-    return int(2 * pairs * (dim + value_BHTE.shape[-1]))
-
-
-def _attention_packets() -> list[Any]:
-    names = (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-    return [getattr(aten, name) for name in names if hasattr(aten, name)]
-
-
-_FLOPS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    **dict.fromkeys(_attention_packets(), _attention_flops),
-}
 
 
 def class_key(module: nn.Module) -> str:

@@ -8,10 +8,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
-from shardwright.torch.batch.batch import Arguments, BatchBroadcast, loaded_another
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
 from shardwright.torch.pytorch.autocast import autocast_state
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
@@ -91,13 +93,11 @@ class Agreement:
             context.replica, source=context.pipeline_ranks[0], device=context.device
         )
 
-    def on_batch(
-        self, arguments: Arguments, settings: Mapping[str, Any], *, function: Callable[..., Any]
-    ) -> Arguments:
+    def on_batch(self, batch: Batch, settings: Mapping[str, Any], *, function: Callable[..., Any]) -> Batch:
         """The batch of the first rank of the replica, whose settings must be those of this rank, too.
 
         Args:
-            arguments: what this rank's script passed to the step function.
+            batch: what this rank's script passed to the step function.
             settings: see `path_settings`.
             function: the step function.
 
@@ -106,7 +106,7 @@ class Agreement:
         """
         mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
         name_here = getattr(function, "__qualname__", type(function).__qualname__)
-        (first, theirs, name_there), _ = self._broadcast(((arguments, mine, name_here), {}))
+        (first, theirs, name_there), _ = self._broadcast(((batch.arguments, mine, name_here), {}))
         if name_there != name_here:
             raise UsageError(
                 f"rank {self._context.rank} calls the step function {name_here} where rank "
@@ -119,11 +119,11 @@ class Agreement:
                 f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
                 f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
             )
-        agreed: Arguments = first
-        self._point_out_other_batches(arguments, agreed)
+        agreed = batch if first is batch.arguments else batch.with_arguments(first)
+        self._point_out_other_batches(batch, agreed)
         return agreed
 
-    def _point_out_other_batches(self, own: Arguments, agreed: Arguments) -> None:
+    def _point_out_other_batches(self, own: Batch, agreed: Batch) -> None:
         """Says once that another rank loads batches of its own, to which no output belongs."""
         context = self._context
         if not self._looks_at_batches:
@@ -193,10 +193,17 @@ class Agreement:
 
     def on_random_numbers_of_python(self) -> None:
         """Gives all ranks of the replica the generators of Python and NumPy of its first."""
-        context = self._context
-        assert context.replica is not None
-        shared = state_as_tensor().to(context.device)
-        context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+        assert self._context.replica is not None
+        self._share_python_state(self._context.replica, self._context.pipeline_ranks[0])
+
+    def on_first_trace(self) -> None:
+        """Gives all ranks the generators of Python and NumPy of the first: traces follow choices by them."""
+        assert self._context.world is not None
+        self._share_python_state(self._context.world, 0)
+
+    def _share_python_state(self, ranks: SmallCollectives, source: int) -> None:
+        shared = state_as_tensor().to(self._context.device)
+        ranks.broadcast([shared], source, Purpose.AGREEMENT)
         state_from_tensor(shared)
 
     def on_any(self, found: bool) -> bool:

@@ -8,8 +8,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.tensor_bytes import bytes_of
+from shardwright.comm.encoding.tensor_bytes import bytes_of
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.program import Program

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.program_cursor import ProgramCursor

@@ -10,6 +10,7 @@ import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
+from shardwright.runtime.crossings import Crossing
 from shardwright.torch._private import put_parametrization_cache
 from shardwright.torch.backward.activation_checkpointing import call_recomputed
 from shardwright.torch.execution.exchange import Returned
@@ -28,11 +29,10 @@ from shardwright.torch.interception.glue import (
     plain_torch,
     set_active_handler,
 )
-from shardwright.torch.program.crossings import Crossing
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
+from shardwright.torch.program.refused_changes import refusing_changes
 from shardwright.torch.program.step_results import copied_out, stand_in, with_stand_ins
-from shardwright.torch.program.unforeseen_changes import refusing_changes
 from shardwright.torch.python_state.filled_containers import FilledLists, given_the_same
 from shardwright.torch.python_state.snapshot import SlotContent
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.program.crossings import Crossing
-from shardwright.torch.program.dataflow import Copy, Keep
+from shardwright.runtime.crossings import Crossing
+from shardwright.runtime.dataflow import Copy, Keep
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.functions import name_of_call
@@ -55,6 +55,13 @@ class MicrobatchTensors:
         """Lets go of all tensors."""
         for kept in (self.values, self.held, self.leaves, self.gradients):
             kept.clear()
+
+    def free(self, stage: int) -> None:
+        """Lets go of what a stage made, once its backward has ended: but for what is needed after it."""
+        program = self._program
+        for kept in (self.values, self.held):
+            for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
+                del kept[value]
 
     def in_result(self, result: Any) -> Any:
         """What the step function returned, where its variables refer to tensors before a change in place."""

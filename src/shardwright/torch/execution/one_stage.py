@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.plan import Plan
 from shardwright.torch.backward.activation_checkpointing import mark_recomputed, marked_inside
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap, refuse_unknown_units
 from shardwright.torch.run.context import Context
@@ -25,8 +25,7 @@ def recompute_as_wished(
     context: Context,
     module: nn.Module,
     function: Callable[..., Any],
-    part: Arguments,
-    splitter: Splitter,
+    part: Batch,
 ) -> None:
     """Marks the units to recompute; checks the plan first, if there is one.
 
@@ -35,7 +34,6 @@ def recompute_as_wished(
         module: the whole model.
         function: the step function.
         part: its arguments for one microbatch.
-        splitter: knows how many samples are in it.
 
     Raises:
         StalePlanError: the plan was made for another model.
@@ -48,20 +46,18 @@ def recompute_as_wished(
         recomputed = {label.split("#")[0] for stage in context.plan.stages for label in stage.recompute}
         _mark(module, names, recomputed)
     elif context.config.activation_checkpointing == "full":
-        trace = trace_parts(
-            module, function, {1: part}, device=context.device, num_stages=2, splitter=splitter
-        )[1]
+        trace = trace_parts(module, function, {1: part}, device=context.device, num_stages=2)[1]
         names = list(dict.fromkeys(label.split("#")[0] for label in trace.graph.labels))
         _mark(module, names, names)
 
 
 def _check(
-    plan: Plan, context: Context, unit_map: UnitMap, function: Callable[..., Any], part: Arguments
+    plan: Plan, context: Context, unit_map: UnitMap, function: Callable[..., Any], part: Batch
 ) -> None:
     for unit in unit_map.modules.values():
         intercept_calls(unit)
     try:
-        trace = trace_step(unit_map, function, part, device=context.device)
+        trace = trace_step(unit_map, function, part.arguments, device=context.device)
     finally:
         for unit in unit_map.modules.values():
             restore_calls(unit)

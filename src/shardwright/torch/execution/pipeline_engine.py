@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
-from shardwright.schedule import Schedule, build_schedule, lower, splits_backward
+from shardwright.runtime.assignment import assign
+from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
+from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.schedule import Schedule, splits_backward
 from shardwright.torch.backward.activation_checkpointing import marked_inside
 from shardwright.torch.backward.split_backward import split_modules
-from shardwright.torch.batch.batch import Arguments, Splitter, copy_back, copy_of
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_gradients import BatchGradients
-from shardwright.torch.batch.batch_result import BatchResult, num_tokens, to_device
+from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.agreement import (
     Agreement,
     early_settings,
@@ -42,15 +45,12 @@ from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
-from shardwright.torch.program.batch_programs import check_one_order, homes_of_buffers
-from shardwright.torch.program.homes import home_stages
-from shardwright.torch.program.program import Program, generators_of, merged_edges
+from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.replicas.plan_in_effect import (
     SharingGroups,
-    call_placement,
     reduced_parameters,
     synchronise,
 )
@@ -99,7 +99,7 @@ class PipelineEngine:
         self._agreement = Agreement(context)
         self._attributes = AttributeWatch(model.get_module())
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
-        self._schedules: dict[Any, Schedule] = {}
+        self._schedules: BatchSchedules | None = None
         self._residency: Residency | None = None
         self._groups = SharingGroups(context)
         self._several_stages: dict[str, nn.Parameter] = {}
@@ -114,7 +114,7 @@ class PipelineEngine:
         self.reducer: GradientReducer | None = None
         self.executor: Executor | None = None
 
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs one batch; collective over all ranks."""
         with (
             self._norms.in_force(),
@@ -127,11 +127,11 @@ class PipelineEngine:
             distributions_unchecked(),
         ):
             try:
-                return self._run(function, arguments, splitter)
+                return self._run(function, batch)
             finally:
                 self._attributes.step_ends()
 
-    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         context, module = self._context, self._model.get_module()
         self._refuse_after_failure()
         refuse_gradient_hooks(self._several_stages)
@@ -142,29 +142,30 @@ class PipelineEngine:
         settings = path_settings(module, hooks)
         # In the first step the traces are compared, and tell more of models that are not the same.
         compared = settings if self._residency is not None else early_settings(settings)
-        agreed = self._agreement.on_batch(arguments, compared, function=function)
-        gradients = BatchGradients(arguments, to_device(agreed, context.device))
-        arguments = gradients.arguments
+        agreed = self._agreement.on_batch(batch, compared, function=function)
+        gradients = BatchGradients(batch, agreed.to(context.device))
+        batch = gradients.batch
         if self._replica_buffers is not None:
             self._replica_buffers.agree_on_what_scripts_set()
         known = None
         if self._residency is None:
             with python_random_kept():  # units are timed
-                known = self._place(function, arguments, splitter)
+                known = self._place(function, batch)
         assert context.plan is not None
-        parts = splitter.split(arguments, context.plan.schedule.microbatches)
+        parts = batch.split(context.plan.schedule.microbatches)
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
         if _trains(programs):
-            self._statistics.training_begins(module, splitter, arguments, microbatches=len(parts))
-        schedule = self._schedule(programs, train=_trains(programs))
+            self._statistics.training_begins(module, batch, microbatches=len(parts))
+        assert self._schedules is not None
+        schedule = self._schedules.of_batch(programs, trains=_trains(programs))
         if any(program.draws for program in programs):
             self._agreement.on_random_numbers(generators_of(programs))
         if any(program.draws_of_python for program in programs):
             self._agreement.on_random_numbers_of_python()
         changes_batch = any(program.changes_batch for program in programs)
-        own = [copy_of(part) for part in parts] if changes_batch else parts
+        own = [part.copied() for part in parts] if changes_batch else parts
         state = homes_of_buffers(programs)
         buffers = GlueBuffers(module, state) if state else None
         try:
@@ -174,7 +175,7 @@ class PipelineEngine:
             raise
         if changes_batch:
             for part, changed in zip(parts, own, strict=True):
-                copy_back(part, changed)
+                part.take_changes(changed)
         results, losses = exchange_outputs(context, returned, programs)
         assert self._board is not None
         self._reads.tell(function, programs, self._board)
@@ -183,11 +184,11 @@ class PipelineEngine:
         return BatchResult(
             results=results,
             losses=losses if train else None,
-            samples=splitter.batch_size(arguments) or 0,
-            tokens=num_tokens(arguments),
+            samples=batch.num_samples or 0,
+            tokens=batch.num_tokens,
             flops=sum(program.flops for program in programs),
-            row=self.executor.timeline.events,
-            memory=self.executor.timeline.memory,
+            row=self.executor.row.events,
+            memory=self.executor.row.memory,
             schedule=schedule,
             edges=merged_edges(programs),
         )
@@ -197,7 +198,7 @@ class PipelineEngine:
         schedule: Schedule,
         programs: list[Program],
         function: Callable[..., Any],
-        parts: list[Arguments],
+        parts: list[Batch],
         gradients: BatchGradients,
         buffers: GlueBuffers | None,
     ) -> tuple[list[Returned], bool]:
@@ -278,17 +279,18 @@ class PipelineEngine:
             )
 
     def _refuse_other_parameters(self) -> None:
-        if self._parameters is not None and _parameter_ids(self._model.get_module()) != self._parameters:
+        module, known = self._model.get_module(), self._parameters
+        if known is not None and _parameter_ids(module) != known:
+            found = next((n for n, p in module.named_parameters() if id(p) not in known), "one is gone")
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
-                "replicas, which know nothing of them. Change the model before the first step."
+                f"replicas, which know nothing of them: {found}, on rank {self._context.rank}. Change the "
+                "model before the first step."
             )
 
     # ---- the first step ----
 
-    def _place(
-        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> KnownTrace | None:
+    def _place(self, function: Callable[..., Any], batch: Batch) -> KnownTrace | None:
         """Places the units.
 
         Returns:
@@ -298,18 +300,20 @@ class PipelineEngine:
         assert context.reporter is not None
         agree_on_registration(module, context)  # scripts may have changed it since it was wrapped
         self._materialiser.agree_on_seed()
+        self._agreement.on_first_trace()
         trace = None
         if context.plan is None:
-            context.plan, trace = self._planner(function, arguments, splitter)
+            context.plan, trace = self._planner(function, batch)
         plan = context.plan
         context.reporter.plan_made(plan)
+        self._schedules = BatchSchedules(plan.schedule, stage_costs_of(plan))
         names = list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
         refuse_unknown_units(module, names)
         units = self._programs.set_units(names)
         self._materialiser.buffers_outside(units)
         # Before the trace, in which a module around several units must not recompute itself.
         marked = marked_inside(module, set(units.units))
-        part = splitter.split(arguments, plan.schedule.microbatches)[0]
+        part = batch.split(plan.schedule.microbatches)[0]
         # All ranks or none: they agree on where it ends. (Another model has other units than the plan.)
         again = trace is None or bool(marked) or set(trace.unit_names) != set(names)
         if self._agreement.on_any(again) or trace is None:
@@ -317,9 +321,8 @@ class PipelineEngine:
         self._agreement.on_trace(trace)
         self._statistics.note(trace.graph.batch_statistics)
         plan.check(trace.graph, world_size=context.mesh.world_size)
-        placed = call_placement(trace.graph, plan, None)
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
-        residency = Residency.of(trace.graph, homes, placed.stage_ranks)
+        assignment = assign(trace.graph, plan)
+        residency = Residency.of(trace.graph, assignment.homes, assignment.stage_ranks)
         unchanged = self._hold(residency, plan.stage_ranks)
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
@@ -339,12 +342,14 @@ class PipelineEngine:
         self._programs.placed(residency, recompute)
         if context.data_group is not None:
             ranks = context.mesh.group("dp", context.rank)
-            self._replica_buffers = ReplicaBuffers(module, context.data_group, ranks=ranks, rank=context.rank)
+            self._replica_buffers = ReplicaBuffers(
+                module, context.data_group, ranks=ranks, rank=context.rank, device=context.device
+            )
             self._replica_buffers.note()
         if context.mesh.world_size > 1:
             self._parameters = _parameter_ids(module)
         unchanged = self._model.placed(residency) and unchanged
-        return KnownTrace(part, trace) if unchanged else None
+        return KnownTrace(part, trace, assignment) if unchanged else None
 
     def _hold(self, residency: Residency, stage_ranks: tuple[int, ...]) -> bool:
         """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree.
@@ -370,7 +375,7 @@ class PipelineEngine:
         waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
         self._materialiser.named(held - waiting, units)
         changed = synchronise(residency, _first_named(module), self._groups, rank=rank)
-        units = self._programs.set_units(list(units.modules))
+        units = self._programs.note_new_tensors()
         parameters = {
             n: p
             for n, p in _first_named(module).items()
@@ -384,32 +389,6 @@ class PipelineEngine:
         )
         self.reducer = self._model.replicas.make_reducer(members) if members else None
         return was_whole and not changed
-
-    # ---- every step ----
-
-    def _schedule(self, programs: list[Program], *, train: bool) -> Schedule:
-        assert self._context.plan is not None
-        chosen = self._context.plan.schedule
-        pairs = tuple(sorted({pair for program in programs for pair in program.crossings}))
-        one_way = {
-            pair
-            for pair in pairs
-            if not any(c.has_gradient for program in programs for c in program.crossings.get(pair, ()))
-        }
-        stage_ranks = programs[0].stage_ranks
-        costs = stage_costs_of(self._context.plan)
-        key = (stage_ranks, len(programs), train, pairs, frozenset(one_way))
-        if key not in self._schedules:
-            schedule = build_schedule(
-                chosen.kind,
-                stage_ranks=stage_ranks,
-                num_microbatches=len(programs),
-                active_microbatches=chosen.active_microbatches if train else None,
-                forward_only=not train,
-                costs=costs if costs and len(costs) == len(stage_ranks) else None,
-            )
-            self._schedules[key] = lower(schedule, merged_edges(programs))
-        return self._schedules[key]
 
 
 def _parameter_ids(module: nn.Module) -> frozenset[int]:

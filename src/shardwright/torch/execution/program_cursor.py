@@ -29,6 +29,7 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.randomness.rng import get_state, same_state
 from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
 
@@ -254,6 +255,8 @@ class ProgramCursor:
     @property
     def _remedy(self) -> str:
         program = self._program
+        if program.draws_of_python:
+            return SKIPS_BY_PYTHON
         remedy = "Make the path the same in every microbatch, or put the choice inside one module."
         if not program.takes_unknown and not program.changes_free_tensors:
             remedy += (

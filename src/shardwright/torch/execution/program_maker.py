@@ -5,7 +5,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.batch.batch import Arguments
+from shardwright.runtime.assignment import Assignment, assign
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.agreement import Agreement
 from shardwright.torch.execution.trained_model import TrainedModel
@@ -13,13 +14,11 @@ from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.interception.step_code import asks_for_types
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.program.homes import home_stages
 from shardwright.torch.program.program import Program, build_program
 from shardwright.torch.program.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.python_state.watched_numbers import NumberMatters, NumberPath, NumberReads
 from shardwright.torch.pytorch.source_line import line_of
-from shardwright.torch.replicas.plan_in_effect import CallPlacement, call_placement
 from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.recomputed_statistics import (
     refuse_recomputed_vectors,
@@ -35,15 +34,17 @@ class KnownTrace:
     """A trace that serves microbatches of its signature, as long as nothing but the batch has changed.
 
     Args:
-        part: arguments of the microbatch that was traced.
+        part: the microbatch that was traced.
         trace: the trace.
+        assignment: where its nodes run.
     """
 
-    def __init__(self, part: Arguments, trace: Trace):
+    def __init__(self, part: Batch, trace: Trace, assignment: Assignment):
         self.trace = trace
+        self.assignment = assignment
         self._signature = signature_of(part)
 
-    def holds_for(self, part: Arguments) -> bool:
+    def holds_for(self, part: Batch) -> bool:
         """Whether a microbatch is such a one."""
         return self._signature == signature_of(part) and self.trace.holds_for(part)
 
@@ -92,6 +93,11 @@ class ProgramMaker:
             intercept_calls(unit)
         return self._units
 
+    def note_new_tensors(self) -> UnitMap:
+        """Parameters and buffers of the units may be others now."""
+        self._units = self.units.with_new_tensors()
+        return self._units
+
     def placed(self, residency: Residency, recompute: frozenset[str]) -> None:
         """The units have been placed.
 
@@ -105,7 +111,7 @@ class ProgramMaker:
     def trace(
         self,
         function: Callable[..., Any],
-        part: Arguments,
+        part: Batch,
         *,
         agree_on_end: Callable[[float], float] | None = None,
         numbers: NumberReads | None = None,
@@ -114,7 +120,7 @@ class ProgramMaker:
         return trace_step(
             self.units,
             function,
-            part,
+            part.arguments,
             device=self._context.device,
             agree_on_end=agree_on_end or self._agreement.on_end,
             numbers=numbers,
@@ -125,7 +131,7 @@ class ProgramMaker:
     def of_batch(
         self,
         function: Callable[..., Any],
-        parts: list[Arguments],
+        parts: list[Batch],
         path: Hashable,
         attributes: Hashable,
         known: KnownTrace | None,
@@ -163,7 +169,7 @@ class ProgramMaker:
     def _program(
         self,
         function: Callable[..., Any],
-        part: Arguments,
+        part: Batch,
         path: Hashable,
         attributes: Hashable,
         known: KnownTrace | None,
@@ -183,16 +189,20 @@ class ProgramMaker:
             return found
         numbers: NumberPath | None = None
         watched = False
+        assignment: Assignment | None = None
         with self._model.replicas.shapes_at_hand():
-            self.set_units(list(self.units.modules))  # modules may have made buffers anew
-            is_known = self._on_all(known is not None and known.holds_for(part), together)
-            if known is not None and is_known:
-                trace = known.trace
-            elif watched := self._on_all(self._watches_numbers(function, part, circumstances), together):
-                trace, numbers = self._trace_watching_numbers(function, part, together=together)
+            if self._on_all(known is not None and known.holds_for(part), together):
+                assert known is not None
+                trace, assignment = known.trace, known.assignment
             else:
-                trace = self.trace(function, part, agree_on_end=None if together else self._on_end_alone)
-        program = self._built(trace)
+                self.set_units(list(self.units.modules))  # a script may have put other modules there
+                watched = self._on_all(self._watches_numbers(function, part, circumstances), together)
+                if watched:
+                    trace, numbers = self._trace_watching_numbers(function, part, together=together)
+                else:
+                    on_end = None if together else self._on_end_alone
+                    trace = self.trace(function, part, agree_on_end=on_end)
+        program = self._built(trace, assignment)
         self._cache.keep(
             part, circumstances, trace, program, watched=watched, numbers=numbers, where=line_of(function)
         )
@@ -212,13 +222,11 @@ class ProgramMaker:
     def _on_all(self, found: bool, together: bool) -> bool:
         return not self._on_any(not found, together)
 
-    def _watches_numbers(
-        self, function: Callable[..., Any], part: Arguments, circumstances: Hashable
-    ) -> bool:
+    def _watches_numbers(self, function: Callable[..., Any], part: Batch, circumstances: Hashable) -> bool:
         return self._cache.watches_numbers(part, circumstances) and not asks_for_types(function)
 
     def _trace_watching_numbers(
-        self, function: Callable[..., Any], part: Arguments, *, together: bool
+        self, function: Callable[..., Any], part: Batch, *, together: bool
     ) -> tuple[Trace, NumberPath | None]:
         """A trace, and for which numbers among the arguments it holds; None for those of this part alone.
 
@@ -253,27 +261,20 @@ class ProgramMaker:
         same = general is not None and not reads.matter and general.digest == trace.digest
         return trace, numbers if self._on_all(same, together) else None
 
-    def _built(self, trace: Trace) -> Program:
+    def _built(self, trace: Trace, assignment: Assignment | None) -> Program:
         """The program of this rank."""
         plan, residency = self._context.plan, self._residency
         assert plan is not None
         assert residency is not None
-        placed = call_placement(trace.graph, plan, residency)
-        program = build_program(
-            trace,
-            stage_of_call=placed.stage_of_call,
-            stage_ranks=placed.stage_ranks,
-            rank=self._context.pipeline_rank,
-            recompute=self._recompute,
-        )
-        homes = home_stages(trace.graph, placed.stage_of_call, placed.stage_ranks)
-        uses = Residency.of(trace.graph, homes, placed.stage_ranks)
+        placed = assignment or assign(trace.graph, plan, residency.ranks)
+        program = build_program(trace, placed, rank=self._context.pipeline_rank, recompute=self._recompute)
+        uses = Residency.of(trace.graph, placed.homes, placed.stage_ranks)
         program.as_planned = placed.stage_ranks == plan.stage_ranks and residency.covers(uses)
         program.state = {**_buffers_of_spare_units(trace.graph, placed, residency), **program.state}
         return program
 
 
-def _buffers_of_spare_units(graph: ModelGraph, placed: CallPlacement, residency: Residency) -> dict[str, int]:
+def _buffers_of_spare_units(graph: ModelGraph, placed: Assignment, residency: Residency) -> dict[str, int]:
     """Changed buffers of units that the plan does not place, which all ranks hold -> rank of the unit."""
     found = {}
     for call, stage in placed.stage_of_call.items():

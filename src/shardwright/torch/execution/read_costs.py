@@ -4,8 +4,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.torch.program.program import Program
 from shardwright.torch.run.context import Context
 from shardwright.units import format_seconds
@@ -37,7 +37,7 @@ class ReadCosts:
         self._told.add(function)
         context = self._context
         assert context.replica is not None
-        waited = torch.tensor(board.waited_in_batch_s, dtype=torch.float64, device=context.device)
+        waited = torch.tensor(board.waited_s, dtype=torch.float64, device=context.device)
         longest_s = float(context.replica.gather(waited, Purpose.AGREEMENT).max())
         line = next((program.read_at for program in programs if program.read_at), "")
         if line and context.rank == 0:

@@ -6,8 +6,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceError, TraceMismatchError, UsageError
+from shardwright.runtime.crossings import Crossing
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.known_values import KnownValues
 from shardwright.torch.execution.microbatch import Microbatch
@@ -20,7 +21,6 @@ from shardwright.torch.interception.loss_checks import (
     refuse_untrained,
 )
 from shardwright.torch.interception.step_code import in_step_code, reads_values
-from shardwright.torch.program.crossings import Crossing
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.pytorch.functions import NEED_HISTORY, OF_GRADIENT, name_of_call
 from shardwright.torch.pytorch.source_line import user_line

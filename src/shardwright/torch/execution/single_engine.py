@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from shardwright.config import Config
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
-from shardwright.torch.batch.batch import Arguments, Splitter
-from shardwright.torch.batch.batch_result import BatchResult, detached, num_tokens, to_device
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import BatchResult, detached
 from shardwright.torch.execution.one_stage import recompute_as_wished
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -69,72 +70,26 @@ class SingleEngine:
         if context.data_group is not None:
             self._share(context.data_group)
 
-    def run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs the microbatches one after the other."""
         with self._norms.in_force():
-            return self._run(function, arguments, splitter)
+            return self._run(function, batch)
 
-    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
-        arguments = to_device(arguments, self._context.device)
-        if self._planner is not None and self._context.plan is None and torch.is_grad_enabled():
-            self._plan(self._planner, function, arguments, splitter)
+    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+        batch = batch.to(self._context.device)
+        if torch.is_grad_enabled() and self._planner is not None and self._context.plan is None:
+            self._plan(self._planner, function, batch)
         num_microbatches = self._context.config.microbatches or 1
-        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
-        scale *= self._model.loss_scale
-        parts = splitter.split(arguments, num_microbatches)
+        parts = batch.split(num_microbatches)
         if torch.is_grad_enabled():
-            self._statistics.training_begins(
-                self._model.get_module(), splitter, arguments, microbatches=num_microbatches
-            )
-        if not self._prepared and torch.is_grad_enabled():
-            recompute_as_wished(self._context, self._model.get_module(), function, parts[0], splitter)
-            self._prepared = True
+            self._prepare(function, batch, parts)
         if self._context.data_group is not None:
             refuse_accumulation_hooks(self._model.get_module())
             self._prepare_replicas(self._context.data_group)
-        if self._buffers is not None:
-            self._buffers.agree_on_what_scripts_set()
-        results: list[Any] = []
-        losses: list[Tensor] = []
-        row: list[tuple[Action, float, float, float]] = []
-        memory: list[int] = []
-        reporter = self._context.reporter
-        looks = reporter is not None and reporter.draws_next_step
-        device = self._context.device
-        for index, (args, kwargs) in enumerate(parts):
-            handler = _Plain(
-                scale,
-                self._reducer,
-                first=not losses,
-                last=index == num_microbatches - 1,
-                in_use=partial(memory_in_use, device) if looks else None,
-                look=partial(self._look, function) if index == 0 else None,
-            )
-            start_s = time.perf_counter()
-            before = set_active_handler(handler)
-            try:
-                saving = self._model.replicas.saving()
-                with (
-                    batch_running(),
-                    self._norms.synchronised(),
-                    saving,
-                    _tensor_backward(handler),
-                    backward_intercepted(),
-                ):
-                    results.append(function(*args, **kwargs))
-            except BaseException:
-                if self._reducer is not None:
-                    self._reducer.abort()
-                raise
-            finally:
-                set_active_handler(before)
-            if handler.loss is not None:
-                losses.append(handler.loss)
-                begin_s, end_s = handler.backward_s
-                row.append((Action(Kind.FORWARD, 0, index), start_s, begin_s, 0.0))
-                row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
-                memory += handler.memory
-        trains = bool(losses)
+        loop = _Loop()
+        for part in parts:
+            self._run_microbatch(function, part, loop, num_microbatches)
+        trains = bool(loop.losses)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
@@ -142,14 +97,59 @@ class SingleEngine:
         if self._buffers is not None:
             self._buffers.agree()
         return BatchResult(
-            results=[detached(result) for result in results],
-            losses=losses if trains else None,
-            samples=splitter.batch_size(arguments) or 0,
-            tokens=num_tokens(arguments),
-            row=row,
-            memory=memory,
-            schedule=_schedule(num_microbatches) if len(losses) == num_microbatches else None,
+            results=[detached(result) for result in loop.results],
+            losses=loop.losses if trains else None,
+            samples=batch.num_samples or 0,
+            tokens=batch.num_tokens,
+            row=loop.row,
+            memory=loop.memory,
+            schedule=_schedule(num_microbatches) if len(loop.losses) == num_microbatches else None,
         )
+
+    def _prepare(self, function: Callable[..., Any], batch: Batch, parts: Sequence[Batch]) -> None:
+        """Looks at a batch that may train, before its first microbatch."""
+        module = self._model.get_module()
+        self._statistics.training_begins(module, batch, microbatches=len(parts))
+        if not self._prepared:
+            recompute_as_wished(self._context, module, function, parts[0])
+            self._prepared = True
+
+    def _run_microbatch(
+        self, function: Callable[..., Any], part: Batch, loop: "_Loop", num_microbatches: int
+    ) -> None:
+        """Calls the step function with one microbatch; its backward comes back as `_Plain.backward`."""
+        index = len(loop.results)
+        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
+        reporter = self._context.reporter
+        looks = reporter is not None and reporter.draws_next_step
+        handler = _Plain(
+            scale * self._model.loss_scale,
+            self._reducer,
+            first=not loop.losses,
+            last=index == num_microbatches - 1,
+            in_use=partial(memory_in_use, self._context.device) if looks else None,
+            look=partial(self._look, function) if index == 0 else None,
+        )
+        args, kwargs = part.arguments
+        begun_s = time.perf_counter()
+        before = set_active_handler(handler)
+        try:
+            saving = self._model.replicas.saving()
+            with (
+                batch_running(),
+                self._norms.synchronised(),
+                saving,
+                _tensor_backward(handler),
+                backward_intercepted(),
+            ):
+                result = function(*args, **kwargs)
+        except BaseException:
+            if self._reducer is not None:
+                self._reducer.abort()
+            raise
+        finally:
+            set_active_handler(before)
+        loop.microbatch_done(result, handler, begun_s=begun_s)
 
     def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
         """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
@@ -159,12 +159,10 @@ class SingleEngine:
             shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
             point_out_foreign_behind(loss, [*self._model.get_module().parameters(), *shared])
 
-    def _plan(
-        self, planner: "Planner", function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> None:
+    def _plan(self, planner: "Planner", function: Callable[..., Any], batch: Batch) -> None:
         """Makes a plan, and follows it; before parameters are shared, so that units can be timed."""
         context = self._context
-        plan, _ = planner(function, arguments, splitter)
+        plan, _ = planner(function, batch)
         context.plan = plan
         context.config = Config.merge(context.config, {"microbatches": plan.schedule.microbatches})
         assert context.reporter is not None
@@ -183,19 +181,23 @@ class SingleEngine:
     def _prepare_replicas(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first, and reduces their gradients.
 
-        Before the first batch, and again where the script has given the model other parameters since.
+        Before the first batch, and again where the script of any replica has given the model other parameters
+        since.
         """
         module = self._model.get_module()
         present = {id(parameter) for parameter in module.parameters()}
-        if present == self._reduced:
-            return
+        if self._buffers is not None:
+            others = present != self._reduced
+            if not self._buffers.agree_on_what_scripts_set(other_parameters=others):
+                return
         agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
         self._share(group)
         self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
-        ranks = self._context.mesh.group("dp", self._context.rank)
-        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=self._context.rank)
+        context = self._context
+        ranks = context.mesh.group("dp", context.rank)
+        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=context.rank, device=context.device)
         self._model.settle()
         self._buffers.note()
 
@@ -222,6 +224,27 @@ def _point_out_unused_limit(context: Context) -> None:
             "keeps to it. Set plan_one_stage to have it checked.",
             format_bytes(limit),
         )
+
+
+@dataclass(slots=True)
+class _Loop:
+    """What the microbatches of a batch have given so far: see `BatchResult`."""
+
+    results: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    row: list[tuple[Action, float, float, float]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    def microbatch_done(self, result: Any, handler: "_Plain", *, begun_s: float) -> None:
+        """The step function has returned."""
+        index = len(self.results)
+        self.results.append(result)
+        if handler.loss is not None:
+            self.losses.append(handler.loss)
+            begin_s, end_s = handler.backward_s
+            self.row.append((Action(Kind.FORWARD, 0, index), begun_s, begin_s, 0.0))
+            self.row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
+            self.memory += handler.memory
 
 
 class _Plain:

@@ -2,16 +2,15 @@
 
 from typing import Protocol
 
-from torch import nn
-
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.replicas.replicas import Replicas
+from shardwright.torch.run.roles import WrappedModel
 
 __all__ = ["TrainedModel"]
 
 
-class TrainedModel(Protocol):
+class TrainedModel(WrappedModel, Protocol):
     """The wrapped model: see `DistributedModel`.
 
     Attributes:
@@ -27,9 +26,6 @@ class TrainedModel(Protocol):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by."""
-
-    def get_module(self) -> nn.Module:
-        """The script's own module."""
 
     def placed(self, residency: Residency) -> bool:
         """Takes note of where parameters live; says whether the model is as it was."""

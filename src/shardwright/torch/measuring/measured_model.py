@@ -30,8 +30,7 @@ from shardwright.planner import (
     microbatch_counts,
 )
 from shardwright.profile import Profile, UnitCost
-from shardwright.torch.batch.batch import Arguments, Splitter
-from shardwright.torch.batch.batch_result import to_device
+from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.measuring.profiler import Profiler
 from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.run.context import context
@@ -114,10 +113,10 @@ def measure_model(
     """
     run = context()
     assert run.reporter is not None
-    arguments = to_device(with_data(arguments, "cpu"), run.device)
+    batch = Batch(with_data(arguments, "cpu")).to(run.device)
     pipelines = sorted({mesh.pipeline for mesh in grids})
     with run.reporter.phase("tracing the model"):
-        traces = {p: _traces(model, arguments, loss, config, p, run.device) for p in pipelines}
+        traces = {p: _traces(model, batch, loss, config, p, run.device) for p in pipelines}
     cluster = present_cluster(run)
     with run.reporter.phase("measuring units") as phase:
         together = [trace for of_pipeline in traces.values() for trace in of_pipeline.values()]
@@ -128,31 +127,28 @@ def measure_model(
         costs=costs,
         cluster=cluster,
         past_runs=() if history is None else history.read(),
-        samples=Splitter().batch_size(arguments) or 0,
+        samples=batch.num_samples or 0,
     )
 
 
 def _traces(
     model: nn.Module,
-    arguments: Arguments,
+    batch: Batch,
     loss: Callable[[Any], Tensor] | None,
     config: Config,
     pipeline: int,
     device: torch.device,
 ) -> dict[int, Trace]:
     """A trace for each number of microbatches."""
-    splitter = Splitter()
-    batch_size = splitter.batch_size(arguments)
-    if batch_size is None:
+    if batch.num_samples is None:
         raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-    counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
+    counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
     return trace_parts(
         model,
         step_of(model, loss),
-        {m: splitter.split(arguments, m)[0] for m in counts},
+        {m: batch.split(m)[0] for m in counts},
         device=device,
         num_stages=pipeline * (config.virtual_stages or 2),
-        splitter=splitter,
         count_memory=True,
     )
 

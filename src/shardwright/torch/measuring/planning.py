@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -33,12 +33,13 @@ from shardwright.planner import (
     microbatch_counts,
 )
 from shardwright.profile import Profile, UnitCost
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.profiler import Profiler
 from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
+from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
@@ -57,9 +58,7 @@ class Planner:
         self._model = model
         self._materialiser = materialiser
 
-    def __call__(
-        self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter
-    ) -> tuple[Plan, Trace | None]:
+    def __call__(self, function: Callable[..., Any], batch: Batch) -> tuple[Plan, Trace | None]:
         """Returns the plan, the same on every rank, and the trace that it rests on.
 
         An evaluation that comes before training is planned as if it had gradients: the plan must do for
@@ -70,10 +69,10 @@ class Planner:
             TraceError: the model cannot be traced.
         """
         context = self._context
-        counts = self._counts(arguments, splitter)
+        counts = self._counts(batch)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
-            trace_all = partial(self._trace, function, arguments, splitter, counts)
+            trace_all = partial(self._trace, function, batch, counts)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
@@ -82,7 +81,7 @@ class Planner:
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
-        with context.reporter.phase("planning"), _said_of_early_ends(traces[counts[0]]):
+        with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
                 lambda: make_plan(
                     candidates,
@@ -91,23 +90,20 @@ class Planner:
                     mesh=context.mesh,
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
-                    correction=_correction(
-                        context, traces[counts[0]].graph, samples=splitter.batch_size(arguments) or 0
-                    ),
+                    correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
                 )
             )
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
-    def _counts(self, arguments: Arguments, splitter: Splitter) -> tuple[int, ...]:
+    def _counts(self, batch: Batch) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
-        batch_size = splitter.batch_size(arguments)
-        if batch_size is None:
+        if batch.num_samples is None:
             raise PlanError(
                 "the step function gets no tensor that can be cut into microbatches. Pass the batch "
                 "as an argument."
             )
-        return microbatch_counts(batch_size, config=config, pipeline=pipeline)
+        return microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
 
     def _as_in_training(self, trace: Callable[[], dict[int, Trace]]) -> dict[int, Trace] | None:
         """Traces an evaluation as if it trained, if training is to follow; None if not, or if it cannot."""
@@ -125,21 +121,14 @@ class Planner:
             for module, mode in modes.items():
                 module.training = mode
 
-    def _trace(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        splitter: Splitter,
-        counts: tuple[int, ...],
-    ) -> dict[int, Trace]:
+    def _trace(self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...]) -> dict[int, Trace]:
         context = self._context
         return trace_parts(
             self._model,
             function,
-            {m: splitter.split(arguments, m)[0] for m in counts},
+            {m: batch.split(m)[0] for m in counts},
             device=context.device,
             num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
-            splitter=splitter,
             prepare=self._materialiser.buffers_outside,
             count_memory=True,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
@@ -175,18 +164,22 @@ class Planner:
 
 
 @contextmanager
-def _said_of_early_ends(trace: Trace) -> Iterator[None]:
-    """Says in errors of plans that a step function reads values before it has called all of the model."""
+def _said_of_what_has_no_stage(trace: Trace) -> Iterator[None]:
+    """Says in errors of plans why a step function has not called all of the model in its trace."""
     try:
         yield
     except PlanError as error:
         used = {name for unit in trace.graph.units.values() for name in unit.parameters}
-        if not trace.end_line or used.issuperset(trace.graph.parameters):
+        if used.issuperset(trace.graph.parameters):
             raise
-        raise PlanError(
-            f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
-            "calls behind that has no stage. Call the whole model first, and read values then."
-        ) from error
+        if trace.end_line:
+            raise PlanError(
+                f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
+                "calls behind that has no stage. Call the whole model first, and read values then."
+            ) from error
+        if trace.python_draws:
+            raise PlanError(f"{error} {SKIPS_BY_PYTHON}") from error
+        raise
 
 
 def _first_of_all_ranks(place: float) -> float:

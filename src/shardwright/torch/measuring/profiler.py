@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.codec import declare
-from shardwright.comm.process_group import tell_all, tell_from
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.joining.process_group import tell_all, tell_from
 from shardwright.observe.console import Phase
 from shardwright.profile import UnitCost
 from shardwright.torch.measuring.cost_cache import CostCache

@@ -6,15 +6,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.codec import declare
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.costs.own_runtime import ACTION_S
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import idle_share, measured_events
 from shardwright.plan import Plan
-from shardwright.planner import ACTION_OVERHEAD_S, stage_costs_of
+from shardwright.planner import stage_costs_of
 from shardwright.schedule import Action, simulate
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.measuring.run_history import RunRecorder, history_of
@@ -200,7 +201,7 @@ class Reporter:
                 edges=step.edges,
                 link=lambda a, b: cluster.link(ranks[a], ranks[b]),
                 cores=cluster.cores_per_node,
-                action_overhead_s=ACTION_OVERHEAD_S,
+                action_overhead_s=ACTION_S,
             )
         self.observer.timeline(events, simulation, step=self.num_steps)
 

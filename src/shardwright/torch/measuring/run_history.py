@@ -155,7 +155,7 @@ def past_run(
     prediction = plan.prediction
     assert prediction is not None
     now = datetime.datetime.now(datetime.UTC)
-    mesh = Mesh(
+    mesh = Mesh.of(
         world_size=plan.mesh.world_size,
         pipeline=plan.mesh.pipeline,
         data=plan.mesh.data,

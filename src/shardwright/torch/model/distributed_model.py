@@ -1,52 +1,38 @@
 """The model as the script sees it."""
 
 import logging
-import time
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import groups_in_doubt
-from shardwright.errors import PeerLostError, UsageError
-from shardwright.torch.batch.batch import Arguments, Splitter
-from shardwright.torch.batch.batch_result import BatchResult, Engine
-from shardwright.torch.counting.compiled_modules import without_compilers, without_prefixes
+from shardwright.errors import UsageError
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import Engine
+from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
-from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
-from shardwright.torch.interception.foreign_wrappers import refuse_wrappers
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.interception.loss_checks import refuse_no_tensor
-from shardwright.torch.interception.own_errors import point_out_in_run
-from shardwright.torch.interception.scripted_code import without_scripted
-from shardwright.torch.loss_scale.grad_scaler import scaling_begins
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.model.accepted_module import accepted
+from shardwright.torch.model.model_state import ModelState
+from shardwright.torch.model.spread_module import SpreadModule
+from shardwright.torch.model.steps import Steps
 from shardwright.torch.parameters.buffer_kind import first_kinds
-from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.first_values import Initialise
-from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
-from shardwright.torch.parameters.registration import agree_on_registration
-from shardwright.torch.parameters.residency import Residency, refuse_released
-from shardwright.torch.parameters.sendable import refuse_unsendable
-from shardwright.torch.parameters.state_gathering import gather_state, rank_that_runs
-from shardwright.torch.pytorch.heap import give_back_freed_memory, keep_freed_memory
-from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
+from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.pytorch.heap import keep_freed_memory
+from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import Context, context, is_initialized
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together, meet, ranks_with_the_model
 from shardwright.torch.run.roles import WrappedOptimizer
-from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
 from shardwright.torch.tracing.tracer import Tracer
 
@@ -55,7 +41,7 @@ __all__ = ["DistributedModel", "wrapped_model"]
 log = logging.getLogger(__name__)
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(SpreadModule):
     """Wraps any `nn.Module`; inside a step function it is called as the module itself.
 
     With one stage it runs the module as it is. With more, each rank keeps the units of its own stages once
@@ -97,46 +83,24 @@ class DistributedModel(nn.Module):
         overlapping_allreduce: bool = True,
         bucket_cap_mb: float = 25,
     ):
-        super().__init__()
         current = context()
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.")
         if isinstance(module, DistributedModel):
             raise UsageError("this model is wrapped already. Call DistributedModel once.")
-        if current.model is not None:
-            raise UsageError(
-                "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
-            )
-        refuse_wrappers(module, alone=current.mesh.pipeline == 1)
-        module = without_scripted(without_compilers(module))
-        _refuse_lazy(module)
-        refuse_released(module)
-        refuse_half_built(module)
-        refuse_unsendable(module, current.data_group)
-        with first_cause_named(current), call_together("sw.DistributedModel(...)", _all_ranks(current)):
-            agree_on_registration(module, current)
-        for optimizer in current.optimizers:
-            optimizer.check(module.parameters())
-        self.module = module
+        module = accepted(module, current)
+        bucket_bytes = int(bucket_cap_mb * 2**20)
+        replicas = Replicas(current, module, bucket_bytes=bucket_bytes, overlap=overlapping_allreduce)
+        super().__init__(module, replicas)
         self.first_buffers = first_kinds(module)
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self.replicas = Replicas(
-            current, module, bucket_bytes=int(bucket_cap_mb * 2**20), overlap=overlapping_allreduce
-        )
-        self._residency: Residency | None = None
         self._post_partition_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._materialiser = Materialiser(module, device=current.device, initialize=initialize)
         self._materialiser.check()
-        self._called_to_train = self._pointed_out = self._has_told_no_sync = False
-        self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
-        self._state_to_load: Mapping[str, Any] | None = None
+        self._state = ModelState(module, self.replicas, self._materialiser)
+        self._has_told_no_sync = False
         self._when_settled: list[Callable[[], None]] = []
-        self._outside = BackwardWatch(refuse_backward_outside)
-        self._cores = OwnCores(current)
         # Before anything is measured: giving memory back and taking it again costs time.
         keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
-        self._gives_back = keeps_memory and keep_freed_memory()
-        self._gathers = False
+        gives_back = keeps_memory and keep_freed_memory()
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:
             cast_model(module, self._low_precision)
@@ -145,21 +109,24 @@ class DistributedModel(nn.Module):
             self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)
         for optimizer in current.optimizers:
             self._scale_as_wanted(optimizer)
-        self._engine: Engine
         if current.mesh.pipeline == 1:
-            self._materialiser.agree_on_seed()
-            self._materialiser.everything(
-                but=self.replicas.filled_when_shared(dict(module.named_parameters()))
-            )
-            if current.device.type != "cpu":
-                move: Any = module._apply
-                move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
-        self._engine = self._new_engine(current)
+            self._take_memory(current)
+        self._engine: Engine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
-        self._together = TogetherUntil(current)
+        self._steps = Steps(current, self, self._engine, self.step_end, gives_back=gives_back)
         current.model = self
         for optimizer in current.optimizers:
             optimizer.match_names()
+
+    def _take_memory(self, current: Context) -> None:
+        """Gives memory on the device of this rank to the whole model."""
+        module = self.get_module()
+        self._materialiser.agree_on_seed()
+        shared = self.replicas.filled_when_shared(dict(module.named_parameters()))
+        self._materialiser.everything(but=shared)
+        if current.device.type != "cpu":
+            move: Any = module._apply
+            move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
 
     def _new_engine(self, current: Context) -> "Engine":
         several = current.mesh.pipeline > 1
@@ -182,7 +149,7 @@ class DistributedModel(nn.Module):
                 "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
-            self._called_to_train |= torch.is_grad_enabled() and self.get_module().training
+            self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:
             args, kwargs = cast_inputs((args, kwargs), self._low_precision)
         if active_handler() is None and self.replicas.sharding is not None:
@@ -200,7 +167,7 @@ class DistributedModel(nn.Module):
             tensors: what it was given and has returned.
         """
         if context().mesh.data > 1:
-            self._outside.watch(self.get_module(), tensors)
+            self._steps.outside.watch(self.get_module(), tensors)
 
     def _whole_for_a_call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module outside of a step: all ranks that share its parameters do."""
@@ -231,86 +198,14 @@ class DistributedModel(nn.Module):
         with plain_torch():
             handler.backward(loss, gradient)
 
-    def run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
+    def run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
         """Runs a step function on a batch; `sw.step` calls it."""
-        self._together.begin_step()
-        try:
-            return self._run_step(function, arguments, splitter)
-        except PeerLostError as error:
-            told = out_of_data(context(), error) if torch.is_grad_enabled() else error
-            if told is error:
-                raise
-            raise told from error
-
-    def _run_step(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> list[Any]:
-        current = context()
-        start = time.perf_counter()
-        self._called_to_train = False
-        scaling_begins()
-        self._outside.step_begins()
-        # The first step measures and plans, with all cores; it frees what other ranks keep.
-        plans = not self.partitioned or (current.config.plan_one_stage and current.plan is None)
-        own_cores = nullcontext() if plans else self._cores.in_force()
-        hint = "" if function in self._trained_by else _hint_for_evaluations(current)
-        together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
-        if self.partitioned and self._gives_back:
-            self._gives_back = False
-            give_back_freed_memory()
-        with first_cause_named(current), own_cores, together:
-            try:
-                run = self._run(function, arguments, splitter)
-            except BaseException as error:
-                groups_in_doubt()
-                if isinstance(error, Exception):
-                    point_out_in_run(error, self.get_module())
-                raise
-            if run.losses is not None:
-                self._trained_by.add(function)
-                self.step_end.come(run, begun_s=start)
-            elif self._called_to_train and current.rank == 0:
-                self._point_out_missing_backward(function)
-        return run.results
-
-    def _run(self, function: Callable[..., Any], arguments: Arguments, splitter: Splitter) -> BatchResult:
-        """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
-        replicas, scaling = self.replicas, self.scaling
-        try:
-            if replicas.sharding is not None:
-                replicas.sharding.to_whole()
-            if scaling is not None:
-                scaling.begin(self._engine.reduced)
-            run = self._engine.run(function, arguments, splitter)
-            if scaling is not None:
-                scaling.finish(self._engine.reduced, replicas.sums_of_rows, trained=run.losses is not None)
-        except BaseException:
-            if scaling is not None:
-                scaling.leave()
-            if replicas.sharding is not None:
-                replicas.sharding.leave()
-            raise
-        if replicas.sharding is not None:
-            replicas.sharding.to_sharded()
-        return run
+        return self._steps.run(function, batch)
 
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by before the backward."""
         return 1.0 if self.scaling is None else self.scaling.scaler.scale
-
-    def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
-        """Warns once of a step that looks like training and trains nothing."""
-        if self._pointed_out or function in self._trained_by:
-            return
-        if not any(p.requires_grad for p in self.get_module().parameters()):
-            return
-        self._pointed_out = True
-        name = getattr(function, "__name__", "the step function")
-        warnings.warn(
-            f"{name}() ran the model in training mode and with gradients, but did not call "
-            "model.backward(loss), so nothing is trained. Call it in the step function; for an evaluation "
-            "call model.eval() before, or run the step under torch.no_grad().",
-            stacklevel=stacklevel_of_user(),
-        )
 
     # ---- what scripts for DistributedDataParallel call ----
 
@@ -345,105 +240,14 @@ class DistributedModel(nn.Module):
             enable: false: change nothing.
             throw_on_early_termination: end with an error instead, on all ranks.
         """
-        return self._together.joined(throws=throw_on_early_termination) if enable else nullcontext()
+        return self._steps.together.joined(throws=throw_on_early_termination) if enable else nullcontext()
 
-    # ---- what lives here ----
+    # ---- its state ----
 
     @property
     def partitioned(self) -> bool:
         """Whether every rank has been given its part: after the first step, or at once with one stage."""
         return self._residency is not None or isinstance(self._engine, SingleEngine)
-
-    def get_module(self) -> nn.Module:
-        """The user's module."""
-        return self.module
-
-    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that this rank holds, by their names in the user's module."""
-        return ((name, p) for name, p in self.get_module().named_parameters() if self._is_local(p))
-
-    def local_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that this rank holds."""
-        return (parameter for _, parameter in self.local_named_parameters())
-
-    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that this rank holds, by their names in the user's module."""
-        return ((name, b) for name, b in self.get_module().named_buffers() if self._is_local(b))
-
-    def local_parameter_ids(self) -> set[int]:
-        """Identities of the parameters that this rank holds."""
-        return {id(parameter) for parameter in self.local_parameters()}
-
-    def gathered(self, *parts: nn.Module | Tensor) -> AbstractContextManager[None]:
-        """Gives every rank the values of parameters and buffers, for a computation between steps.
-
-        Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
-        that holds a parameter keeps what it is changed to. Parts take memory on every rank meanwhile: pass
-        few of them at a time.
-
-        Args:
-            parts: modules, parameters or buffers of the model; all of it if there are none.
-
-        Raises:
-            UsageError: replicas share the parameters, or a part is not of the model.
-
-        Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
-
-            pairs = zip(net.student.parameters(), net.teacher.parameters(), strict=True)
-            with torch.no_grad():
-                for student, teacher in pairs:
-                    with model.gathered(student, teacher):
-                        teacher.lerp_(student, 0.01)
-        """
-        if self.replicas.sharding is not None:
-            raise UsageError(
-                "model.gathered() cannot be used where replicas share the parameters: each rank has some "
-                "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
-            )
-        current = context()
-        if self._residency is None or current.pipeline_group is None:
-            return nullcontext()
-        meet("model.gathered()", ranks_with_the_model())
-        return gathered_values(self.get_module(), self._residency, current, parts)
-
-    def counted_elsewhere(self) -> Iterator[nn.Parameter]:
-        """Parameters of this rank that another rank of the replica counts: several hold them."""
-        if self._residency is None:
-            return
-        for name, parameter in self.local_named_parameters():
-            # The next step refuses parameters that were added meanwhile.
-            holders = self._residency.ranks.get(name)
-            if holders and holders[0] != context().pipeline_rank:
-                yield parameter
-
-    def ranks_with(self, name: str) -> tuple[int, ...]:
-        """The world ranks of this replica that hold a parameter of a placed model."""
-        assert self._residency is not None
-        return tuple(context().pipeline_ranks[rank] for rank in self._residency.ranks[name])
-
-    def counts_here(self, name: str) -> bool:
-        """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
-        residency = self._residency
-        if residency is None:
-            return context().pipeline_rank == 0
-        holders = residency.ranks.get(name)
-        # A buffer that a forward has registered is where its module runs.
-        holder = holders[0] if holders else rank_that_runs(name, residency) or 0
-        return context().pipeline_rank == holder
-
-    def stage_of(self, name: str) -> int:
-        """The first stage that uses a parameter."""
-        stages = None if self._residency is None else self._residency.stages.get(name)
-        return min(stages, default=0) if stages else 0
-
-    def runs_here(self, module_name: str) -> bool:
-        """Whether this rank of the replica runs a module, or stands for those that do.
-
-        Args:
-            module_name: of a module inside the user's, such as ``"layers.0"``.
-        """
-        rank = None if self._residency is None else rank_that_runs(f"{module_name}.", self._residency)
-        return context().pipeline_rank == (rank or 0)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -452,71 +256,14 @@ class DistributedModel(nn.Module):
 
         Once the model is spread over stages it is a copy, which further training does not change.
         """
-        current = context()
-        if self._residency is not None or self.replicas.sharding is not None:
-            meet("model.state_dict()", ranks_with_the_model())
-        if self._residency is None or current.pipeline_group is None:
-            given = {} if destination is None else {"destination": destination}
-            with self.replicas.all_rows():
-                state = self.get_module().state_dict(**given, prefix=prefix, keep_vars=keep_vars)
-                if self.replicas.sharding is not None:
-                    state.update({key: _copy(value) for key, value in state.items()})
-            return state
-        with self.replicas.all_rows():
-            return self._gathered_state(destination, prefix, keep_vars=keep_vars)
-
-    def _gathered_state(
-        self, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool
-    ) -> dict[str, Any]:
-        """The state of all stages."""
-        current = context()
-        assert self._residency is not None
-        self._gathers = True
-        try:
-            state = self.get_module().state_dict(keep_vars=keep_vars)
-            with first_cause_named(current):
-                full = gather_state(state, self.get_module(), self._residency, current)
-        finally:
-            self._gathers = False
-        if destination is None and not prefix:
-            return full
-        target = OrderedDict() if destination is None else destination
-        target.update((f"{prefix}{key}", value) for key, value in full.items())
-        return target
+        return self._state.whole(destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads the whole model's state; each rank takes what it holds.
 
         Before the first step of a model on the meta device, it is kept until then.
         """
-        state_dict = without_prefixes(state_dict)
-        if self.replicas.sharding is not None:
-            meet("model.load_state_dict()", context().mesh.group("shard", context().rank))
-        if self._residency is None:
-            if self._materialiser.waits and not assign:
-                # There is nowhere to put it yet: each rank takes its part when it knows which that is.
-                self._state_to_load = state_dict
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message=".*no-op.*")
-                    return self.get_module().load_state_dict(state_dict, strict=strict)
-            with self.replicas.all_rows(written=True):
-                # Wrappers of scripts, whose load_state_dict is their own, may not know `assign`.
-                options = {"assign": True} if assign else {}
-                return self.get_module().load_state_dict(state_dict, strict=strict, **options)
-        with self.replicas.all_rows(written=True):
-            return self._load_own(state_dict, strict=strict)
-
-    def _load_own(self, state_dict: Any, *, strict: bool) -> Any:
-        """Loads what this rank holds of the state of all stages."""
-        self._gathers = True
-        try:
-            own = self.get_module().state_dict()
-        finally:
-            self._gathers = False
-        known = {
-            name: (value if not _is_meta(own.get(name)) else own[name]) for name, value in state_dict.items()
-        }
-        return self.get_module().load_state_dict(known, strict=strict)
+        return self._state.load(without_prefixes(state_dict), strict=strict, assign=assign)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Has the units of each rank compiled, to be called before the first step.
@@ -560,11 +307,8 @@ class DistributedModel(nn.Module):
 
     def settle(self) -> None:
         """Calls what has waited for this rank to have what it trains; loads a state that has."""
-        if self._state_to_load is not None:
-            state, self._state_to_load = self._state_to_load, None
-            self.load_state_dict(state, strict=False)
-            if self.replicas.sharding is not None:  # the first step goes on with all rows
-                self.replicas.sharding.to_whole()
+        if self._state.load_waiting() and self.replicas.sharding is not None:
+            self.replicas.sharding.to_whole()  # the first step goes on with all rows
         while self._when_settled:
             self._when_settled.pop(0)()
 
@@ -588,13 +332,8 @@ class DistributedModel(nn.Module):
             Whether the model is as it was: no state was waiting for this, and no hook.
         """
         self._residency = residency
-        self.get_module().register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda _, state, *rest: self._refuse_part(state)
-        )
-        unchanged = not (self._state_to_load or self._post_partition_hooks or self._when_settled)
-        if self._state_to_load is not None:
-            self.load_state_dict(self._state_to_load, strict=False)
-            self._state_to_load = None
+        self._state.placed(residency)
+        unchanged = not (self._state.load_waiting() or self._post_partition_hooks or self._when_settled)
         local = self.local_parameter_ids()
         for optimizer in context().optimizers:
             optimizer.keep(local)
@@ -606,15 +345,6 @@ class DistributedModel(nn.Module):
     def _call_hook(self, hook: Callable[..., Any]) -> None:
         optimizers = context().optimizers
         hook(self, optimizers[0] if optimizers else None)
-
-    def _refuse_part(self, state: Mapping[str, Any]) -> None:
-        """Keeps a script from saving the part of a rank as if it were the model."""
-        if not self._gathers and any(_is_meta(value) for value in state.values()):
-            raise UsageError(
-                f"{user_line()}: the module's own state_dict() has the weights of this rank only: the model "
-                "is spread over stages. Call model.state_dict() of the DistributedModel, on all ranks, and "
-                "save it on one."
-            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -636,47 +366,6 @@ class DistributedModel(nn.Module):
             "load_state_dict. For an average of the weights (EMA, SWA) take model.local_named_parameters() "
             "on each rank. A copy that is part of the training is made of the module before it is wrapped."
         )
-
-    def _is_local(self, tensor: Tensor) -> bool:
-        return not self.partitioned or not tensor.is_meta
-
-
-def _refuse_lazy(module: nn.Module) -> None:
-    """Refuses parameters that get their shapes in a first forward."""
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(
-                f"{name} has no shape yet: it gets one in the first forward. Call the model once on a "
-                "sample, under torch.no_grad(), before DistributedModel."
-            )
-
-
-def _called(function: Callable[..., Any]) -> str:
-    return f"{STEP} {getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-def _ranks_of_a_step(current: Context) -> Sequence[int]:
-    """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
-    return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
-
-
-def _all_ranks(current: Context) -> Sequence[int]:
-    return range(current.mesh.world_size)
-
-
-def _hint_for_evaluations(current: Context) -> str:
-    """What to try where only some replicas make a step that may be no training."""
-    if current.mesh.data == 1 or not torch.is_grad_enabled():
-        return ""
-    return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def wrapped_model() -> DistributedModel | None:

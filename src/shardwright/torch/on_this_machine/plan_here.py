@@ -291,7 +291,7 @@ def _sentence(plans: Sequence[Plan], of_sample: Sequence[float], best: int) -> s
 def title_of(plan: Plan) -> str:
     """A plan in a few words: ``pipeline 2 x data 1, 8 microbatches, zb_v with 4 stages``."""
     mesh = plan.mesh
-    shared = f", shared by {mesh.shard}" if mesh.shard > 1 else ""
+    shared = f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)
     how = f", {plan.schedule.kind} with {stages} stages" if stages > 1 else ""
     count = plan.schedule.microbatches

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import UsageError
 from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step

@@ -130,7 +130,7 @@ class DistributedOptimizer(Optimizer):
             self._own_parts(),
             over_stages,
             stepping(),
-            nullcontext() if self.sees_rows else over_replicas(sends=True, kind="replicas"),
+            nullcontext() if self.sees_rows else over_replicas(sends=True, axes="dp_replicate"),
         ):
             self.optimizer.step()
         return None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.identity.rank_set import listed
 from shardwright.errors import UsageError
 from shardwright.torch._private import weak_storage
 from shardwright.torch.parameters.remote import RemoteTensor, without_values

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.identity.rank_set import listed
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.joint_program import Holding, JointProgram

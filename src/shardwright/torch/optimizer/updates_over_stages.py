@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import NonFiniteError
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.coupling import is_coupled, refuse_coupling

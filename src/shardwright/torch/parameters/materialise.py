@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_from
+from shardwright.comm.joining.process_group import tell_from
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.delayed_initialization import recorded_values
 from shardwright.torch.parameters.first_values import (

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch._private import non_persistent_buffers_of
 from shardwright.torch.parameters.delayed_initialization import is_recorded

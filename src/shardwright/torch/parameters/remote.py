@@ -102,16 +102,31 @@ class RemoteTensor(torch.Tensor):
             return format(self.item(), format_spec)
         return object.__format__(self, format_spec)
 
+    def __mul__(self, other: Any) -> Any:
+        if other is None:  # p * p.grad, as AdaLoRA and pruning have it
+            self._refuse_gradient()
+        return super().__mul__(other)
+
+    __rmul__ = __mul__
+
+    def _refuse_gradient(self) -> NoReturn:
+        raise UsageError(
+            f"{user_line()}: {self.first_name} is multiplied with None. If that is its gradient: both are on "
+            f"rank {self._where} and not here, because the model is spread over stages. Take "
+            "model.local_named_parameters(), what this rank holds, on each rank, in the place of "
+            "model.named_parameters(); what needs the numbers of all of them (a ranking) is added up or "
+            "gathered over ranks behind that."
+        )
+
     def refuse(self) -> NoReturn:
         """Refuses what cannot be done without values.
 
         Raises:
             UsageError: always.
         """
-        holders = " and ".join(str(rank) for rank in self.holders)
         raise UsageError(
-            f"{user_line()}: this needs the values of {self.first_name}, which are on rank {holders} and not "
-            "here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
+            f"{user_line()}: this needs the values of {self.first_name}, which are on rank {self._where} and "
+            "not here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
             "statistic or a copy take model.local_named_parameters(), what this rank holds, on each rank, or "
             "model.state_dict(), called on all ranks, which has the values of all. Where one part of the "
             "model follows another (a teacher), write `with model.gathered(student, teacher):` around it, on "
@@ -127,11 +142,15 @@ class RemoteTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.refuse()
 
+    @property
+    def _where(self) -> str:
+        """The ranks that have its values, for messages."""
+        return " and ".join(str(rank) for rank in self.holders)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        holders = " and ".join(str(rank) for rank in self.holders)
         return (
             f"RemoteTensor({self.first_name}, shape={tuple(self.shape)}, dtype={self.dtype}, its values are "
-            f"on rank {holders})"
+            f"on rank {self._where})"
         )
 
 

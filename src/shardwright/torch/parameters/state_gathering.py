@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.run.context import Context

@@ -38,7 +38,14 @@ class UnitMap:
         Raises:
             TraceError: a parameter or buffer is sparse.
         """
-        modules = {name: model.get_submodule(name) for name in unit_names}
+        return cls._with(model, {name: model.get_submodule(name) for name in unit_names})
+
+    def with_new_tensors(self) -> "UnitMap":
+        """The same units, with the parameters and buffers that the model has now."""
+        return self._with(self.model, self.modules)
+
+    @classmethod
+    def _with(cls, model: nn.Module, modules: dict[str, nn.Module]) -> "UnitMap":
         parameters: dict[int, str] = {}
         tensors: dict[str, tuple[Tensor, bool]] = {}
         aliases: dict[str, list[str]] = {}

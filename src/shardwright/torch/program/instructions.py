@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.runtime.dataflow import Dataflow, StepFlow
 from shardwright.torch.interception.attribute_inputs import FoundPlace, found_places
-from shardwright.torch.program.dataflow import Dataflow, StepFlow
 from shardwright.torch.pytorch.tree import Structure
 from shardwright.torch.randomness.rng import Draw
 from shardwright.torch.tracing.trace_data import Step, Trace

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwright.model_graph import TensorSpec
-from shardwright.schedule import Edge
-from shardwright.torch.program.crossings import Crossing, crossings_of
-from shardwright.torch.program.dataflow import Dataflow
-from shardwright.torch.program.homes import home_stages
+from shardwright.runtime.assignment import Assignment
+from shardwright.runtime.crossings import Crossing, Crossings, crossings_of, gradients_of
+from shardwright.runtime.dataflow import Dataflow
 from shardwright.torch.program.instructions import Instruction, instructions_of
 from shardwright.torch.program.program_checks import (
     check_after_backward,
@@ -36,7 +35,7 @@ from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.randomness.rng import own_generators
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["Program", "build_program", "generators_of", "merged_edges"]
+__all__ = ["Program", "build_program", "generators_of"]
 
 
 @dataclass(slots=True)
@@ -46,6 +45,7 @@ class Program:
     Attributes:
         instructions: one for each step of the trace.
         crossings: (source, target) -> values, for all ranks.
+        gradients: (target, source) -> values whose gradients go back.
         sends: stage of this rank -> crossings that leave it, by target.
         receives: stage of this rank -> crossings that enter it, by source.
         loss: value given to backward.
@@ -86,7 +86,8 @@ class Program:
     """
 
     instructions: list[Instruction]
-    crossings: Mapping[tuple[int, int], tuple[Crossing, ...]]
+    crossings: Crossings
+    gradients: Crossings
     sends: Mapping[int, tuple[Crossing, ...]]
     receives: Mapping[int, tuple[Crossing, ...]]
     loss: int | None
@@ -133,33 +134,10 @@ def generators_of(programs: Iterable[Program]) -> tuple[torch.Generator, ...]:
     )
 
 
-def merged_edges(programs: Sequence[Program]) -> list[Edge]:
-    """Transfers between stages for lowering and simulation: those of any of the microbatches.
-
-    Bytes are those of the largest microbatch.
-    """
-    pairs = sorted({pair for program in programs for pair in program.crossings})
-    edges = []
-    for source, target in pairs:
-        groups = [program.crossings.get((source, target), ()) for program in programs]
-        gradient_bytes = max(sum(c.spec.num_bytes for c in group if c.has_gradient) for group in groups)
-        edges.append(
-            Edge(
-                source=source,
-                target=target,
-                num_bytes=max(sum(c.spec.num_bytes for c in group) for group in groups),
-                gradient_bytes=gradient_bytes,
-                has_gradient=gradient_bytes > 0,
-            )
-        )
-    return edges
-
-
 def build_program(
     trace: Trace,
+    assignment: Assignment,
     *,
-    stage_of_call: Mapping[int, int],
-    stage_ranks: Sequence[int],
     rank: int,
     recompute: frozenset[str] = frozenset(),
 ) -> Program:
@@ -167,16 +145,15 @@ def build_program(
 
     Args:
         trace: the traced step function.
-        stage_of_call: stage of every node that calls a unit.
-        stage_ranks: pipeline rank of each stage.
+        assignment: where each of its nodes runs.
         rank: this pipeline rank.
         recompute: labels of the unit calls whose activations are recomputed.
     """
     graph = trace.graph
-    homes = home_stages(graph, stage_of_call, stage_ranks)
+    homes, stage_ranks = assignment.homes, assignment.stage_ranks
     home_of = tuple(homes[value.producer] for value in graph.values)
     dataflow = Dataflow(trace, homes, home_of)
-    crossings = crossings_of(trace, dataflow, homes)
+    crossings = crossings_of(dataflow)
     check_after_backward(trace, homes, home_of)
     if len(stage_ranks) > 1:
         check_lasting_tensors(trace)
@@ -190,6 +167,7 @@ def build_program(
     return Program(
         instructions=instructions_of(trace, dataflow, homes, stage_ranks, rank, recompute),
         crossings=crossings,
+        gradients=gradients_of(crossings),
         sends={
             s: tuple(c for (a, _), group in sorted(crossings.items()) if a == s for c in group) for s in local
         },
@@ -201,7 +179,7 @@ def build_program(
         backward_at=trace.backward_at,
         home_of=home_of,
         specs=tuple(value.spec for value in graph.values),
-        stage_ranks=tuple(stage_ranks),
+        stage_ranks=stage_ranks,
         stages=local,
         result_values=trace.result_values,
         kept=read_late.union(graph.outputs),

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.torch.batch.batch import Arguments
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.program.program import Program
 from shardwright.torch.python_state.watched_numbers import NumberPath, numbers_among
-from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.tracing.path import Path
 from shardwright.torch.tracing.trace_data import Trace
 
@@ -35,14 +34,14 @@ _BY_VALUE = frozenset(
 )
 
 
-def signature_of(part: Arguments, *, but_numbers: bool = False) -> Hashable:
+def signature_of(part: Batch, *, but_numbers: bool = False) -> Hashable:
     """Equal for microbatches that differ in the values of their tensors alone.
 
     Args:
-        part: (args, kwargs) of a microbatch.
+        part: a microbatch.
         but_numbers: equal also for those that differ in their numbers, but not in the types of these.
     """
-    items, structure = flatten(part)
+    items, structure = part.leaves, part.structure
     if but_numbers:
         numbers = numbers_among(items, structure)
         items = [type(item) if number else item for item, number in zip(items, numbers, strict=True)]
@@ -92,10 +91,10 @@ class _Entry:
     path: Path | None
     numbers: NumberPath | None = None
 
-    def holds_for(self, part: Arguments) -> bool:
-        if self.numbers is not None and not self.numbers.taken_by(leaves(part)):
+    def holds_for(self, part: Batch) -> bool:
+        if self.numbers is not None and not self.numbers.taken_by(part.leaves):
             return False
-        return self.path is None or self.path.taken_by(part)
+        return self.path is None or self.path.taken_by(part.leaves)
 
 
 @dataclass(slots=True)
@@ -131,7 +130,7 @@ class ProgramCache:
         self._warned = False
         self._warned_of_numbers = False
 
-    def find(self, part: Arguments, circumstances: Hashable) -> Program | None:
+    def find(self, part: Batch, circumstances: Hashable) -> Program | None:
         """The program of a microbatch; None if it must be traced.
 
         Args:
@@ -143,7 +142,7 @@ class ProgramCache:
             found = _find(self._general, (signature_of(part, but_numbers=True), circumstances), part)
         return found
 
-    def watches_numbers(self, part: Arguments, circumstances: Hashable) -> bool:
+    def watches_numbers(self, part: Batch, circumstances: Hashable) -> bool:
         """Whether the trace of a microbatch should find out for which other numbers it holds.
 
         Not at first, when nobody knows whether there will be others; and not where it was mostly in vain.
@@ -156,7 +155,7 @@ class ProgramCache:
 
     def keep(
         self,
-        part: Arguments,
+        part: Batch,
         circumstances: Hashable,
         trace: Trace,
         program: Program,
@@ -198,7 +197,7 @@ class ProgramCache:
         while len(self._numbers) > _SIGNATURES_KEPT:
             del self._numbers[next(iter(self._numbers))]
 
-    def _note_numbers(self, seen: _NumbersSeen, part: Arguments, where: str) -> None:
+    def _note_numbers(self, seen: _NumbersSeen, part: Batch, where: str) -> None:
         """Tells of many traces that differ in numbers alone."""
         numbers = _numbers_of(part)
         if not numbers or numbers in seen.traced or len(seen.traced) == _NUMBERS_TOLD:
@@ -218,14 +217,12 @@ class ProgramCache:
             )
 
 
-def _numbers_of(part: Arguments) -> tuple[str, ...]:
-    items, structure = flatten(part)
-    return tuple(
-        repr(item) for item, number in zip(items, numbers_among(items, structure), strict=True) if number
-    )
+def _numbers_of(part: Batch) -> tuple[str, ...]:
+    found = zip(part.leaves, numbers_among(part.leaves, part.structure), strict=True)
+    return tuple(repr(item) for item, number in found if number)
 
 
-def _find(entries: dict[Hashable, list[_Entry]], signature: Hashable, part: Arguments) -> Program | None:
+def _find(entries: dict[Hashable, list[_Entry]], signature: Hashable, part: Batch) -> Program | None:
     found = entries.pop(signature, None)
     if found is None:
         return None

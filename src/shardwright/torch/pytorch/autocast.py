@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from shardwright.comm.devices_in_use import uses_gpus
+from shardwright.comm.identity.devices_in_use import uses_gpus
 
 __all__ = ["AutocastState", "autocast_as", "autocast_state"]
 

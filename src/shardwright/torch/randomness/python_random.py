@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "SKIPS_BY_PYTHON",
     "DrawsOfPython",
     "PythonState",
     "get_python_mark",
@@ -29,6 +30,13 @@ __all__ = [
     "state_as_tensor",
     "state_from_tensor",
 ]
+
+SKIPS_BY_PYTHON = (
+    "The step function draws random numbers of Python or NumPy between modules. If they decide which layers "
+    "are called (layer dropping): draw in the forward of the layer, by torch.rand(()), and give its input "
+    "back there; or call it always, and choose behind it by torch.where."
+)
+"""For errors of step functions that go another way each time."""
 
 PythonState = tuple[Any, tuple[Any, ...]]
 """State of Python's generator, and of NumPy's."""

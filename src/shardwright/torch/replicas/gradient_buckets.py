@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.two_hop_sum import TwoHopSum
+from shardwright.comm.backend.two_hop_sum import TwoHopSum
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
 from shardwright.torch.parameters.precision import gradient_dtype

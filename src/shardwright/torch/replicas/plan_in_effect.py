@@ -1,72 +1,20 @@
-"""Puts a plan into effect on a rank: the stage of each call, which parameters stay, who shares them."""
+"""Makes ranks that hold the same parameters agree on them: process groups, first values, gradients."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import group_of
+from shardwright.comm.joining.process_group import group_of
 from shardwright.mesh import Mesh
-from shardwright.model_graph import ModelGraph
-from shardwright.plan import Plan, stage_of_label
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.run.context import Context
 
-__all__ = ["CallPlacement", "SharingGroups", "call_placement", "reduced_parameters", "synchronise"]
+__all__ = ["SharingGroups", "reduced_parameters", "synchronise"]
 
 _SMALL_BYTES = 2**16  # nobody branches on the values of a larger tensor
-
-
-@dataclass(frozen=True, slots=True)
-class CallPlacement:
-    """Where the unit calls of one trace run.
-
-    Attributes:
-        stage_of_call: node -> stage.
-        stage_ranks: stage -> pipeline rank.
-    """
-
-    stage_of_call: Mapping[int, int]
-    stage_ranks: tuple[int, ...]
-
-
-def call_placement(graph: ModelGraph, plan: Plan, residency: Residency | None) -> CallPlacement:
-    """Places the calls of a trace as the plan says.
-
-    The step function for which the plan was made calls units in the order of the stages. Another one (an
-    evaluation) may call them in another order, or call other units; then every run of calls on one rank
-    becomes a stage.
-    """
-    stages = stage_of_label(plan)
-    labels = [graph.nodes[call].label for call in graph.calls]
-    known = [stages.get(label) for label in labels]
-    if None not in known and known == sorted(known, key=lambda stage: stage or 0):
-        return CallPlacement(dict(zip(graph.calls, (s or 0 for s in known), strict=True)), plan.stage_ranks)
-    stage_of_call: dict[int, int] = {}
-    ranks: list[int] = []
-    for call, stage in zip(graph.calls, known, strict=True):
-        if stage is not None:
-            rank = plan.stage_ranks[stage]
-        else:
-            rank = _holder(graph, call, residency, preferred=ranks[-1] if ranks else 0)
-        if not ranks or ranks[-1] != rank:
-            ranks.append(rank)
-        stage_of_call[call] = len(ranks) - 1
-    return CallPlacement(stage_of_call, tuple(ranks) or plan.stage_ranks)
-
-
-def _holder(graph: ModelGraph, call: int, residency: Residency | None, *, preferred: int) -> int:
-    """A rank that has all parameters of a unit."""
-    names = graph.units[graph.nodes[call].name].parameters
-    if residency is None or not names:
-        return preferred
-    common = set.intersection(*(set(residency.ranks[name]) for name in names))
-    if not common or preferred in common:
-        return preferred
-    return min(common)
 
 
 class SharingGroups:
@@ -80,9 +28,7 @@ class SharingGroups:
     def ranks(self, pipeline_ranks: Sequence[int]) -> tuple[int, ...]:
         """World ranks at these pipeline ranks, in all replicas."""
         mesh = self._mesh
-        return tuple(
-            sorted(mesh.rank_of(pipeline=p, data=d) for p in pipeline_ranks for d in range(mesh.data))
-        )
+        return tuple(sorted(mesh.rank_of(pp=p, rdp=d) for p in pipeline_ranks for d in range(mesh.data)))
 
     def make(self, wanted: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of these sets of pipeline ranks; collective over all ranks of the world."""

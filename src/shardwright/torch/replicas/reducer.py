@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.bucket_size import size_of_buckets
-from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.replicas.bucket_order import BucketOrder, Turn

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.buffer_kind import BufferKind
 
@@ -56,14 +56,24 @@ class ReplicaBuffers:
         group: the ranks that hold the same stages.
         ranks: world ranks of them, the source of all buffers first.
         rank: world rank of this one.
+        device: where the ranks of the group exchange numbers.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, ranks: Sequence[int], rank: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        ranks: Sequence[int],
+        rank: int,
+        device: torch.device,
+    ):
         self._module = module
         self._group = group
         self._source = ranks[0]
         self._is_source = rank == ranks[0]
         self._ranks = tuple(ranks)
+        self._device = device
         self._seen: dict[str, _Seen] = {}
         self._warned = False
 
@@ -71,36 +81,45 @@ class ReplicaBuffers:
         """Takes what is there for equal on all replicas."""
         self._seen = {name: _Seen.of(buffer) for name, buffer in self._here().items()}
 
-    def agree_on_what_scripts_set(self) -> None:
-        """`agree`, before a batch, if the script of any replica has set a buffer since; collective."""
+    def agree_on_what_scripts_set(self, *, other_parameters: bool = False) -> bool:
+        """`agree`, before a batch, if the script of any replica has set a buffer since; collective.
+
+        Args:
+            other_parameters: this replica has other parameters than in the last step.
+
+        Returns:
+            Whether any replica has.
+        """
+        if not self._meets():
+            return False
         here = self._here()
-        device = self._device(here)
-        if device is None:
-            return
         unwritten = here.keys() == self._seen.keys() and all(
             self._seen[name].is_unwritten(buffer) for name, buffer in here.items()
         )
-        found = torch.tensor(not unwritten, dtype=torch.int32, device=device)
+        found = torch.tensor([not unwritten, other_parameters], dtype=torch.int32, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        if found.item():
-            self.agree()
+        written, other = found.tolist()
+        if written:
+            self._agree()
+        return bool(other)
 
-    @torch.no_grad()
     def agree(self) -> None:
         """Gives all replicas the buffers of the first that any of them has changed; collective.
 
         Raises:
             UsageError: replicas have other buffers than the first; on all of them.
         """
+        if self._meets():
+            self._agree()
+
+    @torch.no_grad()
+    def _agree(self) -> None:
         here = self._here()
-        device = self._device(here)
-        if device is None:
-            return
         # The names are those of the last time, the same on all replicas; behind them, whether a forward has
         # given one another shape or type, or made or removed one.
         flags = [name not in here or not seen.is_still(here[name]) for name, seen in self._seen.items()]
         flags.append(here.keys() != self._seen.keys() or any(map(self._is_remade, here.items())))
-        changed = torch.tensor(flags, dtype=torch.int32, device=device)
+        changed = torch.tensor(flags, dtype=torch.int32, device=self._device)
         # One replica alone may have gone a way on which a buffer changes.
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
         *found, remade = changed.tolist()
@@ -113,6 +132,10 @@ class ReplicaBuffers:
         for dtype in sorted({buffer.dtype for buffer in chosen.values()}, key=str):
             self._broadcast([b for b in chosen.values() if b.dtype is dtype and b.numel()])
         self._seen.update((name, _Seen.of(buffer)) for name, buffer in chosen.items())
+
+    def _meets(self) -> bool:
+        """Whether replicas ask each other: not without buffers in an evaluation, which one alone may make."""
+        return bool(self._seen) or torch.is_grad_enabled()
 
     def _is_remade(self, item: tuple[str, Tensor]) -> bool:
         name, buffer = item
@@ -162,11 +185,6 @@ class ReplicaBuffers:
             for name, buffer in self._module.named_buffers()
             if not buffer.is_meta and buffer.layout is torch.strided
         }
-
-    def _device(self, here: Mapping[str, Tensor]) -> torch.device | None:
-        """Where buffers are, also those that were there; None where no replica has ever had one."""
-        seen = (each.buffer for each in self._seen.values())
-        return next((buffer.device for buffer in (*here.values(), *seen)), None)
 
 
 def _version(buffer: Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.precision import gradient_dtype, low_precision

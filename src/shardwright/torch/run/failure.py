@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwright.comm.blame import Blame, Note
-from shardwright.comm.peer_loss import lost_peer, names_a_lost_peer
+from shardwright.comm.absence.blame import Blame, Note
+from shardwright.comm.absence.peer_loss import lost_peer, names_a_lost_peer
 from shardwright.errors import PeerLostError, PeerTimeoutError
 from shardwright.torch.run.context import Context
 

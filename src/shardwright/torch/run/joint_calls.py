@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from shardwright.comm.peer_loss import names_a_lost_peer
-from shardwright.comm.process_group import default_store, groups_in_doubt
-from shardwright.comm.roll_call import Call, RollCall
-from shardwright.comm.whereabouts import Whereabouts
+from shardwright.comm.absence.peer_loss import names_a_lost_peer
+from shardwright.comm.absence.whereabouts import Whereabouts
+from shardwright.comm.joining.process_group import default_store, groups_in_doubt
+from shardwright.comm.messages.roll_call import Call, RollCall
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.run.context import Context, context, is_initialized
 from shardwright.torch.run.failure import first_cause_named
@@ -113,12 +113,4 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
 def ranks_with_the_model() -> tuple[int, ...]:
     """World ranks that together have all elements of the model once, with this one among them."""
     current = context()
-    mesh, shard = current.mesh, current.mesh.shard
-    first = current.data_rank // shard * shard
-    return tuple(
-        sorted(
-            mesh.rank_of(pipeline=stage, data=data)
-            for stage in range(mesh.pipeline)
-            for data in range(first, first + shard)
-        )
-    )
+    return current.mesh.group(("pp", "dp_shard"), current.rank)

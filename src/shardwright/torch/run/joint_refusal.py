@@ -5,7 +5,7 @@ import datetime
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwright.comm.process_group import default_store
+from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import PeerLostError, ShardwrightError
 
 __all__ = ["require_all_refuse"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.cluster.host_memory import host_memory_bytes
-from shardwright.comm.local_peers import LocalPeers
-from shardwright.comm.process_group import tell_all, tell_from
-from shardwright.comm.transport import Transport
+from shardwright.comm.joining.process_group import tell_all, tell_from
+from shardwright.comm.messages.transport import Transport
+from shardwright.comm.one_host.local_peers import LocalPeers
 from shardwright.torch.pytorch.heap import give_back_freed_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.update_rate import update_rate

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.process_group import default_store
-from shardwright.comm.value_board import ValueBoard
+from shardwright.comm.joining.process_group import default_store
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.torch.run.context import Context
 
 __all__ = ["replica_board"]

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.identity.rank_set import listed
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.failure import first_cause_named

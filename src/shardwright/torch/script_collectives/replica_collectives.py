@@ -34,9 +34,9 @@ from greenlet import getcurrent
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.comm.process_group import default_store
+from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import PeerLostError, UsageError
-from shardwright.mesh import GroupKind
+from shardwright.mesh import Axes
 from shardwright.torch._private import default_group
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
@@ -128,10 +128,10 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(0, 1)
         self.sends = False  # a microbatch computes, and this is no trace
-        self.kind: GroupKind = "dp"
+        self.axes: Axes = "dp"
         self.num_calls = 0
         self.world: Any = None
-        self._made: dict[GroupKind, tuple[Context, Any]] = {}
+        self._made: dict[Axes, tuple[Context, Any]] = {}
 
     def __deepcopy__(self, memo: Any) -> "_Replicas":
         return self
@@ -139,10 +139,10 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     # ---- what torch.distributed asks a group ----
 
     def size(self) -> int:
-        return context().mesh.group_size(self.kind) if is_initialized() else 1
+        return context().mesh.group_size(self.axes) if is_initialized() else 1
 
     def rank(self) -> int:
-        return context().mesh.group_rank(self.kind, context().rank) if is_initialized() else 0
+        return context().mesh.group_rank(self.axes, context().rank) if is_initialized() else 0
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -186,7 +186,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
             if work is not None:
                 work.wait()
         except RuntimeError as error:
-            ranks = context().mesh.group(self.kind, context().rank)
+            ranks = context().mesh.group(self.axes, context().rank)
             raise PeerLostError(
                 f"{user_line()}: {_NAMES[method]}() is called in a step, for which the ranks that hold this "
                 f"stage ({', '.join(map(str, ranks))}) wait for one another, and it failed: {error}. Each "
@@ -195,11 +195,11 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
 
     def _group(self) -> Any:
         """Of the ranks that hold the same stage; made at the first call, by these alone."""
-        current, kind = context(), self.kind
-        if kind not in self._made or self._made[kind][0] is not current:
-            from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+        current, axes = context(), self.axes
+        if axes not in self._made or self._made[axes][0] is not current:
+            from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
 
-            ranks = current.mesh.group(kind, current.rank)
+            ranks = current.mesh.group(axes, current.rank)
             with default_group(self.world):
                 made = ShardwrightProcessGroup(
                     PrefixStore(f"collectives in steps/{next(_NUMBERS)}/{ranks}", default_store()),
@@ -207,12 +207,12 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
                     len(ranks),
                     timedelta(seconds=current.config.timeout_s),
                 )
-            self._made[kind] = current, made
-            current.cleanup.callback(self._forget, kind)
-        return self._made[kind][1]
+            self._made[axes] = current, made
+            current.cleanup.callback(self._forget, axes)
+        return self._made[axes][1]
 
-    def _forget(self, kind: GroupKind) -> None:
-        self._made.pop(kind)[1].shutdown()
+    def _forget(self, axes: Axes) -> None:
+        self._made.pop(axes)[1].shutdown()
 
 
 def _call(method: str) -> Callable[..., Any]:
@@ -253,16 +253,16 @@ COLLECTIVES = frozenset(_OPERATIONS.values())
 
 
 @contextmanager
-def over_replicas(*, sends: bool, kind: GroupKind = "dp") -> Iterator[None]:
+def over_replicas(*, sends: bool, axes: Axes = "dp") -> Iterator[None]:
     """Inside, collectives of the default process group go over the ranks that hold the same unit.
 
     Args:
         sends: make them; else, as in a trace, only what they change is taken note of.
-        kind: of the group of these ranks.
+        axes: of the mesh, along which these ranks differ.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    before = _REPLICAS.sends, _REPLICAS.kind
-    _REPLICAS.sends, _REPLICAS.kind = sends, kind
+    before = _REPLICAS.sends, _REPLICAS.axes
+    _REPLICAS.sends, _REPLICAS.axes = sends, axes
     try:
         if world is None or world is _REPLICAS:
             yield
@@ -271,7 +271,7 @@ def over_replicas(*, sends: bool, kind: GroupKind = "dp") -> Iterator[None]:
         with default_group(_REPLICAS, on_other=_refuse_other_group, on_functional=_refuse_functional):
             yield
     finally:
-        _REPLICAS.sends, _REPLICAS.kind = before
+        _REPLICAS.sends, _REPLICAS.axes = before
 
 
 def num_collectives() -> int:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.after_import import after_import
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.torch.interception.glue import active_handler, batch_is_running
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.run.context import Context, context, is_initialized

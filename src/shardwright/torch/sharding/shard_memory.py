@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
-from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.communicator import Communicator
-from shardwright.comm.shardwright_process_group import ShardwrightProcessGroup
+from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.communicator import Communicator
 from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
 

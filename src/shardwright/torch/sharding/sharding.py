@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwright.comm.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch._private import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step

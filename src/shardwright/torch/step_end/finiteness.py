@@ -15,8 +15,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.rank_set import listed
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
 from shardwright.torch.execution.trained_model import TrainedModel
@@ -145,7 +145,7 @@ class Finiteness:
         of_losses, of_gradients = zip(*(text.split("\n") for text in told), strict=True)
         parts = [text for text in dict.fromkeys(of_losses) if text]
         ranks: dict[str, list[int]] = {}  # replicas have the same gradients
-        for rank in sorted(range(len(told)), key=lambda rank: -mesh.coordinates(rank).pipeline):
+        for rank in sorted(range(len(told)), key=lambda rank: -mesh.group_rank("pp", rank)):
             if of_gradients[rank]:
                 ranks.setdefault(of_gradients[rank], []).append(rank)
         parts += [f"gradients on {_ranks(r)} {text}" for text, r in ranks.items()]

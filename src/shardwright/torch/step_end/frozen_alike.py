@@ -8,7 +8,7 @@ A rank packs the gradients of what it trains. Where as many numbers are frozen o
 
 from torch import Tensor, nn
 
-from shardwright.comm.process_group import tell_all
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.run.context import Context
 

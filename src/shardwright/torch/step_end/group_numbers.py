@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.comm.process_group import tell_all
-from shardwright.comm.purpose import Purpose
-from shardwright.comm.rank_set import listed
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.identity.rank_set import listed
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.run.context import Context
 

@@ -16,9 +16,9 @@ from enum import IntEnum
 
 import torch
 
-from shardwright.comm.block_quantiser import BlockQuantiser
-from shardwright.comm.devices_in_use import uses_gpus
-from shardwright.comm.purpose import Purpose
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+from shardwright.comm.identity.devices_in_use import uses_gpus
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from shardwright.runtime.traced import Change, View
 from shardwright.torch._private import storage_key
-from shardwright.torch.tracing.trace_data import Change, Step, View
+from shardwright.torch.tracing.trace_data import Step
 
 __all__ = ["follow_changes", "view_of"]
 

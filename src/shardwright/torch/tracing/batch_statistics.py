@@ -18,7 +18,7 @@ from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.planner import statistics_are_split, statistics_of_whole_batch
 from shardwright.torch._private import BatchNormBase
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.tree import leaves
@@ -140,15 +140,12 @@ class BatchStatistics:
         """Takes note of layers that a trace has shown."""
         self._traced = tuple(dict.fromkeys((*self._traced, *layers)))
 
-    def training_begins(
-        self, model: nn.Module, splitter: Splitter, arguments: Arguments, *, microbatches: int
-    ) -> None:
+    def training_begins(self, model: nn.Module, batch: Batch, *, microbatches: int) -> None:
         """Before a batch with gradients.
 
         Args:
             model: the user's.
-            splitter: knows how many samples are in the batch.
-            arguments: the batch of this replica.
+            batch: that of this replica.
             microbatches: parts into which it is cut.
 
         Raises:
@@ -163,7 +160,7 @@ class BatchStatistics:
         if self._config.batch_statistics == "batch":
             raise UsageError(statistics_of_whole_batch(layers, microbatches))
         if self._prints:
-            samples = splitter.batch_size(arguments) or 0
+            samples = batch.num_samples or 0
             log.warning(
                 "%s", statistics_are_split(layers, samples=-(-samples // microbatches), batch=samples)
             )

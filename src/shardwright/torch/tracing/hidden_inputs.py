@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
-from shardwright.torch.counting.cost_counter import tensors_in
+from shardwright.torch.counting.operation_work import tensors_in
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
 from shardwright.torch.python_state.container_states import ContainerStates
 from shardwright.torch.python_state.held_containers import HeldContainers

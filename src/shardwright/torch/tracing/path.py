@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
-from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.pytorch.autocast import AutocastState, autocast_as, autocast_state
-from shardwright.torch.pytorch.tree import Structure, flatten, leaves
+from shardwright.torch.pytorch.tree import Structure, leaves
 
 __all__ = ["Path", "PathRecorder"]
 
@@ -100,15 +99,15 @@ class Path:
     copied: frozenset[_Key]
     model: nn.Module
 
-    def taken_by(self, arguments: Arguments) -> bool:
+    def taken_by(self, leaves: Sequence[Any]) -> bool:
         """Whether Python would read the same values with these arguments.
 
         Args:
-            arguments: of one microbatch, of the same structure, shapes and types as the traced one.
+            leaves: of a microbatch of the same structure, shapes and types as the traced one.
         """
         try:
             with torch.no_grad():
-                known = self._start(arguments)
+                known = self._start(leaves)
                 return all(self._agrees(call, known) for call in self.calls)
         except Exception as error:
             # Not the same way, then (a buffer of another shape). If the error is the user's, the trace that
@@ -116,9 +115,8 @@ class Path:
             log.debug("the path cannot be followed: %s", error)
             return False
 
-    def _start(self, arguments: Arguments) -> dict[_Key, Tensor]:
-        items = flatten(arguments)[0]
-        known = {key: items[position].detach() for key, position in self.batch.items()}
+    def _start(self, leaves: Sequence[Any]) -> dict[_Key, Tensor]:
+        known = {key: leaves[position].detach() for key, position in self.batch.items()}
         for key, constant in self.constants.items():
             known[key] = self.model.get_buffer(constant) if isinstance(constant, str) else constant
         for key in self.copied:

@@ -106,7 +106,9 @@ def gradient_together(
         what="torch.autograd.grad()",
         line=nodes[node].line,
         why="torch.autograd.grad() asks for a gradient with respect to a tensor of another stage.",
-        remedy="Compute both the tensor and its gradient in one module.",
+        remedy="Call it right behind the modules that it goes back through, before any other module is "
+        "called, and place these on one rank: sw.set_partition(module, rank), or take a step that calls it "
+        "first, so that the planner places them so.",
     )
 
 

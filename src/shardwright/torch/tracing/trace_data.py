@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph
-from shardwright.torch.batch.batch import Arguments
+from shardwright.runtime.traced import Change
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.python_state.snapshot import Slot
@@ -22,69 +23,7 @@ from shardwright.torch.tracing.path import Path
 
 _NUMBERS = frozenset({bool, int, float, str})
 
-__all__ = ["Change", "Sample", "Step", "Trace", "View"]
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Where a tensor lies in memory, in elements.
-
-    Attributes:
-        memory: equal for tensors that share memory.
-        size: its shape.
-        stride: elements from one entry to the next, by dim.
-        offset: element at which it starts.
-        dtype: type of its elements.
-    """
-
-    memory: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: Any
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """Its dims from the widest stride to the narrowest; None where it leaves holes in memory."""
-        order = sorted(range(len(self.size)), key=lambda dim: (-self.stride[dim], self.size[dim] == 1))
-        expected = 1
-        for dim in reversed(order):
-            if self.size[dim] != 1 and self.stride[dim] != expected:
-                return None
-            expected *= self.size[dim]
-        return tuple(order)
-
-    @property
-    def end(self) -> int:
-        """The element behind its last."""
-        if 0 in self.size:
-            return self.offset
-        steps = zip(self.size, self.stride, strict=True)
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
-
-    def covers(self, other: "View") -> bool:
-        """Whether the other tensor is a view of this one."""
-        inside = self.offset <= other.offset and other.end <= self.end
-        return inside and self.order is not None and self.dtype == other.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A tensor that a step changes in place, or one that shares memory with such a tensor.
-
-    Attributes:
-        position: among the leaves of the arguments; None for a tensor that the step is not given.
-        before: its value before; None for a tensor that every rank has.
-        after: its value afterwards.
-        view: where it lies in memory.
-        lasting: it was there before the step function was called, and will be there afterwards.
-    """
-
-    position: int | None
-    before: int | None
-    after: int
-    view: View
-    lasting: bool = False
+__all__ = ["Sample", "Step", "Trace"]
 
 
 @dataclass(slots=True)
@@ -251,11 +190,11 @@ class Trace:
         """Whether the step function goes on behind the last step."""
         return math.isfinite(self.end)
 
-    def holds_for(self, part: Arguments) -> bool:
+    def holds_for(self, part: Batch) -> bool:
         """Whether another microbatch of the same signature is known to take the same path."""
         if self.path is None:
             return not self.reads_data
-        return self.path.taken_by(part)
+        return self.path.taken_by(part.leaves)
 
     @property
     def counters_in_one_place(self) -> bool:

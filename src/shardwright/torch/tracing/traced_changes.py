@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.runtime.traced import Change
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tracing.aliases import view_of
-from shardwright.torch.tracing.trace_data import Change, Step
+from shardwright.torch.tracing.trace_data import Step
 from shardwright.torch.tracing.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.traced_values import TracedValues
 

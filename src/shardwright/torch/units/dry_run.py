@@ -1,6 +1,8 @@
 """The graph and the plan of a model without running it: no weights, no ranks, any size."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ from shardwright.planner import (
 )
 from shardwright.planner.profile_file import MeasuredProfile
 from shardwright.profile import Profile
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.interception.glue import active_handler, plain_torch
+from shardwright.torch.parameters.precision import cast_inputs, low_precision
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.units.model_traces import trace_parts
+from shardwright.torch.units.on_accelerators import OnAccelerators
 from shardwright.units import format_bytes
 
-__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data"]
+__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data", "with_samples"]
 
 
 def trace_model(
@@ -37,6 +41,7 @@ def trace_model(
     loss: Callable[[Any], Tensor] | None = None,
     num_stages: int = 2,
     device: torch.device | str = "cpu",
+    on_accelerators: bool = False,
     **kwargs: Any,
 ) -> ModelGraph:
     """Traces one training microbatch of a model on tensors without data.
@@ -51,6 +56,7 @@ def trace_model(
             its first tensor.
         num_stages: how many stages are thought of, which says how fine the units need to be.
         device: where the units are thought to compute.
+        on_accelerators: count operations as accelerators compute them, not as CPUs do.
         **kwargs: what it is called with.
 
     Returns:
@@ -67,10 +73,11 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    arguments = with_data((args, kwargs), device)
-    traces = trace_parts(
-        model, step_of(model, loss), {1: arguments}, device=torch.device(device), num_stages=num_stages
-    )
+    batch = Batch(with_data((args, kwargs), device))
+    with OnAccelerators() if on_accelerators else nullcontext():
+        traces = trace_parts(
+            model, step_of(model, loss), {1: batch}, device=torch.device(device), num_stages=num_stages
+        )
     return traces[1].graph
 
 
@@ -104,12 +111,30 @@ def plan_model(
         StalePlanError: another model was measured.
         TraceError: the model cannot be traced; the line is named.
     """
-    planner = _Offline(
-        model, with_data((args, kwargs), "cpu"), config=config, cluster=cluster, measured=measured, loss=loss
-    )
+    low, arguments = low_precision(config), with_data((args, kwargs), "cpu")
+    if low is not None:
+        model, arguments = in_precision(model, low), cast_inputs(arguments, low)
+    planner = _Offline(model, arguments, config=config, cluster=cluster, measured=measured, loss=loss)
     if not search_degrees:
         return planner.plan(config.resolve_world(world_size))
     return best_of_meshes(meshes(world_size, config), planner.plan)
+
+
+_ADAM = 2.0  # numbers of state for each number that is updated; in 16 bits, a copy of it, too
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of a model as it trains in 16 bits; its parameters have no data, and take no memory.
+
+    Args:
+        model: stays as it is.
+        dtype: of 16 bits.
+    """
+    without_data: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, without_data).to(dtype)
 
 
 class _Offline:
@@ -126,7 +151,7 @@ class _Offline:
         loss: Callable[[Any], Tensor] | None,
     ):
         self._model = model
-        self._arguments = arguments
+        self._batch = Batch(arguments)
         self._config = config
         self._cluster = cluster
         self._measured = measured
@@ -138,7 +163,11 @@ class _Offline:
         if mesh.pipeline not in self._candidates:
             self._candidates[mesh.pipeline] = self._traced(mesh.pipeline)
         plan = make_plan(
-            self._candidates[mesh.pipeline], cluster=self._cluster, config=self._config, mesh=mesh
+            self._candidates[mesh.pipeline],
+            cluster=self._cluster,
+            config=self._config,
+            mesh=mesh,
+            optimizer_factor=_ADAM if low_precision(self._config) is None else _ADAM + 1,
         )
         notes = self._assumptions(mesh)
         return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
@@ -156,18 +185,18 @@ class _Offline:
         )
 
     def _traced(self, pipeline: int) -> Candidates:
-        config, splitter = self._config, Splitter()
-        batch_size = splitter.batch_size(self._arguments)
-        if batch_size is None:
+        config, batch = self._config, self._batch
+        if batch.num_samples is None:
             raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-        counts = microbatch_counts(batch_size, config=config, pipeline=pipeline)
-        traces = trace_parts(
-            self._model,
-            step_of(self._model, self._loss),
-            {m: splitter.split(self._arguments, m)[0] for m in counts},
-            device=torch.device("cpu"),
-            num_stages=pipeline * (config.virtual_stages or 2),
-        )
+        counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
+        with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
+            traces = trace_parts(
+                self._model,
+                step_of(self._model, self._loss),
+                {m: batch.split(m)[0] for m in counts},
+                device=torch.device("cpu"),
+                num_stages=pipeline * (config.virtual_stages or 2),
+            )
         return {m: (trace.graph, self._profile(trace.graph)) for m, trace in traces.items()}
 
     def _profile(self, graph: ModelGraph) -> Profile:
@@ -211,6 +240,26 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
         f"the model returns {type(output).__name__} without a tensor of floating-point numbers, so there is "
         "no loss to train it with. Give a function loss that makes one number of what the model returns."
     )
+
+
+def with_samples(arguments: Arguments, number: int) -> Arguments:
+    """A batch of so many samples: those that there are, again and again.
+
+    Raises:
+        PlanError: no tensor of the batch can be cut into samples.
+    """
+    size = Batch(with_data(arguments, "cpu")).num_samples
+    if size is None:
+        raise PlanError("the batch holds no tensor that can be cut into microbatches.")
+    again = torch.arange(number) % size
+
+    def of_number(item: Any) -> Any:
+        is_cut = isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == size
+        return item[again.to(item.device)] if is_cut else item
+
+    items, structure = flatten(arguments)
+    args, kwargs = structure.rebuild([of_number(item) for item in items])
+    return args, kwargs
 
 
 def with_data(arguments: Arguments, device: torch.device | str) -> Arguments:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwright.errors import DeferredReadError
 from shardwright.torch.backward.activation_checkpointing import is_marked
-from shardwright.torch.batch.batch import Arguments, Splitter
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import calls_compiled, compile_units
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
@@ -30,11 +30,10 @@ log = logging.getLogger(__name__)
 def trace_parts(
     model: nn.Module,
     function: Callable[..., Any],
-    parts: Mapping[int, Arguments],
+    parts: Mapping[int, Batch],
     *,
     device: torch.device,
     num_stages: int,
-    splitter: Splitter | None = None,
     prepare: Callable[[UnitMap], None] | None = None,
     count_memory: bool = False,
     agree_on_end: Callable[[float], float] | None = None,
@@ -44,11 +43,10 @@ def trace_parts(
     Args:
         model: the whole model.
         function: the step function.
-        parts: for each number of microbatches, (args, kwargs) of one microbatch. The first must be traced;
+        parts: for each number of microbatches, one of them. The first must be traced;
             others with which the model cannot be called are left out.
         device: where the model computes.
         num_stages: how many stages are thought of, which says how fine the units need to be.
-        splitter: knows how many samples are in a part.
         prepare: called with the units before a trace is tried.
         count_memory: work out what every call needs for a moment.
         agree_on_end: see `trace_step`.
@@ -56,9 +54,8 @@ def trace_parts(
     Raises:
         TraceError: the step function cannot be traced; the line is named.
     """
-    splitter = Splitter() if splitter is None else splitter
     hooks = HookEffects()
-    costs = discover(model, function, next(iter(parts.values())), device=device, hooks=hooks)
+    costs = discover(model, function, next(iter(parts.values())).arguments, device=device, hooks=hooks)
     forced: set[int] = set()
     preferred = frozenset(
         id(module)
@@ -86,15 +83,15 @@ def trace_parts(
                     trace_step,
                     unit_map,
                     function,
-                    part,
+                    part.arguments,
                     device=device,
-                    batch_size=splitter.batch_size(part) or 1,
+                    batch_size=part.num_samples or 1,
                     count_memory=count_memory,
                     agree_on_end=agree_on_end,
                     hooks=hooks,
                     units_may_change=True,
                 )
-                with _left_out(m, part, splitter) if traces else nullcontext():
+                with _left_out(m, part) if traces else nullcontext():
                     traces[m] = trace()
             return traces
         except DeferredReadError as error:
@@ -109,7 +106,7 @@ def trace_parts(
 
 
 @contextmanager
-def _left_out(m: int, part: Arguments, splitter: Splitter) -> Iterator[None]:
+def _left_out(m: int, part: Batch) -> Iterator[None]:
     """Does without a number of microbatches that the model cannot be called with, as others will do.
 
     A batch norm over channels, for example, refuses a single sample.
@@ -119,8 +116,7 @@ def _left_out(m: int, part: Arguments, splitter: Splitter) -> Iterator[None]:
     except DeferredReadError:
         raise
     except Exception as error:
-        samples = splitter.batch_size(part)
-        log.info("%d microbatches of %s samples are not considered: %s", m, samples, error)
+        log.info("%d microbatches of %s samples are not considered: %s", m, part.num_samples, error)
 
 
 def _recomputes_itself(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ it would buy nothing, or when no module inside it that has parameters is called;
 its children. Modules without parameters (activations, dropout, containers) are glue between units.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -108,11 +108,21 @@ def choose_units(
             recomputed as a whole, they have hooks for the gradients of all of it, or their own code calls
             compiled functions.
     """
-    total = float(costs[""].flops) if "" in costs else 0.0
+    # A step may call parts of the model in the place of the model (a GAN's generator, its discriminator).
+    total = float(sum(cost.flops for name, cost in costs.items() if not _is_called_inside(name, costs)))
     called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)
     walk = _Walk(costs, called, total, num_stages=num_stages, forced=forced, preferred=preferred)
     walk.visit(model, "", repeated=False)
     return walk.units
+
+
+def _is_called_inside(name: str, costs: Mapping[str, ModuleCost]) -> bool:
+    """Whether a module around it is called."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in costs:
+            return True
+    return False
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -8,8 +8,8 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-from shardwright.comm.environment import LaunchEnvironment, detect
-from shardwright.comm.process_group import stay_on_this_host
+from shardwright.comm.identity.environment import LaunchEnvironment, detect
+from shardwright.comm.joining.process_group import stay_on_this_host
 
 __all__ = ["tell_torch"]
 

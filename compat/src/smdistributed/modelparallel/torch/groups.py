@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwright.errors import UsageError
-from shardwright.mesh import GroupKind
+from shardwright.mesh import Axes
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = [
@@ -71,14 +71,14 @@ class RankType(Enum):
     RDP_RANK = "rdp"
 
 
-def kind_of(group: Any) -> GroupKind:
+def kind_of(group: Any) -> Axes:
     """The kind of group that a `CommGroup` or a `RankType` names.
 
     Raises:
         UsageError: it is something else.
     """
     if isinstance(group, CommGroup | RankType):
-        kind: GroupKind = group.value
+        kind: Axes = group.value
         return kind
     raise UsageError(
         f"{group!r} is not a group. Use one of {', '.join(f'smp.{name}' for name in CommGroup.__members__)}, "
@@ -92,12 +92,12 @@ def members(group: Any) -> tuple[int, ...]:
     return current.mesh.group(kind_of(group), current.rank)
 
 
-def _rank_in(kind: GroupKind) -> int:
+def _rank_in(kind: Axes) -> int:
     current = current_run()
     return current.mesh.group_rank(kind, current.rank)
 
 
-def _size_of(kind: GroupKind) -> int:
+def _size_of(kind: Axes) -> int:
     return current_run().mesh.group_size(kind)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwright.torch as sw
-from shardwright.comm.environment import detect
-from shardwright.comm.process_group import group_of, init_process_group
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.joining.process_group import group_of, init_process_group
 from shardwright.errors import ConfigError, UsageError, library_named
 from shardwright.torch.script_run import ScriptRun, script_run
 from smdistributed.modelparallel.configuration import Configuration, read_configuration

@@ -14,9 +14,8 @@ def rmsg(message: Any) -> str:
     if not state.initialized:
         return str(message)
     run = current_run()
-    place = run.mesh.coordinates(run.rank)
-    ranks = f"rank {run.rank}, pp_rank {place.pipeline}, tp_rank {place.tensor}, rdp_rank {place.data}"
-    return f"[{ranks}] {message}"
+    places = ", ".join(f"{axes}_rank {run.mesh.group_rank(axes, run.rank)}" for axes in ("pp", "tp", "rdp"))
+    return f"[rank {run.rank}, {places}] {message}"
 
 
 def get_distribution_axis(tensor: Tensor) -> int | None:

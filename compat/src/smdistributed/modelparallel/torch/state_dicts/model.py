@@ -9,8 +9,7 @@
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,7 +72,7 @@ class ModelStates(sw.DistributedModel):
         """
         if self.replicas.sharding is not None:
             run = current_run()
-            meet("model.local_state_dict()", run.mesh.group("shard", run.rank))
+            meet("model.local_state_dict()", run.mesh.group("dp_shard", run.rank))
         with self.replicas.all_rows():
             copies = self.replicas.sharding is not None
             state: dict[str, Any] = OrderedDict(
@@ -104,7 +103,7 @@ class ModelStates(sw.DistributedModel):
             CheckpointError: it is of another model; the message has the names or shapes that differ.
         """
         state = dict(state_dict)
-        own = shapes_in(self._described())
+        own = shapes_in(self._state.described())
         is_partial = bool(state.pop(PARTIAL, False))
         state = without_prefix(state, own)
         if is_partial and current_run().mesh.pipeline > 1:
@@ -135,7 +134,7 @@ class ModelStates(sw.DistributedModel):
             whole = {}
             for each in allgather(part, CommGroup.MP_GROUP):
                 whole.update(each)
-        super().load_state_dict({**self._described(), **_completed(whole, own)}, strict=False)
+        super().load_state_dict({**self._state.described(), **_completed(whole, own)}, strict=False)
         return _difference(own, together)
 
     def _parts_are_of_now(self, parts: list[set[str]]) -> bool:
@@ -153,29 +152,14 @@ class ModelStates(sw.DistributedModel):
 
     def names_of_state(self) -> list[str]:
         """Names in the state of the whole model, in its order."""
-        return list(self._described())
+        return list(self._state.described())
 
     def _held(self, keep_vars: bool) -> dict[str, Any]:
         """What this rank has memory for of the module's own state."""
-        state = self._described(keep_vars=keep_vars)
+        state = self._state.described(keep_vars=keep_vars)
         if not self.partitioned:
             return state
         return {name: value for name, value in state.items() if not _is_meta(value)}
-
-    def _described(self, *, keep_vars: bool = False) -> dict[str, Any]:
-        """The module's own state; what other ranks hold of it has shapes and no values."""
-        with self._gathering():
-            state: dict[str, Any] = self.get_module().state_dict(keep_vars=keep_vars)
-        return state
-
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        """Says that a state without the values of other ranks is meant to be."""
-        before, self._gathers = self._gathers, True
-        try:
-            yield
-        finally:
-            self._gathers = before
 
 
 def _difference(own: Mapping[str, Any], found: Mapping[str, Any]) -> Any:

@@ -1,0 +1,53 @@
+"""What ranks are told to measure; apart from what they do, because that imports torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["RANKS", "Order", "refuse_broken"]
+
+RANKS = "shardwright.cli.asking.measuring_ranks"
+"""The module that each rank runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be done.
+
+    Attributes:
+        factory: of the model.
+        build_on: the device on which it runs.
+        settings: that differ from their defaults.
+        out: where rank 0 writes the profile, or the plan.
+        most_trials: plans to try; 0: measure alone, and write a profile.
+        steps: of a trial.
+    """
+
+    factory: str
+    build_on: str
+    settings: Mapping[str, Any]
+    out: str = ""
+    most_trials: int = 0
+    steps: int = 5
+
+    def to_json(self) -> str:
+        """The argument of the ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Order":
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def refuse_broken(factory: str, *, build_on: str) -> None:
+    """Runs a factory once: else every rank would tell what is wrong with it.
+
+    Raises:
+        UsageError: there is none, or it fails.
+    """
+    # Here, because it imports torch: --help answers before.
+    from shardwright.cli.asking.factory import build
+
+    build(factory, device=build_on)

@@ -1,0 +1,83 @@
+"""What each rank of ``shardwright profile`` and ``shardwright plan make --verify`` does."""
+
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwright.cli.asking.application import say
+from shardwright.cli.asking.factory import build
+from shardwright.cli.asking.measuring_order import Order
+from shardwright.config import Config
+from shardwright.errors import ShardwrightError
+from shardwright.exit_codes import exit_code_of
+from shardwright.plan import identity
+from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.torch.measuring.measured_model import MeasuredModel
+from shardwright.torch.on_this_machine.plan_here import Training, measure_here, plan_here
+
+__all__ = ["main", "profile_of"]
+
+
+def _training(order: Order) -> Training:
+    """What is trained; runs the factory."""
+    sample = build(order.factory, device=order.build_on)
+    return Training(
+        build=lambda: build(order.factory, device=order.build_on).model,
+        arguments=(sample.args, sample.kwargs),
+        loss=sample.loss,
+    )
+
+
+def main() -> None:
+    """Does what the argument says; a mistake of the user's is told like those that a command finds itself."""
+    try:
+        _do(Order.from_json(sys.argv[1]))
+    except ShardwrightError as error:
+        # What the first rank says is seen; what another one says is in its log, which the launcher names.
+        say(" ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+        sys.exit(exit_code_of(error))
+
+
+def _do(order: Order) -> None:
+    config = Config.parse(order.settings)
+    if order.most_trials:
+        plan = plan_here(_training(order), config=config, most=order.most_trials, steps=order.steps)
+        if _is_first():
+            plan.write(order.out)
+    else:
+        measured = measure_here(_training(order), config=config)
+        if _is_first():
+            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            profile_of(measured, num_ranks=num_ranks).write(Path(order.out))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _is_first() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def profile_of(measured: MeasuredModel, *, num_ranks: int) -> MeasuredProfile:
+    """What is written of a measured model."""
+    graph, _ = next(iter(next(iter(measured.candidates.values())).values()))
+    costs = {
+        key: cost
+        for candidates in measured.candidates.values()
+        for _, profile in candidates.values()
+        for key, cost in profile.costs.items()
+    }
+    return MeasuredProfile(
+        fingerprint=identity(graph).fingerprint,
+        costs=costs,
+        cluster=measured.cluster,
+        num_ranks=num_ranks,
+        when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
+    )
+
+
+if __name__ == "__main__":
+    main()

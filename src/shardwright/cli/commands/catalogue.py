@@ -1,0 +1,53 @@
+"""``shardwright catalogue``: models and machines that are known by name."""
+
+from shardwright.cli.asking.application import AsJson, print_json, show_text
+
+__all__ = ["catalogue"]
+
+
+def catalogue(as_json: AsJson = False) -> None:
+    """List the models and the machines that are known by name."""
+    # Here, because they import numpy: --help answers before.
+    from dataclasses import asdict
+
+    from shardwright.catalogue import ARCHITECTURES, CONVOLUTIONAL
+    from shardwright.cluster import node_kinds
+    from shardwright.plan import align
+    from shardwright.units import format_bytes, format_count
+
+    kinds = node_kinds()
+    if as_json:
+        print_json(
+            {
+                "models": {
+                    **{name: asdict(model) for name, model in ARCHITECTURES.items()},
+                    **{name: asdict(chain) for name, chain in CONVOLUTIONAL.items()},
+                },
+                "machines": {name: asdict(kind) for name, kind in kinds.items()},
+            }
+        )
+        return
+    models = [["model", "parameters", "layers", "hidden", "tokens", "from"]]
+    for model in ARCHITECTURES.values():
+        size = f"{model.num_parameters / 1e9:.1f} billion"
+        layers = str(model.layers + model.encoder_layers)
+        models.append([model.name, size, layers, str(model.hidden), str(model.sequence), model.source])
+    chains = [["model", "parameters", "layers", "FLOP a sample", "sample", "from"]]
+    for chain in CONVOLUTIONAL.values():
+        counts = [format_count(chain.num_parameters), str(len(chain.layers)), format_count(chain.flops)]
+        chains.append([chain.name, *counts, chain.sample, chain.source])
+    machines = [["machines", "accelerators", "memory", "link", "network", "dollars an hour", "price of"]]
+    for kind in kinds.values():
+        price = "" if kind.price_per_hour is None else f"{kind.price_per_hour:.2f}"
+        machines.append(
+            [
+                kind.name,
+                f"{kind.num_accelerators} x {kind.accelerator.name}",
+                format_bytes(kind.accelerator.memory_bytes),
+                f"{kind.link_Bps / 1e9:.0f} GB/s",
+                f"{kind.network_Bps / 1e9:.3g} GB/s",
+                price,
+                kind.price_source,
+            ]
+        )
+    show_text(f"{align(models)}\n\n{align(chains)}\n\n{align(machines)}")

@@ -1,0 +1,26 @@
+"""``shardwright explain``: why a plan is as it is, what limits it, what would help."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.observe.explanation import explanation_document, format_explanation
+from shardwright.observe.report.data import gather
+
+__all__ = ["explain"]
+
+PlanOrRun = Annotated[Path, typer.Argument(metavar="PLAN_OR_RUN", help="A plan file, or a run folder.")]
+
+
+def explain(plan_or_run: PlanOrRun, as_json: AsJson = False) -> None:
+    """Say why this plan, what its step is spent on, where memory goes, and what would make it faster.
+
+    For example: shardwright explain runs/2026-11-20_12-58-37
+    """
+    data = gather(plan_or_run)
+    if as_json:
+        print_json(explanation_document(data))
+    else:
+        show_text(format_explanation(data))

@@ -1,0 +1,90 @@
+"""``shardwright probe``: measure the present machines."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.on_ranks import run_for_files
+from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
+from shardwright.cli.showing.machines_text import format_machines
+from shardwright.cluster.cluster_file import read_inventory
+from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
+from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.errors import ConfigError
+from shardwright.files import UserFile
+from shardwright.limits import MOST_RANKS_OF_HOST
+from shardwright.plan import align
+
+__all__ = ["probe"]
+
+Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
+NumRanks = Annotated[
+    int, typer.Option("--num-ranks", "-n", min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")
+]
+ClusterOption = Annotated[
+    Path, typer.Option("--cluster", metavar="FILE", help="Where the machines go, as YAML.")
+]
+Show = Annotated[bool, typer.Option("--show", help="Measure nothing: show what FILE makes of collectives.")]
+
+
+def probe(
+    out: Out = Path("prices.json"),
+    num_ranks: NumRanks = 2,
+    num_nodes: NumNodes = 1,
+    node_rank: NodeRank = None,
+    endpoint: Endpoint = None,
+    cluster: ClusterOption = Path("cluster.yaml"),
+    show: Show = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the present machines: devices, memory, links, collectives; and show what follows.
+
+    Products of matrices by size and type, alone and with all ranks busy, memory, links and collectives go
+    into a cluster file, which plan make --cluster and search take. What collectives are made of goes into
+    FILE: runs that find it in SHARDWRIGHT_PRICES choose their algorithms by it. For example:
+
+    shardwright probe -n 4 prices.json
+    """
+    if not show:
+        is_here = run_for_files(
+            "shardwright.torch.on_this_machine.rank_probe",
+            lambda paths: [str(path) for path in paths],
+            outputs=[out, cluster],
+            num_ranks=num_ranks,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            endpoint=endpoint,
+        )
+        if not is_here:
+            return  # the host of rank 0 has the files
+    alone = num_ranks * num_nodes == 1 and not show
+    if as_json:
+        print_json(
+            {
+                "cluster": None if show else UserFile(cluster, what="", error=ConfigError).read_yaml(),
+                "prices": None if alone else UserFile(out, what="", error=ConfigError).read_json(),
+            }
+        )
+        return
+    if not show:
+        show_text(format_machines(read_inventory(cluster)))
+        show_text()
+    if not alone:
+        show_text(_choices(out))
+    if not show:
+        show_text(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
+        if not alone:
+            show_text(f"export {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
+
+
+def _choices(path: Path) -> str:
+    """Which algorithms collectives take, by size."""
+    prices, topology = read_prices(path)
+    lines = []
+    for each in (prices, prices.devices):
+        if each is not None:
+            choices = choices_by_size(topology, each)
+            lines += [f"{topology}; prices {each.source}", align(choice_rows(choices)), *crossovers(choices)]
+    return "\n".join(lines)

@@ -1,0 +1,222 @@
+"""``shardwright schedule``: draw a pipeline schedule, export it, check one."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
+from shardwright.cli.showing.schedule_picture import SchedulePicture
+from shardwright.errors import ScheduleError, UsageError
+from shardwright.exit_codes import FAILED
+from shardwright.files import replace_file
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_SECONDS, MOST_STAGES_OF_RANK
+from shardwright.schedule import (
+    KINDS,
+    Schedule,
+    StageCost,
+    build_schedule,
+    format_torch_csv,
+    lower,
+    place_stages,
+    read_torch_csv,
+    unit_costs,
+    validate,
+)
+
+__all__ = ["application"]
+
+_MOST_ACTIONS = 200_000
+
+application = new_application(text="Draw a pipeline schedule, export it for PyTorch, check one.")
+
+Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
+Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, max=MOST_RANKS, help="Pipeline ranks.")]
+Microbatches = Annotated[
+    int, typer.Option("--microbatches", "-m", min=1, max=MOST_MICROBATCHES, help="Parts of a batch.")
+]
+StagesPerRank = Annotated[
+    int | None,
+    typer.Option(
+        "--stages-per-rank",
+        min=1,
+        max=MOST_STAGES_OF_RANK,
+        help="Default: what the kind usually has, 1 or 2.",
+    ),
+]
+Active = Annotated[
+    int | None,
+    typer.Option(
+        "--active",
+        min=1,
+        max=MOST_MICROBATCHES,
+        help="Most microbatches under way on a rank; default: the kind's own.",
+    ),
+]
+Forward = Annotated[float, typer.Option("--forward", metavar="SECONDS", help="Forward of one stage.")]
+Backward = Annotated[
+    float, typer.Option("--backward", metavar="SECONDS", help="Whole backward of one stage.")
+]
+Weight = Annotated[
+    float | None,
+    typer.Option(
+        "--weight", metavar="SECONDS", help="Part of the backward that can wait (W); default: half of it."
+    ),
+]
+Send = Annotated[float, typer.Option("--send", metavar="SECONDS", help="One message between two ranks.")]
+Transfers = Annotated[bool, typer.Option("--transfers", help="Write the sends and receives too.")]
+
+
+@application.command("show", short_help="Draw a schedule, with its bubble.")
+def show(
+    kind: Kind,
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages_per_rank: StagesPerRank = None,
+    active: Active = None,
+    forward_s: Forward = 1.0,
+    backward_s: Backward = 2.0,
+    weight_s: Weight = None,
+    send_s: Send = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a schedule: who works when, the bubble, what each rank keeps.
+
+    For example: shardwright schedule show zb_h1 --ranks 4 --microbatches 8
+    """
+    cost = _cost(forward_s, backward_s, weight_s)
+    if not 0 <= send_s <= MOST_SECONDS:
+        raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
+    schedule = _build(kind, ranks, microbatches, stages_per_rank, active, cost)
+    picture = SchedulePicture(schedule, cost, send_s=send_s, active=active)
+    if as_json:
+        print_json(picture.to_dict())
+    else:
+        show_text(picture.text(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+
+
+@application.command("export", short_help="Write a schedule as PyTorch's CSV.")
+def export(
+    kind: Kind,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; - is stdout.")],
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    stages_per_rank: StagesPerRank = None,
+    active: Active = None,
+    transfers: Transfers = False,
+) -> None:
+    """Write a schedule as the CSV that torch.distributed.pipelining loads.
+
+    For example: shardwright schedule export 1f1b pp4.csv --ranks 4 --microbatches 8
+    """
+    schedule = _build(kind, ranks, microbatches, stages_per_rank, active, None)
+    text = format_torch_csv(lower(schedule) if transfers else schedule)
+    if str(file) == "-":
+        show_text(text, end="")
+        return
+    try:
+        replace_file(file, text)
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written: {error.strerror}. Name a file in a folder of yours."
+        ) from error
+    form = "compute_comms" if transfers else "compute_only"
+    say(f"wrote {file}: {_shape(schedule)}, PyTorch's {form} form")
+
+
+@application.command("check", short_help="Find what is wrong in PyTorch's CSV.")
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule as PyTorch's CSV.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check a schedule in PyTorch's CSV form: complete, in order, sends matched, no deadlock.
+
+    Exit code 0: it is right. 1: it is wrong, and the first mistake is named. 2: the file is no schedule.
+    """
+    schedule = read_torch_csv(file)
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        _report_wrong(file, error, as_json=as_json)
+    if as_json:
+        print_json({"file": str(file), "right": True, "problem": None, **_facts(schedule)})
+        return
+    sends = (
+        "with its sends and receives" if schedule.has_transfers else "without sends; those that it needs work"
+    )
+    show_text(f"{file} is right: {_shape(schedule)}, {sends}. It is complete, in order, and never deadlocks.")
+
+
+def _report_wrong(file: Path, error: ScheduleError, *, as_json: bool) -> NoReturn:
+    if as_json:
+        print_json({"file": str(file), "right": False, "problem": str(error)})
+    else:
+        show_text(f"{file} is wrong: {error}")
+    raise typer.Exit(FAILED)
+
+
+def _facts(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "ranks": schedule.num_ranks,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "transfers": schedule.has_transfers,
+    }
+
+
+def _shape(schedule: Schedule) -> str:
+    return (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
+    )
+
+
+def _cost(forward_s: float, backward_s: float, weight_s: float | None) -> StageCost:
+    weight_s = backward_s / 2 if weight_s is None else weight_s
+    for name, value in (("forward", forward_s), ("backward", backward_s)):
+        if not 0 < value <= MOST_SECONDS:
+            raise UsageError(
+                f"--{name} is {value:g}, but work takes time. Give more than 0 seconds, and at most "
+                f"{MOST_SECONDS:g}."
+            )
+    if not 0 < weight_s < backward_s:
+        raise UsageError(
+            f"--weight is {weight_s:g}, but it is a part of --backward {backward_s:g}: "
+            f"give more than 0 and less than {backward_s:g}."
+        )
+    return StageCost(forward_s, backward_s, weight_s, saved_bytes=1)
+
+
+def _check_length(stages: int, microbatches: int) -> None:
+    actions = 2 * stages * microbatches
+    if actions > _MOST_ACTIONS:
+        raise UsageError(
+            f"{microbatches} microbatches on {stages} stages are {actions} actions or more, which nobody can "
+            f"look at. Take at most {_MOST_ACTIONS}."
+        )
+
+
+def _build(
+    kind: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None,
+    active: int | None,
+    cost: StageCost | None,
+) -> Schedule:
+    kind = kind.lower().replace("-", "_")
+    if stages_per_rank not in (None, 1) and kind in ("gpipe", "1f1b", "zb_h1"):
+        raise UsageError(
+            f"--stages-per-rank is {stages_per_rank}, but {kind} runs one stage on each rank. "
+            "Leave it out, or ask for interleaved_1f1b."
+        )
+    _check_length(ranks * (stages_per_rank or 1), microbatches)
+    stage_ranks = place_stages(kind, num_ranks=ranks, stages_per_rank=stages_per_rank)
+    return build_schedule(
+        kind,
+        stage_ranks=stage_ranks,
+        num_microbatches=microbatches,
+        active_microbatches=active,
+        costs=unit_costs(len(stage_ranks)) if cost is None else (cost,) * len(stage_ranks),
+    )

@@ -1,5 +1,0 @@
-"""``shardwright diff``: two plans compared; the same as ``shardwright plan diff``."""
-
-from shardwright.cli.plan import diff
-
-__all__ = ["diff"]

@@ -1,0 +1,1 @@
+"""Ranks that do not come: where they are, who failed first, and how errors say so."""

@@ -1,0 +1,195 @@
+"""Finds out which rank failed first.
+
+A rank that fails says so at the store before it ends; one that loses a peer says which. Whoever loses a
+peer follows these notes to the first cause: a rank with an error of its own, or one that says nothing
+because it was killed. What gloo says may not name the rank that was lost: then all notes are read. ::
+
+    rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 left without a word"
+                                                    rank 1: error    ──► "rank 1 failed: ValueError: ..."
+"""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from shardwright.comm.trust.seal import ForgedError, not_from_a_stranger
+
+__all__ = ["Blame", "Note"]
+
+_T = TypeVar("_T")
+
+_PATIENCE_S = 1.0
+_LONGEST_ANSWER_S = 2.0
+_PAUSE_S = 0.05
+_NO_WORD = "it left without a word: killed, out of memory, hanging, out of reach, or at the end of its script"
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank says before it ends.
+
+    Attributes:
+        rank: who.
+        lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
+        text: the error.
+        is_loss: it lost a rank.
+    """
+
+    rank: int
+    lost_peer: int | None
+    text: str
+    is_loss: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank said nothing: this note stands for it."""
+        return self.text == _NO_WORD
+
+
+class Blame:
+    """Notes of failing ranks at a store.
+
+    A store beyond a dead link never answers, nor says that it does not: it is asked in a thread of its own,
+    and no more once it has not answered.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+
+    Attributes:
+        store_answers: False once it has not.
+    """
+
+    def __init__(self, store: Store, *, rank: int):
+        self._store = store
+        self._rank = rank
+        self._has_note = True  # perhaps, of an earlier run
+        self.store_answers = True
+
+    def begin(self) -> None:
+        """Begins a step: takes back a note of an earlier one, which the script has got over."""
+        if self._has_note:
+            self._ask(lambda: self._store.delete_key(_key(self._rank)))
+            self._has_note = False
+
+    def confess(self, error: BaseException, *, lost_peer: int | None = None, is_loss: bool = False) -> None:
+        """Says that this rank fails, and why; does nothing if the store cannot be reached.
+
+        Args:
+            error: why.
+            lost_peer: the rank that it lost, where it knows.
+            is_loss: it lost one, and does not know which.
+        """
+        text = f"{type(error).__name__}: {error}"[:2000]
+        note = {"lost_peer": lost_peer, "text": text, "is_loss": is_loss or lost_peer is not None}
+        self._has_note = True
+        self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
+
+    def has_failed(self, rank: int) -> bool:
+        """Whether a rank has said that it fails."""
+        return bool(self._ask(lambda: self._store.check([_key(rank)])))
+
+    def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
+        """The rank where it began, as far as the notes tell.
+
+        Args:
+            lost_peer: the rank that this one lost.
+            patience_s: how long to wait for the note of a rank.
+        """
+        current, seen = lost_peer, {self._rank}
+        while True:
+            note = self._read(current, patience_s)
+            if note is None or note.lost_peer is None or note.lost_peer in seen:
+                return note or Note(
+                    current,
+                    None,
+                    _NO_WORD,
+                )
+            seen.add(current)
+            current = note.lost_peer
+
+    def suspects(self, num_ranks: int, *, patience_s: float = _PATIENCE_S) -> list[Note]:
+        """Who may have failed first, where this rank does not know which one it lost.
+
+        Args:
+            num_ranks: of the job.
+            patience_s: how long to wait for the notes of all others.
+
+        Returns:
+            Ranks with an error of their own, else those that say nothing; nobody where the store cannot be
+            reached.
+        """
+        others = [rank for rank in range(num_ranks) if rank != self._rank]
+        deadline = time.monotonic() + patience_s
+        while True:
+            notes = {rank: self._note_of(rank) for rank in others}
+            if not self.store_answers:
+                return []
+            failed = [note for note in notes.values() if note is not None and not note.is_loss]
+            silent = [Note(rank, None, _NO_WORD) for rank, note in notes.items() if note is None]
+            if failed or not silent or time.monotonic() >= deadline:
+                return failed or silent
+            time.sleep(_PAUSE_S)
+
+    def _read(self, rank: int, patience_s: float) -> Note | None:
+        deadline = time.monotonic() + patience_s
+        while True:
+            note = self._note_of(rank)
+            if note is not None or not self.store_answers or time.monotonic() >= deadline:
+                return note
+            time.sleep(_PAUSE_S)
+
+    def _note_of(self, rank: int) -> Note | None:
+        if not self._ask(lambda: self._store.check([_key(rank)])):
+            return None
+        text = self._ask(lambda: self._store.get(_key(rank)))
+        if text is None:
+            return None
+        try:
+            with not_from_a_stranger("why a rank fails"):
+                found = json.loads(text)
+                return Note(rank, found["lost_peer"], str(found["text"]), found["is_loss"] is True)
+        except ForgedError:
+            return None  # as if it had said nothing
+
+    def _ask(self, question: Callable[[], _T]) -> _T | None:
+        """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""
+        answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(question())
+            except ForgedError:
+                answers.put(None)
+            except RuntimeError:
+                self.store_answers = False
+                answers.put(None)
+
+        if not self.store_answers:
+            return None
+        threading.Thread(target=ask, name="shardwright-blame", daemon=True).start()
+        try:
+            return answers.get(timeout=_LONGEST_ANSWER_S)
+        except queue.Empty:
+            self.store_answers = False
+            return None
+
+
+def _key(rank: int) -> str:
+    return f"shardwright/failed/{rank}"

@@ -1,0 +1,244 @@
+"""The ranks that a call waits for: which ones they are, where they are, and whether they are on their way.
+
+Those that have come look for a proof that another one is not on its way::
+
+    it is in another call that needs one of these, and has made as many calls together with that one
+    it waits in a collective of torch.distributed that needs this rank, and that this rank has not begun
+    it has come to the end of its script, has called sw.shutdown(), or has ended
+
+With a proof they fail; without one they warn after some seconds, and name the ranks and their places.
+
+That a collective has not begun here is told by how many have. gloo counts sends and receives with them, so
+that there it must be the very next one, and the rank must have waited in it for as long as a warning waits.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardwright.comm.absence.place import Note, Place
+from shardwright.comm.absence.python_place import collectives_made
+from shardwright.comm.absence.whereabouts import Whereabouts
+from shardwright.comm.identity.rank_set import listed
+from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
+
+__all__ = ["MissingRanks", "Terms"]
+
+_FIRST_LOOK_S = 0.25
+_FIRST_LOOK_S_PER_RANK = 0.0005
+_LONGEST_LOOK_S = 1.0
+# Where all that wait read what each missing rank has said: with more ranks, less often.
+_LOOK_S_PER_RANK = 0.02
+# Where one looks for all: that long one look in so much time, and after so much time another one takes over.
+_SHARE = 20
+_TAKE_OVER_S = 5.0
+_SURELY_WAITS_S = 1.5
+_MOST_PLACES = 8
+_MOST_WITNESSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is said of a call.
+
+    Attributes:
+        needs: that others have to come.
+        remedy: what to do where they will not.
+    """
+
+    needs: str
+    remedy: str
+
+
+class MissingRanks:
+    """The ranks that one call waits for.
+
+    Args:
+        place: the call.
+        terms: what is said of it.
+        whereabouts: of this rank.
+        rank: this one.
+        patience_s: when to warn.
+        tell: gets the warning.
+        absent: tells which ranks have not come.
+        takes_turn: whether this rank looks now, where one looks for all; None where each looks for itself.
+        is_first: this rank has come first, and so looks first.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        terms: Terms,
+        whereabouts: Whereabouts,
+        *,
+        rank: int,
+        patience_s: float,
+        tell: Callable[[str], None],
+        absent: Callable[[], Sequence[int]],
+        takes_turn: Callable[[], bool] | None = None,
+        is_first: bool = True,
+    ):
+        self._place = place
+        self._terms = terms
+        self._whereabouts = whereabouts
+        self._rank = rank
+        self._patience_s = patience_s
+        self._tell = tell
+        self._absent = absent
+        self._takes_turn = takes_turn
+        self._begin_s = time.monotonic()
+        num_ranks = len(place.ranks)
+        self._pause_s = _FIRST_LOOK_S + _FIRST_LOOK_S_PER_RANK * num_ranks
+        self._next_s = self._begin_s + (self._pause_s if is_first else _TAKE_OVER_S)
+        self._longest_s = _LONGEST_LOOK_S
+        if takes_turn is None:
+            self._longest_s = max(_LONGEST_LOOK_S, _LOOK_S_PER_RANK * num_ranks)
+        self._has_proof = self._has_told = False
+        self._joint: dict[int, Note] = {}
+
+    def look(self) -> float:
+        """Looks what the missing ranks have said, if it is time for that.
+
+        Returns:
+            Seconds until the next time.
+
+        Raises:
+            UsageError: one of them will not come.
+            PeerLostError: one of them has ended with an error.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            with suppress(RuntimeError):  # the store has gone: then the others cannot look, either
+                self._whereabouts.publish()
+            if self._takes_turn is None or self._takes_turn():
+                self._look(now_s - self._begin_s)
+                self._next_s = time.monotonic() + self._next_pause_s(time.monotonic() - now_s)
+            else:
+                self._next_s = time.monotonic() + _TAKE_OVER_S
+        return max(self._next_s - time.monotonic(), 0.0)
+
+    def _next_pause_s(self, took_s: float) -> float:
+        if self._has_proof:
+            return _FIRST_LOOK_S
+        self._pause_s = min(2 * self._pause_s, self._longest_s)
+        if self._takes_turn is None:
+            return self._pause_s
+        return max(self._pause_s, min(_SHARE * took_s, _TAKE_OVER_S / 2))  # so that this rank keeps the turn
+
+    def too_late(self, timeout_s: float) -> PeerTimeoutError:
+        """The error when the timeout has come."""
+        missing = self._missing()
+        return PeerTimeoutError(
+            f"{self._terms.needs}: {_named(missing)} not come within {timeout_s:g} s: {_places(missing)}. It "
+            "hangs, or is at another place of the script; its log may tell. If it may take longer, raise the "
+            "setting timeout_s.",
+            rank=next(iter(missing), None),
+        )
+
+    def lost(self, error: PeerLostError) -> UsageError | PeerLostError:
+        """The error where a rank was lost: it may have said before why it ends."""
+        note = None if error.rank is None else self._said(error.rank)
+        if error.rank is not None and note is not None and note.ended:
+            return self._hopeless({error.rank: note}, {error.rank: note}, time.monotonic() - self._begin_s)
+        return type(error)(f"{self._terms.needs}: {error}", rank=error.rank)
+
+    def _look(self, waited_s: float) -> None:
+        missing = self._missing()
+        if not missing:
+            return
+        proofs = {r: n for r, n in missing.items() if n is not None and self._will_not_come(r, n)}
+        if proofs and not self._has_proof:  # look once more: whoever comes just now is not to be named
+            self._has_proof = True
+            return
+        if proofs:
+            raise self._hopeless(missing, proofs, waited_s)
+        if waited_s >= self._patience_s and not self._has_told:
+            self._has_told = True
+            arrived = set(self._place.ranks) - set(missing)
+            if self._takes_turn is not None or self._rank == min(arrived):
+                self._tell(
+                    f"{self._terms.needs}. {_named(missing)} not come after {waited_s:.0f} s: "
+                    f"{_places(missing)}. The others wait.{_hints(missing)}"
+                )
+
+    def _hopeless(
+        self, missing: Mapping[int, Note | None], proofs: Mapping[int, Note], waited_s: float
+    ) -> UsageError | PeerLostError:
+        text = (
+            f"{self._terms.needs}. {_named(missing)} not come after {waited_s:.0f} s, and will not: "
+            f"{_places(proofs)}."
+        )
+        failed = next((rank for rank, note in proofs.items() if note.failed), None)
+        if failed is not None:
+            return PeerLostError(text, rank=failed)
+        return UsageError(f"{text} {self._terms.remedy}{_hints(proofs)}")
+
+    def _missing(self) -> dict[int, Note | None]:
+        """Ranks that have not come, with what they have said last."""
+        return {rank: self._said(rank) for rank in self._absent()}
+
+    def _said(self, rank: int) -> Note | None:
+        """What a rank has said last; None also where the store has gone, with the rank that served it."""
+        try:
+            return self._whereabouts.of(rank)
+        except RuntimeError:
+            return None
+
+    def _will_not_come(self, rank: int, note: Note) -> bool:
+        if note.ended:
+            return True
+        if note.place is not None:
+            return note.counts_hold and any(
+                witness.counts_hold and note.common_calls(other) >= witness.common_calls(rank)
+                for other, witness in self._witnesses(note.place)
+            )
+        if note.joint is None or self._rank not in note.joint.ranks:
+            return False
+        # This rank may have begun the collective as well, and wait for it later: then others are late for it.
+        own = collectives_made(note.joint.group, note.joint.ranks)
+        if own is None or note.joint.number is None or note.joint.number <= own:
+            return False
+        surely_s = _SURELY_WAITS_S
+        if note.joint.counts_messages:
+            if note.joint.number != own + 1:
+                return False
+            surely_s = max(surely_s, self._patience_s)
+        # It may be done on this rank and not yet on another one: it must have been there for long.
+        first = self._joint.setdefault(rank, note)
+        if (first.joint, first.line) != (note.joint, note.line) or note.seconds < first.seconds:
+            self._joint[rank] = first = note
+        return note.seconds - first.seconds >= surely_s
+
+    def _witnesses(self, elsewhere: Place) -> list[tuple[int, Note]]:
+        """Ranks that wait here and are needed elsewhere: both calls are the last of those that they make with
+        whoever is there. An older note tells nothing of now.
+        """
+        if self._rank in elsewhere.ranks:
+            return [(self._rank, self._whereabouts.note())]
+        absent = set(self._absent())
+        here = [rank for rank in elsewhere.ranks if rank in self._place.ranks and rank not in absent]
+        notes = ((rank, self._said(rank)) for rank in here[:_MOST_WITNESSES])
+        return [
+            (rank, note)
+            for rank, note in notes
+            if note is not None and note.place is not None and note.place.key == self._place.key
+        ]
+
+
+def _named(ranks: Mapping[int, Note | None]) -> str:
+    return f"Rank{'s' * (len(ranks) > 1)} {listed(tuple(ranks))} {'have' if len(ranks) > 1 else 'has'}"
+
+
+def _places(notes: Mapping[int, Note | None]) -> str:
+    told = [
+        f"rank {rank} {'has said nothing of its place' if note is None else note}"
+        for rank, note in list(notes.items())[:_MOST_PLACES]
+    ]
+    return "; ".join(told) + (f"; and {len(notes) - _MOST_PLACES} more" if len(notes) > _MOST_PLACES else "")
+
+
+def _hints(notes: Mapping[int, Note | None]) -> str:
+    """What to try, where the ranks are that do not come."""
+    found = [note.place.hint for note in notes.values() if note is not None and note.place is not None]
+    return "".join(f" {hint}" for hint in dict.fromkeys(filter(None, found)))

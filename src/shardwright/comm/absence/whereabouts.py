@@ -1,0 +1,245 @@
+"""Where a rank is in its script, so that ranks that wait for it in vain can say so.
+
+A rank counts the calls that several ranks make together. Two ranks that are in their k-th common call must be
+in the same one: where they are not, each waits for the other for ever, however slow they are. ::
+
+    rank 0    step 1   step 2   model.state_dict()    3rd common call
+    rank 1    step 1   step 2   step 3                3rd common call: another one, so rank 1 will not come
+
+A rank that gets on tells nobody anything. One that has been at one place for some seconds leaves a note at
+the store, by a thread of its own, for it may be inside of a call into C++.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from shardwright.comm.absence.place import Note, Place
+from shardwright.comm.absence.python_place import joint_call, script_line
+from shardwright.comm.trust.seal import not_from_a_stranger
+
+__all__ = ["Store", "Whereabouts"]
+
+_TICK_S = 0.5
+_STUCK_S = 1.5
+_NOTE_EVERY_S = 2.0
+_LAST_NOTE_S = 2.0
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+    def clone(self) -> "Store": ...
+
+
+class Whereabouts:
+    """Where this rank is, and what the others have said of theirs.
+
+    Args:
+        store: shared by all ranks.
+        rank: this one.
+        run: how many runs this process has begun before: all ranks begin them together.
+        confess: called with the error with which the script ends.
+
+    Attributes:
+        steps: training steps that this rank has made.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        run: int = 0,
+        confess: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self._store = store
+        self._own_store: Store | None = None
+        self._rank = rank
+        self._run = run
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._place: Place | None = None
+        self._moves = 0
+        self._moved_s = time.monotonic()
+        self.steps = 0
+        self._thread_id = threading.get_ident()
+        self._process_id = os.getpid()
+        self._confess = confess
+        self._ended = ""
+        self._failed = False
+        self._counts_hold = True
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ---- of this rank ----
+
+    def begin(
+        self, where: str, ranks: Sequence[int], *, name: str = "", meeting: int = 0, hint: str = ""
+    ) -> Place:
+        """Counts a call that others make, too.
+
+        Args:
+            where: the call, for messages.
+            ranks: world ranks that make it; all in the same order.
+            name: what all of them call it, where they make it by different calls.
+            meeting: where they only wait for each other, how many such calls they have made.
+            hint: what to try, for ranks that wait in vain for one that is in it.
+        """
+        scope = tuple(ranks)
+        self._counts[scope] = number = self._counts.get(scope, 0) + 1
+        return Place(where, scope, number, name, meeting, hint)
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[Place]:
+        """Says that this rank is in a call that has begun."""
+        before, self._place = self._place, place
+        self._move()
+        try:
+            yield place
+        except BaseException:
+            self._counts_hold = False
+            raise
+        finally:
+            self._place = before
+            self._move()
+
+    def inside(self, where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Place]:
+        """Counts a call that others make, too, and says that this rank is in it; see `begin`."""
+        return self.at(self.begin(where, ranks, hint=hint))
+
+    def _move(self) -> None:
+        self._moves += 1
+        self._moved_s = time.monotonic()
+
+    def note(self) -> Note:
+        """Where this rank is now."""
+        while True:
+            moves = self._moves
+            note = self._note()
+            if moves == self._moves:  # else the script got on meanwhile, and half of the note is of before
+                return note
+
+    def _note(self) -> Note:
+        frame = sys._current_frames().get(self._thread_id)
+        place = self._place
+        return Note(
+            place=place,
+            # A copy, which is made at a stroke: the script may count a call of other ranks just now.
+            counts=tuple(self._counts.copy().items()),
+            seconds=time.monotonic() - self._moved_s,
+            line="" if frame is None else script_line(frame),
+            joint=joint_call(frame) if frame is not None and place is None else None,
+            ended=self._ended,
+            failed=self._failed,
+            counts_hold=self._counts_hold,
+            steps=self.steps,
+        )
+
+    def publish(self) -> None:
+        """Tells the others now."""
+        self._store.set(self._key(self._rank), self.note().to_text())
+
+    # ---- of others ----
+
+    def of(self, rank: int) -> Note | None:
+        """What another rank has said last; None where it has not said anything."""
+        key = self._key(rank)
+        if not self._store.check([key]):
+            return None
+        with not_from_a_stranger(f"where rank {rank} is"):
+            return Note.from_text(self._store.get(key))
+
+    @property
+    def prefix(self) -> str:
+        """Of keys at the store that belong to this run."""
+        return f"shardwright/whereabouts/{self._run}"
+
+    def _key(self, rank: int) -> str:
+        return f"{self.prefix}/{rank}"
+
+    # ---- the thread ----
+
+    def watch(self) -> None:
+        """Begins to leave notes while this rank does not get on; ends with the process, or by `close`."""
+        self._thread = threading.Thread(target=self._watch, name="shardwright-whereabouts", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def close(self, why: str) -> None:
+        """Says that this rank makes no more calls.
+
+        Args:
+            why: as a sentence about it, such as "has called sw.shutdown()".
+        """
+        if self._thread is None or os.getpid() != self._process_id:
+            return
+        atexit.unregister(self._at_exit)
+        self._ended = self._ended or why
+        self._closed.set()
+        self._thread.join(_LAST_NOTE_S)
+        self._thread = None
+
+    def script_ended(self, error: BaseException | None = None) -> None:
+        """Says that the script has ended, with an error or without.
+
+        Args:
+            error: with which it ends.
+        """
+        if error is None:
+            self.close("has come to the end of its script")
+            return
+        if self._thread is not None and os.getpid() == self._process_id:
+            self._confess(error)
+        self._failed = True
+        first_line = str(error).partition("\n")[0][:500]
+        self.close(f"has ended with {type(error).__name__}: {first_line}")
+
+    def _at_exit(self) -> None:
+        self.script_ended(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+    def _watch(self) -> None:
+        seen, next_s = -1, 0.0
+        while not self._closed.wait(_TICK_S):
+            now_s = time.monotonic()
+            if self._moves != seen:
+                seen, next_s = self._moves, now_s + _STUCK_S
+            elif now_s >= next_s:
+                if not self._leave(self.note(), self._store_of_thread()):
+                    return
+                next_s = now_s + _NOTE_EVERY_S
+        self._leave(self.note(), self._own_store or self._store)
+
+    def _leave(self, note: Note, store: Store) -> bool:
+        """Leaves a note; false where the store does not take it: it goes with the process that serves it."""
+        text = note.to_text()
+        try:
+            store.set(self._key(self._rank), text)
+        except RuntimeError:
+            return False
+        return True
+
+    def _store_of_thread(self) -> Store:
+        """A client of the thread's own: the script's is taken while it waits there, as in `new_group`."""
+        if self._own_store is None:
+            try:
+                self._own_store = self._store.clone()
+            except RuntimeError:  # stores that are written in Python need not have it
+                self._own_store = self._store
+        return self._own_store

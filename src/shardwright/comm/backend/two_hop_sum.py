@@ -1,0 +1,102 @@
+"""The sum of gradients in two hops: over the ranks that share a shard group, then over its replicas.
+
+::
+
+    hop 1   reduce-scatter inside of the shard group     every rank gets the sum of its own part
+    hop 2   all-reduce of that part over the replicas    of other shard groups
+
+The second hop carries 1 / shard of what an all-reduce over all ranks does, and goes on while the first hop of
+what follows does: the two have threads, and mostly links, of their own.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from shardwright.comm._private import reduce_scatter_single
+from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+
+__all__ = ["TwoHopSum"]
+
+
+class TwoHopSum:
+    """Starts to sum; the groups' other collectives may follow at once.
+
+    Args:
+        data: (n * ranks of the shard group,), part by part; it is let go at the end of the first hop, and
+            nobody may write to it before.
+        earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
+        shard_group: the ranks that share.
+        replica_group: the ranks that have the same part; None for the first hop alone.
+        quantiser: packs what goes between hosts into 8 bits, with groups of the backend ``shardwright``.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        *,
+        earlier: Tensor | None,
+        shard_group: dist.ProcessGroup,
+        replica_group: dist.ProcessGroup | None,
+        quantiser: BlockQuantiser | None = None,
+    ):
+        self._earlier = earlier
+        self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
+        self._replica_group = replica_group
+        self._first: Any
+        if quantiser is None:
+            self._first = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
+        else:
+            assert isinstance(shard_group, ShardwrightProcessGroup)
+            sharers = shard_group.communicator
+            self._first = sharers.thread.submit(
+                lambda: sharers.reduce_scatter(self._sum, data, quantiser=quantiser)
+            )
+        self._both: Future[Any] | None = None
+        if isinstance(replica_group, ShardwrightProcessGroup) and data.device.type == "cpu":
+            # Its thread keeps the order in which the first hops end, which is the same on all ranks.
+            replicas = replica_group.communicator
+
+            def hop(first: "Future[Any]") -> "Future[Any]":
+                first.value()
+                return replicas.thread.submit(second)
+
+            def second() -> None:
+                self._add_earlier()
+                replicas.all_reduce(self._sum, quantiser=quantiser)
+
+            first = self._first.get_future() if quantiser is None else self._first
+            self._both = first.then(hop)
+
+    def wait_for_part(self) -> None:
+        """Waits for the first hop.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self._first.wait()
+
+    def wait(self) -> Tensor:
+        """Waits for both hops.
+
+        Returns:
+            (n,), the sum of this rank's part.
+
+        Raises:
+            PeerLostError: a rank has ended.
+        """
+        self._first.wait()
+        if self._both is not None:
+            self._both.wait().wait()
+            return self._sum
+        self._add_earlier()
+        if self._replica_group is not None:
+            dist.all_reduce(self._sum, group=self._replica_group)
+        return self._sum
+
+    def _add_earlier(self) -> None:
+        if self._earlier is not None:
+            self._sum.add_(self._earlier)

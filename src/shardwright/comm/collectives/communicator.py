@@ -1,0 +1,431 @@
+"""The collectives of one group of ranks."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwright.collectives import Memory, Topology
+from shardwright.collectives.choose import GLOO, Choice
+from shardwright.collectives.chooser import Chooser
+from shardwright.collectives.prices import Prices
+from shardwright.collectives.routine import Routine
+from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.gloo_collectives import gloo_can, run_gloo, start_gloo
+from shardwright.comm.collectives.neighbours import Neighbours, Operation
+from shardwright.comm.collectives.node_gather import NodeGather
+from shardwright.comm.collectives.ordered_thread import OrderedThread
+from shardwright.comm.collectives.reduction import Reduction
+from shardwright.comm.collectives.step_runner import run_steps
+from shardwright.comm.joining.session import Session
+from shardwright.errors import UsageError
+
+__all__ = ["Communicator"]
+
+_SUM = Reduction("SUM")
+
+
+class Communicator:
+    """Collectives among the ranks of a group, over their nodes.
+
+    All ranks ask for the same collectives in the same order. They run on `thread`, where others may be in
+    front of them, and return when they are done; one that is not to be waited for is given to
+    ``thread.submit``.
+
+    Tensors are contiguous and on the CPU.
+
+    Args:
+        rank: of this process in the group.
+        world_ranks: of the ranks in the group, in the job: for errors.
+        topology: which ranks share a node.
+        prices: of the steps, the same on all ranks: they choose the algorithms.
+        neighbours: this rank's node; None where it is alone there.
+        messages: takes messages to ranks of other nodes; None where there are none.
+        gloo: for collectives that gloo does better.
+        name: of the group, for stacks.
+        session: what the ranks share, which their groups use as long as they last.
+
+    Attributes:
+        rank: of this process in the group.
+        topology: which ranks share a node.
+        neighbours: this rank's node; None where it is alone there.
+        messages: takes messages to ranks of other nodes; None where there are none.
+        gloo: for collectives that gloo does better.
+        thread: runs the collectives, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_ranks: Sequence[int],
+        topology: Topology,
+        prices: Prices,
+        neighbours: Neighbours | None,
+        messages: dist.ProcessGroup | None,
+        gloo: dist.ProcessGroup,
+        name: str = "group",
+        session: Session | None = None,
+    ):
+        self.rank = rank
+        self._world_ranks = world_ranks
+        self.topology = topology
+        self.thread = OrderedThread(f"shardwright-{name}")
+        self.neighbours = neighbours
+        self.messages = messages
+        self.gloo = gloo
+        self._chooser = Chooser(topology, rank, prices)
+        self._num_operations = 0
+        self._failure: BaseException | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._node_gather = NodeGather(self)
+        self._session = session
+
+    def close(self) -> None:
+        """Lets go of the other ranks."""
+        if self.neighbours is not None:
+            self.neighbours.hang_up()
+
+    # ---- collectives ----
+
+    def all_gather(self, output: Tensor, data: Tensor, quantiser: BlockQuantiser | None = None) -> None:
+        """Gives every rank the inputs of all.
+
+        Args:
+            output: n elements a rank, filled rank by rank; the input may be this rank's part of it.
+            data: n elements.
+            quantiser: packs inputs into 8 bits where there are several nodes. All ranks get the same rounded
+                elements; where the input is a part of the output, it is rounded there.
+
+        Raises:
+            UsageError: the sizes or types do not fit, or cannot be packed.
+            PeerLostError: a rank has ended, or does not answer.
+            TraceMismatchError: a rank of this node does something else.
+        """
+        self._check("all_gather", data, output, self.topology.num_ranks * data.numel())
+        if quantiser is None or len(self.topology.nodes) == 1:
+            self._run("all_gather", data, output, count=data.numel())
+            return
+        _check_packable("all_gather", data, _SUM)
+        packed = quantiser.pack(data.detach().view(-1))
+        whole = packed.new_empty(self.topology.num_ranks * packed.numel())
+        self._run("all_gather", packed, whole, count=packed.numel())
+        pieces = output.detach().view(self.topology.num_ranks, -1)
+        for piece, received in zip(pieces, whole.view(len(pieces), -1), strict=True):
+            quantiser.unpack(received, piece)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        data: Tensor,
+        reduction: Reduction = _SUM,
+        quantiser: BlockQuantiser | None = None,
+    ) -> None:
+        """Gives every rank its part of the sum of all inputs.
+
+        Args:
+            output: n elements.
+            data: n elements a rank, rank by rank.
+            reduction: how elements are summed.
+            quantiser: packs the sums of a node for other nodes into 8 bits.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("reduce_scatter", data, output, data.numel() // self.topology.num_ranks)
+        reduction.check(data.dtype)
+        if quantiser is not None:
+            _check_packable("reduce_scatter", data, reduction)
+        self._run(
+            "reduce_scatter",
+            data,
+            output,
+            count=output.numel(),
+            reduction=reduction,
+            quantiser=quantiser,
+        )
+
+    def all_reduce(
+        self, data: Tensor, reduction: Reduction = _SUM, quantiser: BlockQuantiser | None = None
+    ) -> None:
+        """Gives every rank the sum of all inputs, in place.
+
+        Args:
+            data: n elements.
+            reduction: how elements are summed.
+            quantiser: packs what goes between nodes into 8 bits, the sums of nodes and then their sum.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("all_reduce", data, data, data.numel())
+        reduction.check(data.dtype)
+        if quantiser is not None and len(self.topology.nodes) > 1:
+            _check_packable("all_reduce", data, reduction)
+            padded = F.pad(data.detach().view(-1), (0, -data.numel() % self.topology.num_ranks))
+            part = padded.new_empty(padded.numel() // self.topology.num_ranks)
+            self.reduce_scatter(part, padded, reduction, quantiser)
+            self.all_gather(padded, part, quantiser)
+            data.view(-1).copy_(padded[: data.numel()])
+            return
+        self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
+
+    def broadcast(self, data: Tensor, source: int) -> None:
+        """Gives every rank what one of them has, in place.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("broadcast", data, data, data.numel())
+        self._run("broadcast", data, data, count=data.numel(), source=source)
+
+    def start_gloo(
+        self,
+        group: dist.ProcessGroup,
+        collective: str,
+        output: Tensor,
+        data: Tensor,
+        *,
+        reduction: Reduction = _SUM,
+        source: int = 0,
+    ) -> dist.Work | None:
+        """Has a group of gloo do a collective where it does that better; None where it does not.
+
+        Nothing of it runs on `thread`: the way over Python takes as long as a small collective.
+
+        Args:
+            group: of gloo, with the same ranks, that no thread of this communicator uses.
+            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
+            output: as the method of that name has it.
+            data: as the method of that name has it.
+            reduction: how elements are summed.
+            source: where a broadcast starts.
+
+        Raises:
+            UsageError: the sizes or types do not fit.
+        """
+        num_ranks = self.topology.num_ranks
+        sizes = {"all_gather": num_ranks * data.numel(), "reduce_scatter": data.numel() // num_ranks}
+        self._check(collective, data, output, sizes.get(collective, data.numel()))
+        count = output.numel() if collective == "reduce_scatter" else data.numel()
+        alone = self._failure is None and output.numel() > 0 and reduction.name != "AVG"
+        if not alone or not gloo_can(collective, data.dtype, reduction):
+            return None
+        if self._chooser.choice(collective, count, data.element_size()).candidate.name != GLOO:
+            return None
+        return start_gloo(group, collective, data.view(-1), output.view(-1), reduction, source)
+
+    def gather_to_nodes(
+        self, memory: Tensor, data: Tensor, pieces: Sequence[int], quantiser: BlockQuantiser | None = None
+    ) -> None:
+        """Gives every node the pieces that all ranks have of some tensors.
+
+        Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
+
+        Args:
+            memory: what `share_memory` gave: the tensors one after the other, each with the pieces of all
+                ranks.
+            data: the pieces of this rank, one after the other.
+            pieces: elements of a piece of each tensor.
+            quantiser: packs all pieces but the last into 8 bits. All ranks get the same rounded elements.
+
+        Raises:
+            as `all_gather`.
+        """
+        self._check("gather_to_nodes", data, memory, self.topology.num_ranks * data.numel())
+        data, sizes = data.detach(), tuple(pieces)
+
+        def task() -> None:
+            if quantiser is None:
+                self._node_gather(memory, data, sizes)
+            else:
+                self._node_gather.packed(memory, data, sizes, quantiser)
+
+        self._run_task("gather_to_nodes", task)
+
+    def share_memory(self, num_bytes: int) -> Tensor:
+        """Memory that all ranks see; collective over all of them, on one node.
+
+        Returns:
+            (num_bytes,) uint8.
+
+        Raises:
+            OSError: the host lacks it.
+        """
+        neighbours = self.neighbours
+        if neighbours is None:
+            with torch.inference_mode(False):  # the caller's thread may be another
+                return torch.empty(num_bytes, dtype=torch.uint8)
+        memory: Tensor = self.thread.run(lambda: neighbours.share(num_bytes))
+        return memory
+
+    @property
+    def prices(self) -> Prices:
+        """What algorithms are chosen by."""
+        return self._chooser.prices
+
+    def use(self, prices: Prices) -> None:
+        """Chooses by other prices from now on; they must be the same on all ranks."""
+        self._chooser = Chooser(self.topology, self.rank, prices)
+
+    def choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The algorithm for a collective of this size, and why it was chosen.
+
+        Args:
+            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
+            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
+                whole.
+            itemsize: bytes of an element.
+        """
+        return self._chooser.choice(collective, count, itemsize)
+
+    def run_routine(
+        self,
+        kind: str,
+        routine: Routine,
+        data: Tensor,
+        output: Tensor,
+        reduction: Reduction = _SUM,
+        quantiser: BlockQuantiser | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        """Runs steps; collective over all ranks.
+
+        Args:
+            kind: what they are, which ranks of a node compare; at most 24 letters.
+            routine: the steps of this rank.
+            data: (n,), the input.
+            output: (n,), of the same dtype.
+            reduction: how elements are summed.
+            quantiser: packs messages to other nodes.
+            shared: memory of the node to use; by default, some for this collective alone.
+        """
+        dtype = str(data.dtype).removeprefix("torch.")
+        operation = Operation(self._num_operations, kind, data.numel(), dtype)
+        self._num_operations += 1
+        memories = {Memory.INPUT: data, Memory.OUTPUT: output}
+        if routine.num_scratch:
+            memories[Memory.SCRATCH] = self._scratch_for(routine.num_scratch, data.dtype)
+        neighbours = self.neighbours if routine.tells else None
+        if shared is not None:
+            memories[Memory.SHARED] = shared
+        if neighbours is not None:
+            num_bytes = 0 if shared is not None else routine.num_shared * data.element_size()
+            fresh = neighbours.begin(operation, num_bytes)
+            memories.setdefault(Memory.SHARED, fresh.view(data.dtype))
+        run_steps(
+            routine.steps,
+            memories,
+            messages=self.messages,
+            neighbours=neighbours,
+            world_ranks=self._world_ranks,
+            reduction=reduction,
+            what=str(operation),
+            quantiser=quantiser,
+        )
+        if neighbours is not None:
+            neighbours.end()
+
+    # ---- how they run ----
+
+    def _run(
+        self,
+        collective: str,
+        data: Tensor,
+        output: Tensor,
+        *,
+        count: int,
+        reduction: Reduction = _SUM,
+        source: int = 0,
+        quantiser: BlockQuantiser | None = None,
+    ) -> None:
+        if output.numel() == 0:
+            return
+        kind = f"broadcast from {source}" if collective == "broadcast" else collective
+        if collective in ("reduce_scatter", "all_reduce"):
+            kind = f"{collective} {reduction.name}" + (" int8" if quantiser is not None else "")
+
+        def task() -> None:
+            self._do(kind, collective, data, output, count, reduction, source, quantiser)
+
+        self._run_task(kind, task)
+
+    def _run_task(self, kind: str, task: Callable[[], None]) -> None:
+        """Runs a collective in its turn; after one that failed, none does."""
+
+        def unless_failed() -> None:
+            if self._failure is not None:
+                raise UsageError(
+                    f"{kind} cannot run: an earlier collective of this group failed on this rank "
+                    f"({self._failure}). Make a new process group, or end."
+                )
+            try:
+                task()
+            except BaseException as error:
+                self._failure = error
+                self.close()  # else ranks of this node would wait for the whole timeout
+                raise
+
+        self.thread.run(unless_failed)
+
+    def _do(
+        self,
+        kind: str,
+        collective: str,
+        data: Tensor,
+        output: Tensor,
+        count: int,
+        reduction: Reduction,
+        source: int,
+        quantiser: BlockQuantiser | None,
+    ) -> None:
+        data, output = data.detach().view(-1), output.detach().view(-1)
+        itemsize = data.element_size()
+        if quantiser is not None:
+            choice = self._chooser.packed_choice(collective, count, itemsize)
+        elif gloo_can(collective, data.dtype, reduction):
+            choice = self._chooser.choice(collective, count, itemsize)
+        else:
+            choice = self._chooser.own_choice(collective, count, itemsize)
+        if choice.candidate.name == GLOO:
+            run_gloo(self.gloo, collective, data, output, reduction, source)
+        else:
+            routine = self._chooser.routine(choice, collective, count, source)
+            self.run_routine(kind, routine, data, output, reduction, quantiser)
+        reduction.finish(output, self.topology.num_ranks)
+
+    def _scratch_for(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = num_elements * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[:num_bytes].view(dtype)
+
+    def _check(self, collective: str, data: Tensor, output: Tensor, num_outputs: int) -> None:
+        """Refuses tensors that do not fit."""
+        num_ranks = self.topology.num_ranks
+        if output.numel() != num_outputs or (collective == "reduce_scatter" and data.numel() % num_ranks):
+            raise UsageError(
+                f"{collective} over {num_ranks} ranks takes {data.numel()} elements and gives {num_outputs}, "
+                f"but the output has {output.numel()}."
+            )
+        if data.dtype != output.dtype:
+            raise UsageError(
+                f"{collective}: the input is {data.dtype} and the output {output.dtype}; they must be the "
+                "same."
+            )
+        for name, tensor in (("input", data), ("output", output)):
+            if not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise UsageError(
+                    f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
+                    f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
+                )
+
+
+def _check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
+    if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
+        raise UsageError(
+            f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
+            "of floating-point numbers can. Call it without a quantiser."
+        )

@@ -1,0 +1,164 @@
+"""How the ranks of a group find out who shares a host, and get ready for collectives."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from shardwright.collectives import Topology
+from shardwright.collectives.choose import ROOM_BYTES
+from shardwright.collectives.prices import DEFAULT_PRICES, Prices
+from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.comm._private import gloo_group
+from shardwright.comm.collectives.communicator import Communicator
+from shardwright.comm.collectives.neighbours import Neighbours
+from shardwright.comm.encoding.codec import DecodeError, declare, decode, encode
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.joining.process_group import present_session
+from shardwright.comm.joining.session import begin_session
+from shardwright.comm.joining.versions import refuse_mixed_versions
+from shardwright.comm.one_host.local_sockets import connect_on_this_host, this_host
+from shardwright.errors import ConfigError, LaunchError
+
+log = logging.getLogger(__name__)
+
+__all__ = ["connect", "tell_all_through"]
+
+declare(Prices)
+
+
+def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
+    """A function that tells all ranks a fact (as `codec` takes it), and returns what each tells, by rank.
+
+    Args:
+        store: of these ranks alone.
+        rank: of this process.
+        num_ranks: that take part in every call.
+    """
+    calls = 0
+
+    def tell_all(fact: Any) -> list[Any]:
+        nonlocal calls
+        keys = [f"{calls}/{other}" for other in range(num_ranks)]
+        calls += 1
+        store.set(keys[rank], encode(fact))  # type: ignore[arg-type]
+        return [_fact(store.get(key), other) for other, key in enumerate(keys)]
+
+    return tell_all
+
+
+def _fact(data: bytes, rank: int) -> Any:
+    try:
+        return decode(data)
+    except DecodeError as error:
+        raise LaunchError(
+            f"what rank {rank} of the group tells in the store cannot be read: {error}. It runs another "
+            "version of Shardwright, or a stranger who reaches the store has written in its place."
+        ) from error
+
+
+def connect(
+    store: Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    prices: Prices | None = None,
+    host: str | None = None,
+    name: str = "group",
+    world_rank: int | None = None,
+) -> Communicator:
+    """Connects the ranks of a group; collective over all of them.
+
+    Args:
+        store: of these ranks alone.
+        rank: of this process in the group.
+        num_ranks: of the group.
+        timeout_s: how long to wait for a rank at most, now and later.
+        prices: of steps; those of rank 0 hold for all. By default, those of the file that the variable
+            ``SHARDWRIGHT_PRICES`` names there.
+        host: what the ranks of this host have in common; found out if it is not given. Ranks of one host that
+            name different ones do as if they were on several.
+        name: of the group, for stacks.
+        world_rank: of this process in the job, for errors; by default its rank in the group.
+
+    Raises:
+        LaunchError: the ranks run different versions of the library, or have different secrets; or a
+            stranger writes into the store.
+        OSError: this host lacks memory, or connections.
+    """
+    session = present_session() or begin_session(
+        PrefixStore("shardwright/session", store),
+        rank=rank,
+        num_ranks=num_ranks,
+        one_host=detect(os.environ).num_nodes == 1,
+        timeout_s=timeout_s,
+    )
+    store = session.store(store)
+    tell_all = tell_all_through(PrefixStore("shardwright/connect", store), rank, num_ranks)
+    refuse_mixed_versions(tell_all)
+    host = host or this_host()
+    sockets = connect_on_this_host(rank, tell_all, what="collectives", timeout_s=timeout_s, host=host)
+    # Where the ranks of a host cannot share memory, each is a node of its own.
+    hosts = tell_all(host if sockets is not None else f"{host} rank {rank}")
+    topology = Topology.from_hosts(hosts)
+    world_ranks = tell_all(rank if world_rank is None else world_rank)
+    neighbours = None
+    if sockets:
+        neighbours = Neighbours(
+            sockets, rank=rank, world_ranks=world_ranks, num_bytes=2 * ROOM_BYTES, timeout_s=timeout_s
+        )
+    messages = None
+    if len(topology.nodes) > 1:
+        own_store = PrefixStore("shardwright/messages", store)
+        messages = gloo_group(own_store, rank, num_ranks, timeout_s=timeout_s)
+    gloo = gloo_group(PrefixStore("shardwright/gloo", store), rank, num_ranks, timeout_s=timeout_s)
+    # Nobody goes on, and perhaps ends, while others still connect.
+    agreed = _agreed(prices, topology, rank, tell_all)
+    return Communicator(
+        rank=rank,
+        world_ranks=world_ranks,
+        topology=topology,
+        prices=agreed,
+        neighbours=neighbours,
+        messages=messages,
+        gloo=gloo,
+        name=name,
+        session=session,
+    )
+
+
+def _agreed(
+    prices: Prices | None, topology: Topology, rank: int, tell_all: Callable[[Any], list[Any]]
+) -> Prices:
+    """The prices of rank 0, which must not read them in vain while the others wait."""
+    problem: ConfigError | None = None
+    if rank == 0 and prices is None:
+        path = os.environ.get(PRICES_VARIABLE)
+        try:
+            prices = _read(path, topology) if path else DEFAULT_PRICES
+        except ConfigError as error:
+            problem = error
+    found, failed = tell_all((prices, problem))[0]
+    if failed is not None:
+        raise failed
+    agreed: Prices = found
+    return agreed
+
+
+def _read(path: str, topology: Topology) -> Prices:
+    """Prices from a file; what gloo and NCCL take is known for the ranks that it was measured on alone."""
+    prices, measured = read_prices(path)
+    if measured == topology or not (prices.gloo or prices.devices):
+        return prices
+    log.warning(
+        "the prices %s are of %s: on %s gloo's own collectives are not considered, and accelerators have "
+        "default prices",
+        path,
+        measured,
+        topology,
+    )
+    return replace(prices, gloo={}, devices=None)

@@ -1,0 +1,1 @@
+"""Collectives over nodes for tensors on accelerators."""

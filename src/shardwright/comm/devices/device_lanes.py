@@ -1,0 +1,196 @@
+"""What runs the hops of a collective: streams of a device, or a thread where gloo stands in for NCCL."""
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from shardwright.comm.collectives.collective_work import CollectiveWork
+from shardwright.comm.collectives.ordered_thread import OrderedThread
+from shardwright.comm.devices.hops import LANES, Hops
+
+__all__ = ["DeviceLanes", "StreamLanes", "StreamWork", "ThreadLanes"]
+
+# Before kernels that wait for a free place: others need what a collective brings.
+_HIGH_PRIORITY = -1
+
+_Work: Any = dist.Work
+
+
+class DeviceLanes(Protocol):
+    """Runs hops, each group's in the order in which they are issued."""
+
+    def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
+        """Issues a collective.
+
+        Args:
+            hops: that it is made of.
+            results: that it writes, and may read.
+            reads: further tensors that it reads.
+            waits: the caller will wait at once.
+        """
+
+    def join(self) -> None:
+        """Puts what the caller does next behind all collectives before."""
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """Says of a tensor that was made in a hop that both lanes use it."""
+
+
+class ThreadLanes:
+    """Hops one after the other, on the ordered thread of a group.
+
+    Args:
+        thread: runs them.
+    """
+
+    def __init__(self, thread: OrderedThread):
+        self._thread = thread
+
+    def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
+        """As `DeviceLanes`."""
+
+        def task() -> list[Tensor]:
+            for hop, chunk in hops.in_order():
+                hop.do(chunk)
+            return results
+
+        if waits:
+            done: Future[list[Tensor]] = Future()
+            done.set_result(self._thread.run(task))
+            return CollectiveWork(done)
+        return CollectiveWork(self._thread.submit(task))
+
+    def join(self) -> None:
+        """As `DeviceLanes`."""
+        self._thread.run(lambda: None)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """As `DeviceLanes`."""
+        return tensor
+
+
+class StreamLanes:
+    """Hops on two streams of each device, so that the chunks of both groups go at the same time.
+
+    ::
+
+        caller  ──●                         ●──▶     wait() of the work
+                  ├▶ across ─ 0 ─ 1 ─ 2 ┐   │
+                  └▶ inside ───── 0 ─ 1 ┴ 2 ┘        a chunk's next hop waits for its event
+
+    Nothing here waits on the host.
+
+    Args:
+        cuda: `torch.cuda`, or what stands in for it.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda):
+        self._cuda = cuda
+        self._streams: dict[torch.device, dict[str, Any]] = {}
+
+    def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
+        """As `DeviceLanes`; whether the caller waits makes no difference."""
+        device = results[0].device
+        streams = self._streams_of(device)
+        current = self._cuda.current_stream(device)
+        for lane in LANES:
+            streams[lane].wait_stream(current)
+            for tensor in (*results, *reads):
+                # Who lets go of it before the end must not get its memory for something else.
+                tensor.record_stream(streams[lane])
+        done: dict[int, Any] = {}
+        # As on the thread: results count as not changed, and may be of either mode.
+        with torch.inference_mode():
+            for hop, chunk in hops.in_order():
+                stream = streams[hop.lane]
+                if chunk in done:
+                    stream.wait_event(done[chunk])
+                with self._cuda.stream(stream):
+                    hop.do(chunk)
+                done[chunk] = stream.record_event()
+        # Of both lanes: who waits for the last of several collectives has them all, as with NCCL.
+        ends = [streams[lane].record_event() for lane in LANES]
+        return StreamWork(ends, results, futures=streams["futures"], cuda=self._cuda)
+
+    def join(self) -> None:
+        """As `DeviceLanes`."""
+        for device, streams in self._streams.items():
+            for lane in LANES:
+                self._cuda.current_stream(device).wait_stream(streams[lane])
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """As `DeviceLanes`."""
+        streams = self._streams_of(tensor.device)
+        for lane in LANES:
+            tensor.record_stream(streams[lane])
+        return tensor
+
+    def _streams_of(self, device: torch.device) -> dict[str, Any]:
+        if device not in self._streams:
+            self._streams[device] = {
+                name: self._cuda.Stream(device, priority=_HIGH_PRIORITY) for name in (*LANES, "futures")
+            }
+        return self._streams[device]
+
+
+class StreamWork(_Work):  # type: ignore[misc]
+    """A collective on streams; whoever waits has its own stream wait, and not the host.
+
+    Args:
+        ends: events behind all of it.
+        tensors: its result.
+        futures: a stream on which nothing else is done.
+        cuda: `torch.cuda`, or what stands in for it.
+    """
+
+    def __init__(self, ends: list[Any], tensors: list[Tensor], *, futures: Any, cuda: Any):
+        super().__init__()
+        self._ends = ends
+        self._tensors = tensors
+        self._futures = futures
+        self._cuda = cuda
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Has the current stream wait; the group's own timeout counts."""
+        current = self._cuda.current_stream(self._tensors[0].device)
+        for end in self._ends:
+            current.wait_event(end)
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it."""
+        return all(end.query() for end in self._ends)
+
+    def is_success(self) -> bool:
+        """As `is_completed`: where NCCL fails, its watchdog ends the process."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None: errors of NCCL are raised when it is issued, or end the process."""
+
+    def result(self) -> list[Tensor]:
+        """Its tensors."""
+        return self._tensors
+
+    def get_future(self) -> "Future[list[Tensor]]":
+        """A future that is done at once: the streams of those who wait for it, and of callbacks, wait.
+
+        It notes where the current streams are when it gets its result.
+        """
+        future: Future[list[Tensor]] = Future(devices=[self._tensors[0].device])
+        with self._cuda.stream(self._futures):
+            self.wait()
+            future.set_result(self._tensors)
+        return future

@@ -1,0 +1,1 @@
+"""How the ranks of a run come together: the store, the group of all, its session."""

@@ -1,0 +1,317 @@
+"""The process group of all ranks: how it begins and how it ends."""
+
+import atexit
+import itertools
+import os
+import socket
+import time
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm.joining.generation import agree_on_generation
+from shardwright.comm.joining.session import Session, begin_session
+from shardwright.comm.joining.tcp_store import joined_tcp_store
+from shardwright.comm.trust.facts import fact_of, facts_of_all
+from shardwright.comm.trust.run_secret import seal_of_run
+from shardwright.comm.trust.seal import Seal
+from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.errors import LaunchError, UsageError
+from shardwright.units import format_seconds
+
+__all__ = [
+    "default_store",
+    "destroy_process_group",
+    "end_with_process",
+    "group_of",
+    "groups_in_doubt",
+    "init_process_group",
+    "leave_groups_in_doubt",
+    "present_session",
+    "seal_of_session",
+    "session_of_group",
+    "stay_on_this_host",
+    "tell_all",
+    "tell_from",
+]
+
+# Counts the groups that this process has made, as all ranks do in the same order: none may find the keys of
+# the one before.
+_NUMBER_OF_GROUP = itertools.count()
+_NUMBER_OF_SESSION = itertools.count()
+
+
+@dataclass(slots=True)
+class _Groups:
+    """The further groups of this process.
+
+    Attributes:
+        default: the default group with which they were made.
+        in_doubt: a step failed in its middle, so that messages may be under way that nobody took.
+        made: by ranks, use, timeout and backend.
+        session: what all ranks share as long as there is the default group `of_session`.
+        store: that of the default group, sealed as far as the session is.
+    """
+
+    default: dist.ProcessGroup | None = None
+    in_doubt: bool = False
+    session: Session | None = None
+    of_session: dist.ProcessGroup | None = None
+    store: Store | None = None
+    made: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+
+_GROUPS = _Groups()
+
+# At the end, threads must be found asleep so often, so long apart.
+_LOOKS = 3
+_PAUSE_S = 0.002
+_LONGEST_REST_S = 1.0
+
+
+def init_process_group(
+    environment: LaunchEnvironment,
+    *,
+    backend: str,
+    timeout_s: float,
+    device: torch.device | None = None,
+) -> Store:
+    """Joins all ranks in torch.distributed's default process group.
+
+    Under torchrun the ranks meet at the store that it serves, otherwise at one that rank 0 serves. All keys
+    get a prefix that is new after each restart: without it ranks that torchrun restarts after a failure read
+    the addresses of dead ones. When the interpreter ends, the group is destroyed.
+
+    Args:
+        environment: which rank this is, from `shardwright.comm.identity.environment.detect`.
+        backend: as in ``torch.distributed.init_process_group``.
+        timeout_s: how long the start, and later each operation, may take.
+        device: the accelerator that this rank uses, to bind the group to it.
+
+    Returns:
+        The store of this group, for other keys.
+
+    Raises:
+        UsageError: there is a default process group already.
+        LaunchError: the ranks could not meet.
+    """
+    if dist.is_initialized():
+        raise UsageError("There is a default process group already. Call destroy_process_group() before.")
+    if environment.num_nodes == 1:
+        stay_on_this_host()
+    store = HashStore() if environment.world_size == 1 else joined_tcp_store(environment, timeout_s=timeout_s)
+    seal = seal_of_run(os.environ)
+    for_generation = store if seal is None else SealedStore(store, seal)
+    generation = agree_on_generation(for_generation, environment, timeout_s=timeout_s)
+    prefix = f"generation/{generation}/{next(_NUMBER_OF_GROUP)}"
+    begun_s = time.monotonic()
+    try:
+        session = begin_session(
+            PrefixStore(f"{prefix}/session", store),
+            rank=environment.rank,
+            num_ranks=environment.world_size,
+            one_host=environment.num_nodes == 1,
+            timeout_s=timeout_s,
+        )
+        own_store = session.store(PrefixStore(prefix, store))
+        dist.init_process_group(
+            backend,
+            store=own_store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device is not None and device.type != "cpu" else None,
+        )
+    except LaunchError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        waited_s = time.monotonic() - begun_s
+        raise LaunchError(
+            f"{environment} could not join the {backend} process group "
+            f"{_why_not(waited_s, timeout_s=timeout_s)}. Look into the logs of the others first. "
+            f"PyTorch says: {error}"
+        ) from error
+    end_with_process()
+    _GROUPS.session, _GROUPS.of_session, _GROUPS.store = session, dist.group.WORLD, _stock_store()
+    return own_store
+
+
+def session_of_group(*, timeout_s: float) -> Session:
+    """What all ranks share as long as there is this default group; at first collective over all of them.
+
+    Args:
+        timeout_s: how long to wait for others.
+
+    Raises:
+        LaunchError: a rank has another secret, or none; or a stranger writes into the store.
+    """
+    session = present_session()
+    if session is None:
+        session = begin_session(
+            PrefixStore(f"shardwright/session/{next(_NUMBER_OF_SESSION)}", _stock_store()),
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            one_host=detect(os.environ).num_nodes == 1,
+            timeout_s=timeout_s,
+        )
+        _GROUPS.session, _GROUPS.of_session = session, dist.group.WORLD
+        _GROUPS.store = session.store(_stock_store())
+    return session
+
+
+def present_session() -> Session | None:
+    """What all ranks share already; None before they have agreed on it."""
+    has_one = dist.is_initialized() and _GROUPS.of_session is dist.group.WORLD
+    return _GROUPS.session if has_one else None
+
+
+def seal_of_session() -> Seal | None:
+    """The seal of the present session; None where there is none, or its ranks have no secret."""
+    session = present_session()
+    return None if session is None else session.seal
+
+
+def _why_not(waited_s: float, *, timeout_s: float) -> str:
+    """Whether the time is over, or something else has ended the wait before."""
+    if waited_s >= timeout_s:
+        return f"within {timeout_s:g} s: another rank did not come"
+    return (
+        f"and gave up after {format_seconds(waited_s)}, before timeout_s ({timeout_s:g} s) was over: another "
+        "rank has most likely failed or ended while it joined"
+    )
+
+
+def group_of(
+    ranks: Sequence[int], *, use: str, timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A further group; collective over all ranks.
+
+    It is made once and serves all runs of a process, one after the other: each has threads that wake up a
+    hundred times a second, for as long as the process lives.
+
+    Args:
+        ranks: its world ranks.
+        use: what it is for; groups of the same ranks for different uses do not share their messages.
+        timeout_s: after so much time a silent rank counts as lost; PyTorch would give it half an hour.
+        backend: of torch.distributed; None for that of the default group.
+    """
+    if _GROUPS.default is not dist.group.WORLD:
+        _GROUPS.default = dist.group.WORLD
+        _GROUPS.made.clear()
+        end_with_process()
+    key = (tuple(ranks), use, timeout_s, backend)
+    if key not in _GROUPS.made:
+        _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+    return _GROUPS.made[key]
+
+
+def groups_in_doubt() -> None:
+    """Says that a step failed in its middle on this rank."""
+    _GROUPS.in_doubt = True
+
+
+def leave_groups_in_doubt() -> None:
+    """Has the next run make its groups anew if a step failed on any rank; collective over all ranks."""
+    if not _GROUPS.made:
+        return
+    if any(tell_all(_GROUPS.in_doubt)):
+        _GROUPS.made.clear()
+        _GROUPS.in_doubt = False
+
+
+def tell_all(fact: Any, *, group: dist.ProcessGroup | None = None, objects: bool = False) -> list[Any]:
+    """Tells all ranks of a group a fact; collective over them.
+
+    Args:
+        fact: of kinds that `codec` takes.
+        group: None for all ranks.
+        objects: objects of the user's own may be in it.
+
+    Returns:
+        What each rank tells, by its rank in the group.
+    """
+    return facts_of_all(fact, seal=seal_of_session(), group=group, objects=objects)
+
+
+def tell_from(source: int, fact: Any) -> Any:
+    """A fact of one rank, on all of them; collective over all ranks.
+
+    Args:
+        source: which rank.
+        fact: on that rank, of kinds that `codec` takes.
+    """
+    return fact_of(source, fact, seal=seal_of_session())
+
+
+def default_store() -> Store:
+    """The store of the default process group, whoever made it; sealed if there is a session with a secret."""
+    return _GROUPS.store if present_session() is not None and _GROUPS.store is not None else _stock_store()
+
+
+def _stock_store() -> Store:
+    # There is no public way to ask for it. Tried on torch 2.13.
+    return dist.distributed_c10d._get_default_store()
+
+
+def destroy_process_group() -> None:
+    """Ends the default process group, and all others, if there are any."""
+    _GROUPS.default = None
+    _GROUPS.made.clear()
+    # The session stays until there is another: a group of the script's may ask for its store to the end.
+    _GROUPS.of_session = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def end_with_process() -> None:
+    """Has all groups destroyed, and their threads come to rest, when the interpreter ends; see `_end`."""
+    atexit.unregister(_end)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """Ends all groups before the interpreter ends, and lets their threads come to rest.
+
+    The threads of a group live on while anything refers to it, as a script's model does. One that lets go of
+    a tensor just now needs the interpreter for it; Python 3.13 and older end a thread that asks for an
+    interpreter that is ending, and C++ takes that for an error: "terminate called without an active
+    exception", and the process aborts.
+    """
+    destroy_process_group()
+    deadline_s = time.monotonic() + _LONGEST_REST_S
+    looks = 0
+    while looks < _LOOKS and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)  # lets go of the interpreter, so that whoever waits for it gets it
+        looks = looks + 1 if _threads_rest() else 0
+
+
+def _threads_rest() -> bool:
+    """Whether every thread of gloo sleeps; true where the kernel does not tell."""
+    for file in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = file.read_text(errors="replace").partition("(")[2].rpartition(")")
+        except OSError:  # it has just ended
+            continue
+        if "gloo" in name and rest.split()[0] != "S":
+            return False
+    return True
+
+
+def stay_on_this_host(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has gloo and NCCL use the loopback interface, for ranks that are all on one host.
+
+    Other hosts have nothing to do there, and gloo would look up the host's name, which need not resolve.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

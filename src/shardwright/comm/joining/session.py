@@ -1,0 +1,236 @@
+"""One life of the ranks of a group: they prove that they know the run's secret, and get a key for this life.
+
+A code under the secret alone would hold for every run that has it: what stood in the store in an earlier life
+could be put back. So each rank brings a fresh number, and the key comes from all of them::
+
+    rank r                                          rank 0
+    (1)                                             way := "secret", "none", or "socket" and where
+    (2) hello/r := number, code of it
+                                                    (3) reads all of them, and has a number of its own
+    (4) welcome <──────────────────────────────────     all numbers, their code; or what is wrong
+    (5) finds its own number in it
+        key := code of all numbers
+
+Where no launcher hands on a secret, ranks of one host get one from rank 0 over a Unix socket, at both ends of
+which the kernel tells the user ("socket"). Ranks of several hosts then have none: they say so, once, and
+whoever reaches the store is believed.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shardwright.comm.trust.private_socket import PrivateListener, call
+from shardwright.comm.trust.run_secret import SECRET, SECRET_FILE, new_secret, seal_of_run
+from shardwright.comm.trust.seal import CODE_BYTES, ForgedError, Seal
+from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.errors import LaunchError
+
+__all__ = ["Session", "begin_session"]
+
+_NUMBER_BYTES = 16
+_SECRET_BYTES = 64
+_WELCOME, _REFUSED = b"welcome\n", b"refused\n"
+_BY_SECRET, _BY_NOTHING, _BY_SOCKET = b"secret", b"none", b"socket "
+
+
+@dataclass(slots=True)
+class Session:
+    """What the ranks of a group share for one life.
+
+    Attributes:
+        seal: under a key that these ranks alone have; None where they have no secret.
+    """
+
+    seal: Seal | None
+    _kept: list[Store] = field(default_factory=list)
+
+    def store(self, inner: Store) -> Store:
+        """The store, with its values sealed as far as there is a seal."""
+        if self.seal is None:
+            return inner
+        made = SealedStore(inner, self.seal)
+        self._kept.append(made)
+        return made
+
+
+def begin_session(
+    store: Store,
+    *,
+    rank: int,
+    num_ranks: int,
+    one_host: bool,
+    timeout_s: float,
+    environ: Mapping[str, str] = os.environ,
+) -> Session:
+    """Has the ranks of a group agree on a key; collective over them.
+
+    Args:
+        store: of these ranks, in this life: no key of an earlier one is in it.
+        rank: of this process in the group.
+        num_ranks: of the group.
+        one_host: all of them run on one host.
+        timeout_s: how long to wait for others.
+        environ: where a launcher leaves the secret.
+
+    Raises:
+        LaunchError: a rank has another secret, or none; or a stranger writes into the store.
+        RuntimeError: the store does not answer, or a rank does not come.
+    """
+    if num_ranks == 1:
+        return Session(None)
+    with _way(store, rank, one_host=one_host, timeout_s=timeout_s, environ=environ) as (seal, problem):
+        number = secrets.token_bytes(_NUMBER_BYTES)
+        if rank > 0:
+            store.set(f"hello/{rank}", number + (seal.code(f"hello/{rank}", number) if seal else b""))  # type: ignore[arg-type]
+        if problem:
+            raise LaunchError(problem)
+        if rank == 0:
+            numbers, problem = _hellos(store, seal, number, num_ranks)
+            store.set("welcome", _refusal(problem) if problem else _welcome(seal, numbers))  # type: ignore[arg-type]
+            if problem:
+                raise LaunchError(problem)
+        else:
+            numbers = _numbers(store.get("welcome"), seal, rank, number, num_ranks)
+    return Session(None if seal is None else seal.derived("session", numbers))
+
+
+# ---- which secret ----
+
+
+@contextlib.contextmanager
+def _way(
+    store: Store, rank: int, *, one_host: bool, timeout_s: float, environ: Mapping[str, str]
+) -> Iterator[tuple[Seal | None, str]]:
+    """The seal of this rank, and what is wrong where it is not that of rank 0."""
+    given = seal_of_run(environ)
+    own = _BY_SECRET if given else _BY_SOCKET if one_host and _has_sockets() else _BY_NOTHING
+    if rank == 0:
+        if own != _BY_SOCKET:
+            store.set("way", own)  # type: ignore[arg-type]
+            yield given, ""
+            return
+        secret = new_secret()
+        with _handing_out(secret) as path:
+            store.set("way", own + path.encode())  # type: ignore[arg-type]
+            yield Seal(secret.encode()), ""
+        return
+    way = store.get("way")
+    if not way.startswith(own):
+        yield given, _other_way(rank, own, way)
+    elif own == _BY_SOCKET:
+        yield _fetched(way.removeprefix(own).decode(errors="replace"), rank, timeout_s=timeout_s), ""
+    else:
+        yield given, ""
+
+
+def _has_sockets() -> bool:
+    return sys.platform == "linux" and hasattr(socket, "SO_PEERCRED")
+
+
+@contextlib.contextmanager
+def _handing_out(secret: str) -> Iterator[str]:
+    """Gives the secret to every process of this user that asks, for a while; tells where."""
+    listener = PrivateListener(socket.SOCK_STREAM)
+    done, end = socket.socketpair()
+
+    def serve() -> None:
+        while done not in select.select([listener.socket, done], [], [])[0]:
+            with contextlib.suppress(OSError):  # it has left again
+                caller = listener.accept()
+                if caller is not None:
+                    with caller:
+                        caller.sendall(secret.encode())  # fits its buffer: nobody can make this wait
+
+    thread = threading.Thread(target=serve, name="shardwright-secret", daemon=True)
+    thread.start()
+    try:
+        yield listener.path
+    finally:
+        end.close()  # `done` can be read, then
+        thread.join()
+        done.close()
+        listener.close()
+
+
+def _fetched(path: str, rank: int, *, timeout_s: float) -> Seal:
+    try:
+        with call(path, socket.SOCK_STREAM, timeout_s=timeout_s) as caller:
+            secret = caller.recv(_SECRET_BYTES, socket.MSG_WAITALL)
+    except OSError as error:
+        raise LaunchError(
+            f"rank {rank} cannot get the run's secret from rank 0 over the Unix socket {path!r:.200}: "
+            f"{error}. "
+            f"All ranks must run on one host as one user; for others, set {SECRET} (openssl rand -hex 32)."
+        ) from error
+    if len(secret) != _SECRET_BYTES:
+        raise LaunchError(f"rank {rank} got no secret from rank 0: it has ended. Look into its log.")
+    return Seal(secret)
+
+
+def _other_way(rank: int, own: bytes, way: bytes) -> str:
+    has = {
+        _BY_SECRET: "has a secret",
+        _BY_NOTHING: "has no secret",
+        _BY_SOCKET: "has no secret but its host's",
+    }
+    theirs = next((text for start, text in has.items() if way.startswith(start)), "says something else")
+    return (
+        f"rank {rank} {has[own]} ({SECRET} or {SECRET_FILE}), but rank 0 {theirs}, or a stranger who reaches "
+        "the store says so. Start all ranks with the same one."
+    )
+
+
+# ---- hello and welcome ----
+
+
+def _hellos(store: Store, seal: Seal | None, own: bytes, num_ranks: int) -> tuple[bytes, str]:
+    """The numbers of all ranks, and what is wrong with one of them."""
+    # Its own is not read again: with the greetings of an earlier life, put back, rank 0 would get its key.
+    numbers = [own]
+    for rank in range(1, num_ranks):
+        said = store.get(f"hello/{rank}")
+        number, code = said[:_NUMBER_BYTES], said[_NUMBER_BYTES:]
+        expected = seal.code(f"hello/{rank}", number) if seal else b""
+        if len(number) != _NUMBER_BYTES or not secrets.compare_digest(code, expected):
+            theirs = "no secret" if not code else "another secret" if seal else "a secret"
+            return b"", (
+                f"rank {rank} has {theirs}, where rank 0 has {'one' if seal else 'none'} ({SECRET} or "
+                f"{SECRET_FILE}); or a stranger who reaches the store has written in its place. Start all "
+                "ranks with the same one."
+            )
+        numbers.append(number)
+    return b"".join(numbers), ""
+
+
+def _welcome(seal: Seal | None, numbers: bytes) -> bytes:
+    return _WELCOME + (seal.code("welcome", numbers) if seal else b"") + numbers
+
+
+def _refusal(problem: str) -> bytes:
+    return _REFUSED + problem.encode()
+
+
+def _numbers(said: bytes, seal: Seal | None, rank: int, own: bytes, num_ranks: int) -> bytes:
+    if said.startswith(_REFUSED):
+        text = said.removeprefix(_REFUSED)[:600].decode(errors="replace")
+        raise LaunchError("".join(each if each.isprintable() else "?" for each in text))
+    content = said.removeprefix(_WELCOME)
+    code, numbers = (content[:CODE_BYTES], content[CODE_BYTES:]) if seal else (b"", content)
+    expected = seal.code("welcome", numbers) if seal else b""
+    at = rank * _NUMBER_BYTES
+    is_ours = len(numbers) == num_ranks * _NUMBER_BYTES and numbers[at : at + _NUMBER_BYTES] == own
+    if not said.startswith(_WELCOME) or not secrets.compare_digest(code, expected) or not is_ours:
+        raise ForgedError(
+            f"rank {rank} is not welcomed by a rank that knows its secret: rank 0 has another one, or a "
+            f"stranger who reaches the store writes in its place. Start all ranks with the same {SECRET}."
+        )
+    return numbers

@@ -1,0 +1,1 @@
+"""Measures what messages, collectives and devices cost on the present machines."""

@@ -1,0 +1,100 @@
+"""A store whose values carry a message authentication code each.
+
+Whoever reaches the port of a store can read, write and delete in it. What a stranger writes has no code of
+ours and is refused, with the key's name; so is what stood at another key, or in another run. This holds for
+what gloo and NCCL keep there as well, for they are given this store.
+
+Three things have no code. `check` and `wait` tell that something is there, not whose it is: whoever rests on
+it reads it too. `add` counts in the store itself, in plain digits: a counter may only say when to go on. And
+keys that strangers delete are waited for until the timeout.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shardwright.comm.trust.seal import Seal
+from shardwright.errors import LaunchError
+
+__all__ = ["SealedStore"]
+
+
+class SealedStore(Store):
+    """Seals what is set, and opens what is got.
+
+    C++ calls these methods as well, and holds on to the part of the object that is its own alone: somebody
+    must hold on to the object as long as a `PrefixStore` or a process group uses it (`session.Session` does).
+
+    Args:
+        inner: where values are.
+        seal: of this run.
+    """
+
+    def __init__(self, inner: Store, seal: Seal):
+        super().__init__()
+        self._inner: Any = inner
+        self._seal = seal
+        self._clones: list[SealedStore] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._inner.set(key, self._seal.sealed(key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self._seal.opened(key, self._inner.get(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        # Nothing is expected where there is no value yet. The code of a value is always the same.
+        sealed = self._seal.sealed(key, _bytes(expected)) if expected else b""
+        there = self._inner.compare_set(key, sealed, self._seal.sealed(key, _bytes(desired)))
+        return self._seal.opened(key, there)
+
+    def add(self, key: str, amount: int) -> int:
+        try:
+            return int(self._inner.add(key, amount))
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise LaunchError(
+                f"the counter {key[:200]!r} of the run's store cannot be used: {first_line}. The process "
+                "that "
+                "serves the store has ended, or a stranger has written something else than a number there."
+            ) from error
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._inner.wait(keys, *timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._inner.set_timeout(timeout)
+
+    def has_extended_api(self) -> bool:
+        return False  # append, multi_get and multi_set: their callers have other ways
+
+    def clone(self) -> "SealedStore":
+        made = SealedStore(self._inner.clone(), self._seal)
+        self._clones.append(made)
+        return made
+
+    # By these names C++ asks for them. Tried on torch 2.13.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,23 @@
+"""What Shardwright's own runtime takes, as it was measured. Others are fitted to what they published."""
+
+__all__ = ["ACTION_S", "OWN", "STEP_S", "UNIT_S"]
+
+ACTION_S = 8e-5
+"""Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
+
+A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean, which
+also counts for both parts of a backward that is split.
+"""
+
+STEP_S = 4e-3
+"""Seconds for which a rank keeps its core busy before the first action of a step and after the last one.
+
+It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
+to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
+"""
+
+UNIT_S = 2e-5
+"""Seconds that the call of a unit takes however small it is; its backward takes as long again twice."""
+
+OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
+"""The same, as parameters of `Efficiencies`."""

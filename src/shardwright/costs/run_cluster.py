@@ -1,0 +1,87 @@
+"""An inventory as one run of Shardwright sees it: rates as they are reached, and the memory that is left."""
+
+from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
+from shardwright.cluster.machines import usable_bytes
+from shardwright.costs.calibration import calibration_of_nodes
+from shardwright.costs.own_runtime import UNIT_S
+from shardwright.costs.step import UPDATE_BYTES, UPDATE_BYTES_32
+from shardwright.errors import ConfigError
+
+__all__ = ["cluster_of"]
+
+
+def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
+    """What a run of one rank an accelerator sees of some machines.
+
+    Of several kinds the slowest counts, but for computing: faster nodes take less of what costs say.
+
+    Args:
+        machines: by kinds of nodes.
+        dtype: of matrix products.
+
+    Raises:
+        ConfigError: the rate for the dtype is not known, or nodes have different numbers of accelerators.
+    """
+    kinds = [kind for kind, _ in machines.nodes]
+    sizes = sorted({kind.num_accelerators for kind in kinds})
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"nodes of {machines.name} have {', '.join(map(str, sizes))} accelerators, and runs lay out "
+            "their ranks over nodes of one size. Plan for each kind alone, or take as many of each node."
+        )
+    chips = [kind.accelerator for kind in kinds]
+    for chip in chips:
+        if dtype not in chip.flops_per_s:
+            raise ConfigError(
+                f"{chip.name} has no rate for {dtype}; take one of {', '.join(chip.flops_per_s)}."
+            )
+    slowest = min(kinds, key=lambda kind: kind.accelerator.flops_per_s[dtype])
+    reached = calibration_of_nodes(slowest).efficiencies
+    network = [kind.network_Bps for kind in kinds]
+    if len(kinds) > 1 and machines.between_kinds_Bps is not None:
+        network.append(machines.between_kinds_Bps)
+    memory_Bps = min(chip.memory_Bps for chip in chips)
+    update_bytes = UPDATE_BYTES_32 if dtype == "float32" else UPDATE_BYTES
+    peak = slowest.accelerator.flops_per_s[dtype]
+    return Cluster(
+        device=Device(
+            name=slowest.accelerator.name,
+            family=slowest.accelerator.family,
+            memory_bytes=min(usable_bytes(kind) for kind in kinds),
+            flops_per_s=peak,
+            reached=min(reached.matmul * reached.matmul_factor, 1.0),
+            memory_Bps=memory_Bps * min(reached.memory, 1.0),
+            overhead_s=UNIT_S,
+            # What is updated has 32 bits, and Adam moves so many bytes for each number.
+            update_Bps=memory_Bps * reached.update * 4 / update_bytes,
+        ),
+        ranks_per_node=sizes[0],
+        cores_per_node=min(_cores(kind) for kind in kinds),
+        intra_node=Link(
+            latency_s=max(kind.link_latency_s for kind in kinds),
+            bandwidth_Bps=min(kind.link_Bps for kind in kinds) * reached.link,
+            occupancy=_occupancy(kinds),
+        ),
+        inter_node=Link(
+            latency_s=max(kind.network_latency_s for kind in kinds),
+            bandwidth_Bps=min(network) * reached.reduce_network,
+        ),
+        slowness=_slowness(machines, peak, dtype),
+    )
+
+
+def _slowness(machines: Inventory, least: float, dtype: str) -> tuple[float, ...]:
+    of_nodes = [
+        least / kind.accelerator.flops_per_s[dtype] for kind, number in machines.nodes for _ in range(number)
+    ]
+    return tuple(of_nodes) if min(of_nodes) < 1 else ()
+
+
+def _cores(kind: NodeKind) -> int:
+    """Rates that were measured while all ranks computed have in them how these share the cores."""
+    return max(kind.cores, kind.num_accelerators) if kind.cores and kind.accelerator.products else kind.cores
+
+
+def _occupancy(kinds: list[NodeKind]) -> float:
+    """On CPUs, messages inside of a node are copied by the cores of its ranks."""
+    return 1.0 if any(kind.cores for kind in kinds) else 0.0

@@ -1,0 +1,1 @@
+"""What the kernel and their outputs tell of processes."""

@@ -1,0 +1,58 @@
+"""What a dying process wrote last."""
+
+import re
+
+from shardwright.launch.processes.folding import CHAIN, fold
+
+__all__ = ["begins_last_words", "last_words"]
+
+_TRACEBACK = "Traceback (most recent call last):"
+_FATAL = "Fatal Python error:"
+# torch.distributed puts the rank before each line of a traceback.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?", re.MULTILINE)
+_CHAIN = re.compile(rf"{CHAIN}\s*$")
+# A run that ends on an error still says how far it has come, below the traceback.
+_PROGRESS = re.compile(r"\n+step \d+ \| [^\n]*\s*\Z")
+_MAX_LINES = 80
+_NUM_LINES_WITHOUT_TRACEBACK = 5
+
+
+def begins_last_words(line: str) -> bool:
+    """Says whether a line of stderr begins a traceback or a report of Python's fault handler."""
+    return _RANK_PREFIX.sub("", line).startswith((_TRACEBACK, _FATAL))
+
+
+def last_words(stderr: str) -> str:
+    """Finds why a process ended in what it wrote to stderr.
+
+    Args:
+        stderr: the end of it.
+
+    Returns:
+        The last traceback, with those that it is chained to, without what happens inside Shardwright; or
+        the fault handler's report; or the last lines.
+
+    >>> print(last_words("working\\nTraceback (most recent call last):\\n  File 'a'\\nValueError: boom\\n"))
+    Traceback (most recent call last):
+      File 'a'
+    ValueError: boom
+    """
+    text = _RANK_PREFIX.sub("", stderr)
+    start = text.rfind(_FATAL)
+    if start < 0:
+        start = _start_of_chain(text)
+    if start < 0:
+        return "\n".join(text.rstrip().splitlines()[-_NUM_LINES_WITHOUT_TRACEBACK:])
+    traceback = _PROGRESS.sub("", text[start:]).rstrip()
+    lines = fold(traceback, to_the_end=False).splitlines()
+    if len(lines) > _MAX_LINES:
+        kept = _MAX_LINES // 2
+        lines = [*lines[:kept], f"  [{len(lines) - 2 * kept} lines left out]", *lines[-kept:]]
+    return "\n".join(lines)
+
+
+def _start_of_chain(text: str) -> int:
+    start = text.rfind(_TRACEBACK)
+    while start > 0 and _CHAIN.search(text[:start]):
+        start = text.rfind(_TRACEBACK, 0, start)
+    return start

@@ -1,0 +1,117 @@
+"""One output stream of a worker: into its log, and to the console line by line."""
+
+import os
+import time
+from typing import BinaryIO
+
+from shardwright.launch.processes.last_words import begins_last_words
+
+__all__ = ["Tee"]
+
+_CHUNK_BYTES = 2**16
+_TAIL_BYTES = 2**16
+_HOLD_BACK_S = 5.0
+
+
+class Tee:
+    """Copies what comes out of a pipe to a log and, with a prefix, to the console.
+
+    Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
+    for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place.
+
+    Args:
+        pipe_fd: where the worker writes to.
+        console_fd: 1 or 2.
+        prefix: what stands before each line.
+        log: the log file, shared by both streams of the worker.
+        holds_back: whether tracebacks are held back.
+    """
+
+    def __init__(
+        self, pipe_fd: int, *, console_fd: int, prefix: bytes, log: BinaryIO, holds_back: bool
+    ) -> None:
+        os.set_blocking(pipe_fd, False)
+        self.pipe_fd = pipe_fd
+        self.is_open = True
+        self._console_fd = console_fd
+        self._prefix = prefix
+        self._log = log
+        self._holds_back = holds_back
+        self._partial = b""
+        self._held: list[bytes] = []
+        self._held_since_s: float | None = None
+        self._tail = b""
+
+    @property
+    def tail(self) -> str:
+        """The last 64 KiB."""
+        return self._tail.decode(errors="replace")
+
+    @property
+    def release_at_s(self) -> float | None:
+        """When lines that are held back are due (`time.monotonic`)."""
+        return None if self._held_since_s is None else self._held_since_s + _HOLD_BACK_S
+
+    def copy(self) -> bool:
+        """Copies what there is now; returns whether there was anything."""
+        try:
+            data = os.read(self.pipe_fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.is_open = False
+            return False
+        self._log.write(data)
+        self._log.flush()
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        # A progress bar ends its states with a carriage return; each becomes a line.
+        *lines, self._partial = (
+            (self._partial + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        )
+        for line in lines:
+            self._show(line + b"\n")
+        return True
+
+    def release_if_due(self) -> None:
+        """Shows lines that were held back long enough: the worker survived what they tell."""
+        if self.release_at_s is not None and time.monotonic() >= self.release_at_s:
+            self.release()
+
+    def release(self) -> None:
+        """Shows what was held back."""
+        for line in self._held:
+            self._write(line)
+        self.discard_held()
+
+    def discard_held(self) -> None:
+        """Forgets what was held back, for it will be shown elsewhere."""
+        self._held.clear()
+        self._held_since_s = None
+
+    def finish(self) -> None:
+        """Copies what is left, a last line without an end included."""
+        while self.is_open and self.copy():
+            pass
+        if self._partial:
+            self._show(self._partial + b"\n")
+            self._partial = b""
+
+    def _show(self, line: bytes) -> None:
+        if (
+            self._holds_back
+            and self._held_since_s is None
+            and begins_last_words(line.decode(errors="replace"))
+        ):
+            self._held_since_s = time.monotonic()
+        if self._held_since_s is not None:
+            self._held.append(line)
+        else:
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        try:
+            os.write(self._console_fd, self._prefix + line)
+        except OSError:
+            # The console has gone (a closed terminal, a pipe into head). Training goes on, the log has
+            # it all.
+            self._console_fd = os.open(os.devnull, os.O_WRONLY)

@@ -1,0 +1,189 @@
+"""How the launchers of the hosts meet: in ways of torchelastic, without strangers, and without pickle.
+
+==================  ==========================================================================================
+hosts               store
+==================  ==========================================================================================
+one                 served on the loopback interface alone, where torchelastic's listen on all of them
+several, numbered   at the first of them ("static" in torchelastic)
+several             at the endpoint ("c10d"): its state, which torchelastic pickles, is JSON here
+==================  ==========================================================================================
+
+Under a secret all values carry its code.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    dynamic_rendezvous,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from shardwright.comm.joining.tcp_store import LOOPBACK, loopback_tcp_store
+from shardwright.comm.trust.run_secret import seal_of_run
+from shardwright.comm.trust.sealed_store import SealedStore
+
+__all__ = ["BACKEND"]
+
+BACKEND = "shardwright"
+"""The name of these ways in a LaunchConfig of torchelastic."""
+
+_LONGEST_START_S = 600
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The way for so many hosts."""
+    if parameters.max_nodes == 1:
+        return _OneHost(parameters.run_id)
+    if parameters.get("rank") is not None:
+        return _numbered(parameters)
+    return _numbering_themselves(parameters)
+
+
+def _sealed(store: Store) -> Store:
+    seal = seal_of_run(os.environ)
+    return store if seal is None else SealedStore(store, seal)
+
+
+class _OneHost(RendezvousHandler):
+    """One host meets nobody, but ranks want a store."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._server = loopback_tcp_store()
+        self._store = _sealed(self._server)
+        self._round = 0
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._round += 1
+        store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._server.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Numbered(StaticTCPRendezvous):
+    """Hosts that have numbers, with what they keep in the store sealed."""
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        found = super().next_rendezvous()
+        meeting: Any = found.bootstrap_store_info
+        return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, meeting)
+
+
+def _numbered(parameters: RendezvousParameters) -> RendezvousHandler:
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    return _Numbered(
+        address, port, parameters.config["rank"], parameters.max_nodes, parameters.run_id, _LONGEST_START_S
+    )
+
+
+class _State(C10dRendezvousBackend):
+    """Where hosts that have no numbers keep the state of their rendezvous."""
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+
+def _numbering_themselves(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Hosts that get their numbers in the order in which they come."""
+    # Its only use of pickle is for its state. Tried on torch 2.13.
+    dynamic_rendezvous.pickle = _StatesAsJson()  # type: ignore[assignment, attr-defined]
+    _, store = create_backend(parameters)
+    sealed = _sealed(store)
+    # Under a key of its own: torchelastic's has a value without a code already.
+    backend = _State(sealed, f"{parameters.run_id}.{BACKEND}")
+    # Each round tells, under a prefix of its own, where the ranks' store is: that is sealed, too.
+    return dynamic_rendezvous.create_handler(sealed, backend, parameters)
+
+
+class _StatesAsJson:
+    """Stands where torchelastic looks for pickle, and writes and reads the states of a rendezvous alone."""
+
+    class PickleError(ValueError):
+        """What stands there is no state."""
+
+    def dumps(self, state: Any) -> bytes:
+        """A state as JSON, the same for equal states."""
+        return json.dumps(
+            {
+                "round": state.round,
+                "complete": state.complete,
+                "closed": state.closed,
+                "deadline": None if state.deadline is None else state.deadline.isoformat(),
+                "participants": _rows(state.participants.items(), lambda rank: rank),
+                "wait_list": _rows((node, 0) for node in state.wait_list),
+                "redundancy_list": _rows((node, 0) for node in state.redundancy_list),
+                "last_heartbeats": _rows(state.last_heartbeats.items(), datetime.isoformat),
+            }
+        ).encode()
+
+    def loads(self, text: bytes) -> Any:
+        """The state in JSON, which a stranger may have written."""
+        try:
+            found = json.loads(text)
+            state = dynamic_rendezvous._RendezvousState()
+            state.round = int(found["round"])
+            state.complete, state.closed = found["complete"] is True, found["closed"] is True
+            deadline = found["deadline"]
+            state.deadline = None if deadline is None else datetime.fromisoformat(deadline)
+            state.participants = {node: int(rank) for node, rank in _nodes(found["participants"])}
+            state.wait_list = {node for node, _ in _nodes(found["wait_list"])}
+            state.redundancy_list = {node for node, _ in _nodes(found["redundancy_list"])}
+            heartbeats = _nodes(found["last_heartbeats"])
+            state.last_heartbeats = {node: datetime.fromisoformat(at) for node, at in heartbeats}
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise self.PickleError(
+                f"the state of the rendezvous is none ({error}): a stranger has written into the store, or a "
+                "launcher of another version runs on a host"
+            ) from error
+        return state
+
+
+def _rows(entries: Iterable[tuple[Any, Any]], plain: Callable[[Any], Any] = int) -> list[list[Any]]:
+    return sorted([node.addr, node.pid, node.local_id, plain(value)] for node, value in entries)
+
+
+def _nodes(rows: Any) -> list[tuple[Any, Any]]:
+    return [
+        (dynamic_rendezvous._NodeDesc(str(addr), int(pid), int(local_id)), value)
+        for addr, pid, local_id, value in rows
+    ]
+
+
+rendezvous_handler_registry.register(BACKEND, _handler)

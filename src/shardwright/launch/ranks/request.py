@@ -1,0 +1,162 @@
+"""What is to be launched."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwright.errors import UsageError
+from shardwright.launch.processes.host_cores import cores_of_host
+from shardwright.launch.ranks.smp_parameters import encode_smp_parameters
+from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.printable import control_in, shown
+
+__all__ = ["LaunchRequest"]
+
+CPU_MODE = "shardwright.cpu_mode"
+"""The module that starts a script in CPU mode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """What is to be launched, and how.
+
+    Attributes:
+        target: a script, or a module's name.
+        is_module: which of the two.
+        arguments: what the script gets.
+        num_ranks: ranks on this host.
+        num_nodes: hosts.
+        node_rank: number of this host; None lets the hosts number themselves.
+        endpoint: where the hosts meet, as ``host:port``; None on a single host.
+        max_restarts: how often all ranks are started again after a failure.
+        run_folder: where logs and results go; it must exist, with ``logs/`` in it, when the launch begins.
+        plan: a plan file for the ranks.
+        config: a settings file for the ranks.
+        settings: single settings for the ranks, stronger than the file.
+        grace_s: seconds that ranks may take to end after a signal.
+        quiet: the ranks show no progress.
+        device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
+        mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
+
+    Raises:
+        UsageError: the values do not go together.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    num_ranks: int = 1
+    num_nodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+    max_restarts: int = 0
+    run_folder: Path
+    plan: Path | None = None
+    config: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    grace_s: float = 30.0
+    quiet: bool = False
+    device: Literal["auto", "cpu"] = "auto"
+    mp_parameters: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        if not self.is_module and not Path(self.target).is_file():
+            raise UsageError(_no_script(self.target))
+        for what, path in (("plan", self.plan), ("config", self.config)):
+            if path is not None and not path.exists():
+                raise UsageError(f"--{what} {path}: there is no such file. Give the path of a {what} file.")
+        if self.num_nodes > 1 and not self.endpoint:
+            raise UsageError(
+                f"--nnodes {self.num_nodes} needs --rdzv-endpoint HOST:PORT, the same on every host, "
+                "where HOST is one of them."
+            )
+        if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank} is not in 0 to {self.num_nodes - 1}, "
+                f"for --nnodes is {self.num_nodes}."
+            )
+
+    def _check_names(self) -> None:
+        named: dict[str, str | Path | None] = {
+            "the script": self.target,
+            "the run folder": self.run_folder,
+            "--plan": self.plan,
+            "--config": self.config,
+            "--rdzv-endpoint": self.endpoint,
+        }
+        for what, name in named.items():
+            if name is not None and (control := control_in(str(name))) is not None:
+                raise UsageError(
+                    f"{what} is {shown(str(name))}, but it must not have control characters such as "
+                    f"{control}."
+                )
+
+    def _check_numbers(self) -> None:
+        for what, number, least, most in (
+            ("--num-ranks", self.num_ranks, 1, MOST_RANKS_OF_HOST),
+            ("--nnodes", self.num_nodes, 1, MOST_NODES),
+            ("--max-restarts", self.max_restarts, 0, MOST_RESTARTS),
+            ("--grace", self.grace_s, 0, MOST_SECONDS),
+        ):
+            if not least <= number <= most:  # so that NaN is refused, too
+                raise UsageError(f"{what} is {shown(number)}, but it must be from {least} to {most:g}.")
+        host, _, port = (self.endpoint or "localhost:1").rpartition(":")
+        is_name = host and (":" not in host or (host.startswith("[") and host.endswith("]")))
+        if not is_name or not (port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+            raise UsageError(
+                f"--rdzv-endpoint is {shown(self.endpoint)}, but it must be HOST:PORT, with a port from 1 to "
+                "65535."
+            )
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs."""
+        return self.run_folder / "logs"
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """What torchrun, or Python, is told to run."""
+        starter = ("-m", CPU_MODE) if self.device == "cpu" else ()
+        return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
+
+    def worker_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables to set for the ranks, besides those of `environ`.
+
+        Args:
+            environ: the launcher's environment; what it has of threads stays.
+        """
+        chosen = {"SHARDWRIGHT_RUN_DIR": str(self.run_folder.absolute())}
+        if self.plan is not None:
+            chosen["SHARDWRIGHT_PLAN"] = str(self.plan.absolute())
+        if self.config is not None:
+            chosen["SHARDWRIGHT_CONFIG"] = str(self.config.absolute())
+        if self.settings:
+            chosen["SHARDWRIGHT_SET"] = json.dumps(dict(self.settings))
+        if self.device != "auto":
+            chosen["SHARDWRIGHT_DEVICE"] = self.device
+        if self.mp_parameters is not None:
+            chosen["SM_HP_MP_PARAMETERS"] = encode_smp_parameters(self.mp_parameters)
+        if self.quiet:
+            chosen["SHARDWRIGHT_QUIET"] = "1"
+        if "OMP_NUM_THREADS" not in environ:
+            chosen["OMP_NUM_THREADS"] = str(max(1, cores_of_host() // self.num_ranks))
+        return chosen
+
+
+def _no_script(target: str) -> str:
+    if Path(target).is_dir():
+        return (
+            f"{target} is a folder. Give the path of a script: shardwright run {target.rstrip('/')}/train.py"
+        )
+    if "/" not in target and not target.endswith(".py"):
+        return (
+            f"There is no script {target} in {Path.cwd()}. Give the path of a script, as in "
+            f"shardwright run train.py, or for a module: shardwright run -m {target}"
+        )
+    return (
+        f"There is no script {target} (looked in {Path.cwd()}). Check the path: shardwright run -n 2 train.py"
+    )

@@ -1,0 +1,192 @@
+"""What became of a run: who failed first, why, and the exit code that says so."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+from shardwright import errors
+from shardwright.comm.absence.peer_loss import names_a_lost_peer
+from shardwright.exit_codes import FAILED, exit_code_of
+from shardwright.launch.processes.exits import SAVED_AND_REQUEUE, WorkerExit
+from shardwright.launch.processes.folding import fold
+from shardwright.launch.processes.last_words import begins_last_words
+from shardwright.units import format_seconds
+
+__all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
+
+WORKER_CRASHED = 5
+_MANY = 4
+"""So many ranks that ended alike share a line."""
+_LONGEST = 160
+"""Characters of the error of another rank; its log has all."""
+_FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
+# Errors of PyTorch on a machine, or in a build, without CUDA.
+_MISSES_CUDA = re.compile(
+    r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|No CUDA GPUs are available|"
+    r"Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False|no NVIDIA GPU detected"
+)
+# Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
+_DEFINED_ELSEWHERE: dict[str, type[errors.ShardwrightError]] = {
+    "shardwright.checkpoint.manifest.NewerVersionError": errors.CorruptCheckpointError,
+    "smdistributed.modelparallel.torch.exceptions.NotInitializedError": errors.UsageError,
+    "smdistributed.modelparallel.torch.exceptions.NotThereYetError": errors.UsageError,
+}
+_PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
+
+
+def first_cause_first(exits: Sequence[WorkerExit]) -> list[WorkerExit]:
+    """Sorts the workers that failed: causes, those that lost a peer, those that were told to stop."""
+    failed = [worker_exit for worker_exit in exits if worker_exit.exit_code != 0]
+    return sorted(failed, key=lambda worker_exit: (_distance_from_cause(worker_exit), worker_exit.at_s))
+
+
+def _distance_from_cause(worker_exit: WorkerExit) -> int:
+    if worker_exit.exit_code == SAVED_AND_REQUEUE:
+        return 0
+    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
+        return 2
+    return 1 if names_a_lost_peer(worker_exit.error) else 0
+
+
+def _had_failed_before(worker_exit: WorkerExit) -> bool:
+    """Whether it was ending on an error of its own when the signal came: that takes Python some time."""
+    words = worker_exit.error
+    return words.startswith("Traceback") and not _error_in_a_line(words).startswith("KeyboardInterrupt")
+
+
+def exit_code(exits: Sequence[WorkerExit]) -> int:
+    """The launcher's exit code: 0, or that of the first cause where it has a meaning, else 5.
+
+    A worker whose Python ends on an error leaves with 1, whichever it is: which one, its last words tell.
+
+    Args:
+        exits: the workers of the last life.
+    """
+    failed = first_cause_first(exits)
+    if not failed:
+        return 0
+    first = failed[0]
+    if first.exit_code in _PASSED_ON:
+        return first.exit_code
+    told = first.exit_code == FAILED or first.signal_number is not None
+    kind = _error_of_ours(first.error) if told else None
+    code = FAILED if kind is None else exit_code_of(kind)
+    return WORKER_CRASHED if code == FAILED else code
+
+
+def _error_of_ours(last_words: str) -> type[errors.ShardwrightError] | None:
+    """The class of the error with which a traceback ends, if it is one of Shardwright's."""
+    full_name = _raised(last_words).partition(":")[0]
+    if full_name in _DEFINED_ELSEWHERE:
+        return _DEFINED_ELSEWHERE[full_name]
+    module, _, name = full_name.rpartition(".")
+    kind = getattr(errors, name, None) if module == errors.__name__ and name in errors.__all__ else None
+    return kind if isinstance(kind, type) else None
+
+
+def _raised(last_words: str) -> str:
+    """The line below the last frame of a traceback, or "".
+
+    An error may have several lines, and name other errors in them; a rank may write more before it ends.
+    """
+    lines = last_words.splitlines()
+    inside = [index for index, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    return next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
+
+
+def _error_in_a_line(last_words: str) -> str:
+    return _raised(last_words) or (last_words.splitlines() or [""])[-1]
+
+
+def failure_report(exits: Sequence[WorkerExit]) -> str:
+    """Tells which worker failed first, how, its traceback and its log; of the others one line each.
+
+    Ranks that ended alike, of which there may be hundreds, share a line.
+
+    Args:
+        exits: the workers of one life; at least one has failed.
+    """
+    first, *others = first_cause_first(exits)
+    lines = [f"rank {first.rank} failed first, after {format_seconds(first.seconds)}: {_cause(first)}"]
+    if first.error and not begins_last_words(first.error):
+        lines.append("  its stderr ends with:")
+    is_for_users = _error_of_ours(first.error) is not None
+    lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
+    if names_a_lost_peer(first.error):
+        lines.append(f"  {_about_lost_peer(first, exits)}")
+    if _MISSES_CUDA.search(_error_in_a_line(first.error)):
+        lines.append(
+            "  It asks for CUDA, which is not here. In CPU mode scripts that are written for it run on CPUs: "
+            'shardwright run --device cpu, Estimator(..., device="cpu"), or python -m shardwright.cpu_mode.'
+        )
+    lines.append(f"  log: {first.log}")
+    alike: dict[str, list[WorkerExit]] = {}
+    for other in others:
+        alike.setdefault(_consequence(other, first), []).append(other)
+    for consequence, group in alike.items():
+        if len(group) < _MANY:
+            lines += [f"rank {o.rank}, {_later(o, first)}: {consequence}; log: {o.log}" for o in group]
+        else:
+            ranks = ", ".join(str(rank) for rank in sorted(o.rank for o in group))
+            soonest = min(group, key=lambda o: o.at_s)
+            lines.append(
+                f"{len(group)} ranks ({ranks}), the first of them {_later(soonest, first)}: {consequence}; "
+                f"logs beside that of rank {first.rank}"
+            )
+    return "\n".join(lines)
+
+
+def _about_lost_peer(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
+    """Where to look: a peer of this host has its own line."""
+    done = [str(e.rank) for e in exits if e.exit_code == 0 and e.at_s <= first.at_s]
+    if done:
+        return (
+            f"It lost a peer that had come to its end: rank {', '.join(done)} ended with exit code 0 before. "
+            "All ranks must run the same steps and make the same calls."
+        )
+    named = _FROM_PEER.findall(first.error)
+    here = {e.rank for e in exits} - {first.rank}
+    if named and int(named[-1]) in here:
+        return f"It lost rank {named[-1]}, of which the line below tells; look into its log."
+    return "It lost a peer: look for the cause in the reports of the other hosts."
+
+
+def _later(other: WorkerExit, first: WorkerExit) -> str:
+    after_s = other.at_s - first.at_s
+    return f"{format_seconds(abs(after_s))} {'later' if after_s >= 0 else 'before'}"
+
+
+def _cause(worker_exit: WorkerExit) -> str:
+    if worker_exit.exit_code == SAVED_AND_REQUEUE:
+        return "it saved its state and asks to be started again (exit code 75)"
+    if worker_exit.exit_code >= 0:
+        return f"exit code {worker_exit.exit_code}"
+    if worker_exit.signal_number is not None and _had_failed_before(worker_exit):
+        return (
+            f"an error of its own (it was about to end when {_signal_name(worker_exit.signal_number)} came)"
+        )
+    name = _signal_name(-worker_exit.exit_code)
+    if -worker_exit.exit_code == signal.SIGKILL and worker_exit.signal_number is None:
+        # The kernel leaves no other trace in the process.
+        return f"killed by {name} (perhaps out of memory: see the kernel's log)"
+    return f"killed by {name}"
+
+
+def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
+    if worker_exit.was_killed and worker_exit.signal_number is not None:
+        return f"did not end on {_signal_name(worker_exit.signal_number)}, so it was killed"
+    if worker_exit.signal_number is not None and not _had_failed_before(worker_exit):
+        return f"stopped by {_signal_name(worker_exit.signal_number)}"
+    error = _error_in_a_line(worker_exit.error)
+    if error and error == _error_in_a_line(first.error):
+        return f"{_cause(worker_exit)}, with the same error"
+    if len(error) > _LONGEST:
+        error = f"{error[:_LONGEST]} ..."
+    return " - ".join(filter(None, (_cause(worker_exit), error)))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return f"signal {number}"

@@ -1,0 +1,79 @@
+"""What one stage makes and another reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwright.model_graph import TensorSpec
+from shardwright.runtime.dataflow import Dataflow
+
+__all__ = ["Crossing", "Crossings", "crossings_of", "gradients_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that one stage makes and another reads.
+
+    Attributes:
+        value: index in the graph.
+        source: stage that makes it.
+        target: stage that reads it.
+        spec: shape and type.
+        has_gradient: a gradient comes back.
+        detached: none does, as the units that read it gave none in the trace.
+        order: of its dims in memory, where that is not their own; of its gradient's, too.
+    """
+
+    value: int
+    source: int
+    target: int
+    spec: TensorSpec
+    has_gradient: bool
+    detached: bool = False
+    order: tuple[int, ...] | None = None
+
+    @property
+    def message_shape(self) -> tuple[int, ...]:
+        """Its sizes in the order of memory, in which it is sent."""
+        return self.spec.shape if self.order is None else tuple(self.spec.shape[dim] for dim in self.order)
+
+
+Crossings = Mapping[tuple[int, int], tuple[Crossing, ...]]
+"""(source, target) -> what goes from the one stage to the other, by ascending value."""
+
+
+def crossings_of(dataflow: Dataflow) -> Crossings:
+    """What goes from stage to stage.
+
+    Args:
+        dataflow: which values cross.
+    """
+    graph, homes = dataflow.trace.graph, dataflow.homes
+    found: dict[tuple[int, int], dict[int, Crossing]] = {}
+    contributes = graph.contributing()
+    for value, reader in dataflow.crossings:
+        source, target = dataflow.home_of[value], homes[reader]
+        spec = graph.values[value].spec
+        pair = found.setdefault((source, target), {})
+        gradient = spec.requires_grad and graph.loss is not None and reader in contributes
+        detached = value in graph.nodes[reader].detached
+        before = pair.get(value)
+        has_gradient = (before is not None and before.has_gradient) or (gradient and not detached)
+        pair[value] = Crossing(
+            value,
+            source,
+            target,
+            spec,
+            has_gradient,
+            detached=not has_gradient and gradient and detached,
+            order=dataflow.trace.orders.get(value),
+        )
+    return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
+
+
+def gradients_of(crossings: Crossings) -> Crossings:
+    """What goes back, where each gradient has the form of its value: (reader, maker) -> values."""
+    back = {
+        (target, source): tuple(crossing for crossing in group if crossing.has_gradient)
+        for (source, target), group in crossings.items()
+    }
+    return {pair: group for pair, group in back.items() if group}

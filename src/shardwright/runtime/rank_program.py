@@ -1,0 +1,28 @@
+"""What one rank does in a microbatch, as far as every framework has it."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from shardwright.runtime.crossings import Crossings
+
+__all__ = ["RankProgram"]
+
+
+class RankProgram(Protocol):
+    """What one pipeline rank does in a microbatch.
+
+    Attributes:
+        stage_ranks: stage -> pipeline rank.
+        crossings: what forwards send from stage to stage, on all ranks.
+        gradients: what backwards send: (sending stage, receiving stage) -> values.
+        state: buffers that the step function changes -> pipeline rank of their home.
+    """
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]: ...
+    @property
+    def crossings(self) -> Crossings: ...
+    @property
+    def gradients(self) -> Crossings: ...
+    @property
+    def state(self) -> Mapping[str, int]: ...

@@ -1,0 +1,129 @@
+"""What a traced step function tells about its steps: what each reads, makes and changes in place.
+
+A front end writes this down while it traces; `dataflow` and `crossings` read it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardwright.model_graph import ModelGraph
+
+__all__ = ["Change", "TracedFunction", "TracedStep", "View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a tensor lies in memory, in elements.
+
+    Attributes:
+        memory: equal for tensors that share memory.
+        size: its shape.
+        stride: elements from one entry to the next, by dim.
+        offset: element at which it starts.
+        dtype: type of its elements.
+    """
+
+    memory: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: Any
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """Its dims from the widest stride to the narrowest; None where it leaves holes in memory."""
+        order = sorted(range(len(self.size)), key=lambda dim: (-self.stride[dim], self.size[dim] == 1))
+        expected = 1
+        for dim in reversed(order):
+            if self.size[dim] != 1 and self.stride[dim] != expected:
+                return None
+            expected *= self.size[dim]
+        return tuple(order)
+
+    @property
+    def end(self) -> int:
+        """The element behind its last."""
+        if 0 in self.size:
+            return self.offset
+        steps = zip(self.size, self.stride, strict=True)
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def covers(self, other: "View") -> bool:
+        """Whether the other tensor is a view of this one."""
+        inside = self.offset <= other.offset and other.end <= self.end
+        return inside and self.order is not None and self.dtype == other.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor that a step changes in place, or one that shares memory with such a tensor.
+
+    Attributes:
+        position: among the leaves of the arguments; None for a tensor that the step is not given.
+        before: its value before; None for a tensor that every rank has.
+        after: its value afterwards.
+        view: where it lies in memory.
+        lasting: it was there before the step function was called, and will be there afterwards.
+    """
+
+    position: int | None
+    before: int | None
+    after: int
+    view: View
+    lasting: bool = False
+
+
+class TracedStep(Protocol):
+    """One intercepted operation or unit call.
+
+    Attributes:
+        node: index of its node in the graph; None for an operation that every rank executes.
+        line: where in the user's code.
+        looks_at_values: values decide what it does.
+        reads: (position among the leaves of the arguments, value) of each value that it reads.
+        writes: (position among the leaves of the result, value).
+        changes: what it changes in place, and what shares memory with that and is read later.
+        bases: for each memory of which several tensors change, the one that the others are views of.
+        shared_results: positions of results in memory of the unit's own that are changed afterwards.
+    """
+
+    @property
+    def node(self) -> int | None: ...
+    @property
+    def line(self) -> str: ...
+    @property
+    def looks_at_values(self) -> bool: ...
+    @property
+    def reads(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def writes(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def changes(self) -> Sequence[Change]: ...
+    @property
+    def bases(self) -> Sequence[Change]: ...
+    @property
+    def shared_results(self) -> Sequence[int]: ...
+
+
+class TracedFunction(Protocol):
+    """A step function, traced on one microbatch.
+
+    Attributes:
+        graph: the nodes that are placed on stages.
+        steps: everything that was intercepted, in the order of execution.
+        initial: value -> name of the buffer of which it is the content at the start.
+        memory: of each value: equal for those that share memory.
+        orders: value -> the order of its dims in memory, where that is not their own.
+    """
+
+    @property
+    def graph(self) -> ModelGraph: ...
+    @property
+    def steps(self) -> Sequence[TracedStep]: ...
+    @property
+    def initial(self) -> Mapping[int, str]: ...
+    @property
+    def memory(self) -> Sequence[int]: ...
+    @property
+    def orders(self) -> Mapping[int, tuple[int, ...]]: ...

@@ -1,0 +1,48 @@
+"""Changes in place that a unit may make in one microbatch, though it made none of them in the trace.
+
+A unit that looks at values may change what it is given or leave it (``if x.mean() > 1: x.clamp_(-1, 1)``).
+Where the trace has no change, other stages go on with the tensor as it was.
+"""
+
+from collections.abc import Sequence
+
+from shardwright.runtime.traced import TracedFunction, TracedStep
+
+__all__ = ["may_change"]
+
+
+def may_change(
+    trace: TracedFunction, step: TracedStep, homes: Sequence[int], home_of: Sequence[int]
+) -> frozenset[int] | None:
+    """Positions of the arguments that a unit may change, as nobody would miss it.
+
+    None where there is nothing to watch: it is no unit, or does not look at values.
+
+    Args:
+        trace: the trace.
+        step: one of its steps.
+        homes: stage of each node.
+        home_of: stage of each value.
+    """
+    nodes = trace.graph.nodes
+    if step.node is None or not step.looks_at_values or nodes[step.node].kind != "unit":
+        return None
+    stage = homes[step.node]
+    found = {change.position for change in step.changes if change.position is not None}
+    elsewhere = [
+        (node, trace.memory[value])
+        for node, home in enumerate(homes)
+        if home != stage
+        for value in nodes[node].inputs
+    ]
+    returned = {trace.memory[value] for value in trace.graph.outputs}
+    for position, value in step.reads:
+        memory = trace.memory[value]
+        readers = [node for node, other in elsewhere if other == memory]
+        if home_of[value] == stage:  # it is sent when the stage ends: with the change
+            fine = all(node > step.node for node in readers)
+        else:
+            fine = all(node < step.node for node in readers) and memory not in returned
+        if fine:
+            found.add(position)
+    return frozenset(found)

@@ -1,0 +1,154 @@
+"""Gives every rank of a replica the arguments of its first."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import seal_of_session
+from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.errors import UsageError
+from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
+from shardwright.torch.batch.batch_header import Leaf, Outline, outline, read_header, written_header
+from shardwright.torch.pytorch.layout import from_memory_order, in_memory_order, order_of
+from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
+
+__all__ = ["BatchBroadcast", "loaded_another"]
+
+_PLAIN = (bool, int, float, str, bytes, complex, slice, torch.dtype, torch.device)
+
+
+class BatchBroadcast:
+    """Gives all ranks of a replica the arguments of its first rank.
+
+    Tensors and plain values (numbers, text, None, arrays of NumPy) come from the first rank; anything else
+    (the model, an optimizer, a namespace of options) is each rank's own object at the same place.
+
+    Args:
+        replica: collectives of the ranks of the replica.
+        source: world rank of the first.
+        device: where tensors go.
+    """
+
+    def __init__(self, replica: SmallCollectives, *, source: int, device: torch.device):
+        self._replica = replica
+        self._source = source
+        self._device = device
+        self._header = b""
+        self._outline: Outline | None = None
+        self._leaves: list[Leaf] = []
+        self._structure = LEAF
+        self._seal = seal_of_session()
+
+    def __call__(self, arguments: Arguments) -> Arguments:
+        """Collective over the replica."""
+        items, structure = flatten(arguments)
+        if dist.get_rank() == self._source:
+            self._send(items, structure)
+            return arguments
+        tensors = iter(self._receive(structure))
+        described, common = self._leaves, self._structure
+        taken: list[Any] = []
+        for position, leaf in enumerate(described):
+            if leaf.kind == "tensor":
+                tensor = from_memory_order(next(tensors), leaf.order)
+                taken.append(tensor.requires_grad_() if leaf.requires_grad else tensor)
+            elif leaf.kind == "value":
+                taken.append(leaf.value)
+            elif len(items) == len(described) and structure.key == common.key:
+                taken.append(items[position])
+            else:
+                raise UsageError(
+                    f"the first rank of the replica passes a {leaf.value} to the step function, which "
+                    "cannot be sent, and this rank passes other arguments. Pass the same objects on "
+                    "every rank; tensors may differ."
+                )
+        args, kwargs = common.rebuild(taken)
+        return args, kwargs
+
+    # One broadcast while batches look alike; three where the description changes:
+    #
+    #     [ 0 | tensors ]                           described as before
+    #     [ n | ignored ]  [ n bytes ]  [ tensors ] described anew
+
+    def _send(self, items: Sequence[Any], structure: Structure) -> None:
+        described = [_describe(item) for item in items]
+        now = outline(described, structure)
+        is_as_before = now is not None and now == self._outline
+        header = self._header if is_as_before else written_header(described, structure, self._seal)
+        tensors = [
+            in_memory_order(item.detach().to(self._device), leaf.order)
+            for item, leaf in zip(items, described, strict=True)
+            if leaf.kind == "tensor"
+        ]
+        if header != self._header:
+            self._broadcast([self._number(len(header)), *self._room()])
+            self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])
+            self._header, self._leaves, self._outline = header, described, now
+            self._broadcast(tensors)
+        else:
+            self._broadcast([self._number(0), *tensors])
+
+    def _receive(self, own: Structure) -> list[Tensor]:
+        number, tensors = self._number(0), self._room()
+        self._broadcast([number, *tensors])
+        header_bytes = int(number.item())
+        if not header_bytes:
+            return tensors
+        header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast([header])
+        data = header.cpu().numpy().tobytes()
+        self._leaves, self._structure = read_header(data, own, self._seal)
+        tensors = self._room()
+        self._broadcast(tensors)
+        return tensors
+
+    def _room(self) -> list[Tensor]:
+        """Tensors as described last."""
+        return [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+            for leaf in self._leaves
+            if leaf.kind == "tensor"
+        ]
+
+    def _number(self, number: int) -> Tensor:
+        return torch.tensor(number, dtype=torch.int64, device=self._device)
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        self._replica.broadcast(tensors, self._source, Purpose.BATCH)
+
+
+def _describe(item: Any) -> Leaf:
+    if is_batch_tensor(item):
+        if item.layout is not torch.strided or item.is_nested:
+            raise UsageError(
+                f"a tensor of shape {tuple(item.shape)} in the batch has the layout {item.layout}, and only "
+                "dense ones are sent to the other ranks. Pass the parts that it is made of (indices, values) "
+                "to the step function, and build it there."
+            )
+        order = order_of(item)
+        shape = tuple(in_memory_order(item, order).shape)
+        return Leaf("tensor", shape, item.dtype, item.requires_grad, order)
+    if item is None or type(item) in _PLAIN or isinstance(item, np.generic | np.ndarray):
+        return Leaf("value", value=item)
+    return Leaf("local", value=type(item).__name__)
+
+
+def loaded_another(own: Batch, agreed: Batch) -> bool:
+    """Whether a batch of the same form has another first or last sample; zeros just fill a place."""
+    mine, theirs = own.leaves, agreed.leaves
+    if len(mine) != len(theirs):
+        return False
+    for item, other in zip(mine, theirs, strict=True):
+        if not is_batch_tensor(item) or not is_batch_tensor(other):
+            continue
+        if item is other or not item.dim() or item.shape != other.shape or item.dtype != other.dtype:
+            return False
+        with torch.no_grad():
+            ends, others = item[[0, -1]], other[[0, -1]].to(item.device)
+            return bool(ends.any()) and not torch.allclose(ends, others, rtol=0, atol=0, equal_nan=True)
+    return False

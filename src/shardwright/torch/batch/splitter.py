@@ -1,0 +1,167 @@
+"""Cuts the arguments of a step function into microbatches."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.planner.search import too_few_samples
+from shardwright.torch.pytorch.tree import Structure, flatten
+
+__all__ = ["Argument", "Splitter", "is_batch_tensor"]
+
+log = logging.getLogger(__name__)
+
+
+def is_batch_tensor(item: Any) -> bool:
+    """Whether a leaf of the arguments is data: a tensor, and not a parameter."""
+    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+
+
+class Argument(NamedTuple):
+    """One argument of the step function; objects that cut themselves are leaves of it."""
+
+    name: str
+    tree: Any
+    leaves: list[Any]
+    structure: Structure
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Cuts the arguments of a step function into microbatches.
+
+    Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. A list with an item
+    for each sample is cut where it is named. Objects with ``smp_slice(num_microbatches, microbatch, axis)``
+    cut themselves; anything else goes to every microbatch whole.
+
+    Attributes:
+        names: names of the positional parameters of the step function.
+        further: name of the parameter that takes all further positional arguments.
+        non_split: names of arguments that every microbatch gets whole.
+        axes: name -> axis along which it is cut.
+        lists: names of lists with an item for each sample.
+        pointed_out: names of others that may be such lists, once a line has said so.
+    """
+
+    names: Sequence[str] = ()
+    further: str = ""
+    non_split: frozenset[str] = frozenset()
+    axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
+    lists: frozenset[str] = frozenset()
+    pointed_out: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
+        """The arguments under the names of the parameters that take them."""
+        trees = [(self._name(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
+        return [Argument(name, tree, *flatten(tree, _cuts_itself)) for name, tree in trees]
+
+    def num_samples(self, arguments: Sequence[Argument]) -> int | None:
+        """The size of the first tensor along its axis; None if no tensor is cut."""
+        return next((size for _, _, size in self._cut_tensors(arguments)), None)
+
+    def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[tuple[Any, ...]]:
+        """The arguments of each microbatch, in the same order.
+
+        Raises:
+            UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
+        """
+        self._check(arguments, num_microbatches)
+        parts = [self._split_one(argument, num_microbatches) for argument in arguments]
+        return [tuple(each[index] for each in parts) for index in range(num_microbatches)]
+
+    def _name(self, position: int) -> str:
+        if position < len(self.names):
+            return self.names[position]
+        return self.further or f"argument {position}"
+
+    def _axis(self, name: str) -> int:
+        return self.axes.get(name, 0) if isinstance(self.axes, Mapping) else 0
+
+    def _cut_tensors(self, arguments: Sequence[Argument]) -> list[tuple[str, Tensor, int]]:
+        return [
+            (argument.name, leaf, leaf.shape[self._axis(argument.name)])
+            for argument in arguments
+            if argument.name not in self.non_split and argument.name not in self.lists
+            for leaf in argument.leaves
+            if is_batch_tensor(leaf) and leaf.dim() > self._axis(argument.name)
+        ]
+
+    def _check(self, arguments: Sequence[Argument], num_microbatches: int) -> None:
+        cut = self._cut_tensors(arguments)
+        if not cut:
+            return
+        first_name, _, batch = cut[0]
+        self._look_at_lists(arguments, first_name, batch)
+        for name, tensor, size in cut:
+            if size != batch:
+                raise UsageError(
+                    f"{name} has {size} rows along axis {self._axis(name)} (shape "
+                    f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
+                    "into microbatches. Name what must not be cut: "
+                    f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
+                    f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: '
+                    f'split_lists=["{name}"].'
+                )
+        if batch == 0:
+            raise UsageError(
+                f"the batch is empty: {first_name} has 0 rows along axis {self._axis(first_name)}."
+            )
+        if batch < num_microbatches:
+            raise UsageError(
+                f"{too_few_samples('the batch', batch, num_microbatches)} A DataLoader leaves a small last "
+                "batch out with drop_last=True."
+            )
+
+    def _look_at_lists(self, arguments: Sequence[Argument], first_name: str, batch: int) -> None:
+        """Refuses lists that cannot be cut, and points out those that may have to be."""
+        for name, tree, *_ in arguments:
+            if name in self.lists:
+                if not isinstance(tree, list | tuple) or len(tree) != batch:
+                    what = f"{len(tree)} items" if isinstance(tree, list | tuple) else type(tree).__name__
+                    raise UsageError(
+                        f"split_lists names {name}, which must be a list with an item for each of the "
+                        f"{batch} samples of {first_name}, and is {what}."
+                    )
+            elif name not in self.non_split | self.pointed_out and _may_be_of_samples(tree, batch):
+                self.pointed_out.add(name)
+                log.warning(
+                    "%s is a list of %d items, as many as the batch has samples, and every microbatch gets "
+                    'all of them. If each belongs to a sample, have it cut: @sw.step(split_lists=["%s"]). If '
+                    'not, non_split_inputs=["%s"] says so.',
+                    *(name, batch, name, name),
+                )
+
+    def _split_one(self, argument: Argument, num_microbatches: int) -> list[Any]:
+        name, tree, leaves, structure = argument
+        if name in self.non_split:
+            return [tree] * num_microbatches
+        if name in self.lists:
+            numbers = torch.arange(len(tree)).tensor_split(num_microbatches)
+            return [[tree[number] for number in part.tolist()] for part in numbers]
+        axis = self._axis(name)
+        columns: list[Sequence[Any]] = []
+        for item in leaves:
+            if is_batch_tensor(item) and item.dim() > axis:
+                columns.append(torch.tensor_split(item, num_microbatches, dim=axis))
+            elif _cuts_itself(item):
+                columns.append(
+                    [item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)]
+                )
+            else:
+                columns.append([item] * num_microbatches)
+        return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]
+
+
+def _cuts_itself(item: Any) -> bool:
+    """Whether an object knows how it is cut, also where it is a container of tensors."""
+    return hasattr(item, "smp_slice")
+
+
+def _may_be_of_samples(tree: Any, batch: int) -> bool:
+    """Whether a list that is not cut has as many items as the batch has samples: texts, or targets."""
+    return type(tree) is list and len(tree) == batch > 1 and not all(isinstance(x, Tensor) for x in tree)

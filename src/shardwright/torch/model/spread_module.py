@@ -1,0 +1,130 @@
+"""The module of a script whose parameters and buffers live on several ranks: which of them on which."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch.parameters.gathered_values import gathered_values
+from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.parameters.state_gathering import rank_that_runs
+from shardwright.torch.replicas.replicas import Replicas
+from shardwright.torch.run.context import context
+from shardwright.torch.run.joint_calls import meet, ranks_with_the_model
+
+__all__ = ["SpreadModule"]
+
+
+class SpreadModule(nn.Module):
+    """Tells where the parts of a module live.
+
+    Args:
+        module: the script's own.
+        replicas: what they share of its parameters.
+    """
+
+    def __init__(self, module: nn.Module, replicas: Replicas):
+        super().__init__()
+        self.module = module
+        self.replicas = replicas
+        self._residency: Residency | None = None
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether every rank has been given its part."""
+        return self._residency is not None
+
+    def get_module(self) -> nn.Module:
+        """The user's module."""
+        return self.module
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters that this rank holds, by their names in the user's module."""
+        return ((name, p) for name, p in self.get_module().named_parameters() if self._is_local(p))
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that this rank holds."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that this rank holds, by their names in the user's module."""
+        return ((name, b) for name, b in self.get_module().named_buffers() if self._is_local(b))
+
+    def local_parameter_ids(self) -> set[int]:
+        """Identities of the parameters that this rank holds."""
+        return {id(parameter) for parameter in self.local_parameters()}
+
+    def gathered(self, *parts: nn.Module | Tensor) -> AbstractContextManager[None]:
+        """Gives every rank the values of parameters and buffers, for a computation between steps.
+
+        Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
+        that holds a parameter keeps what it is changed to. Parts take memory on every rank meanwhile: pass
+        few of them at a time.
+
+        Args:
+            parts: modules, parameters or buffers of the model; all of it if there are none.
+
+        Raises:
+            UsageError: replicas share the parameters, or a part is not of the model.
+
+        Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
+
+            pairs = zip(net.student.parameters(), net.teacher.parameters(), strict=True)
+            with torch.no_grad():
+                for student, teacher in pairs:
+                    with model.gathered(student, teacher):
+                        teacher.lerp_(student, 0.01)
+        """
+        if self.replicas.sharding is not None:
+            raise UsageError(
+                "model.gathered() cannot be used where replicas share the parameters: each rank has some "
+                "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
+            )
+        current = context()
+        if self._residency is None or current.pipeline_group is None:
+            return nullcontext()
+        meet("model.gathered()", ranks_with_the_model())
+        return gathered_values(self.get_module(), self._residency, current, parts)
+
+    def counted_elsewhere(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank that another rank of the replica counts: several hold them."""
+        if self._residency is None:
+            return
+        for name, parameter in self.local_named_parameters():
+            # The next step refuses parameters that were added meanwhile.
+            holders = self._residency.ranks.get(name)
+            if holders and holders[0] != context().pipeline_rank:
+                yield parameter
+
+    def ranks_with(self, name: str) -> tuple[int, ...]:
+        """The world ranks of this replica that hold a parameter of a placed model."""
+        assert self._residency is not None
+        return tuple(context().pipeline_ranks[rank] for rank in self._residency.ranks[name])
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
+        residency = self._residency
+        if residency is None:
+            return context().pipeline_rank == 0
+        holders = residency.ranks.get(name)
+        # A buffer that a forward has registered is where its module runs.
+        holder = holders[0] if holders else rank_that_runs(name, residency) or 0
+        return context().pipeline_rank == holder
+
+    def stage_of(self, name: str) -> int:
+        """The first stage that uses a parameter."""
+        stages = None if self._residency is None else self._residency.stages.get(name)
+        return min(stages, default=0) if stages else 0
+
+    def runs_here(self, module_name: str) -> bool:
+        """Whether this rank of the replica runs a module, or stands for those that do.
+
+        Args:
+            module_name: of a module inside the user's, such as ``"layers.0"``.
+        """
+        rank = None if self._residency is None else rank_that_runs(f"{module_name}.", self._residency)
+        return context().pipeline_rank == (rank or 0)
+
+    def _is_local(self, tensor: Tensor) -> bool:
+        return not self.partitioned or not tensor.is_meta

@@ -1,0 +1,159 @@
+"""Runs step functions: around a batch, what all engines need.
+
+::
+
+    ranks meet ──► rows of shared parameters come ──► the engine runs the batch ──► rows go ──► the step ends
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from shardwright.comm.joining.process_group import groups_in_doubt
+from shardwright.errors import PeerLostError
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import BatchResult, Engine
+from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
+from shardwright.torch.interception.own_errors import point_out_in_run
+from shardwright.torch.loss_scale.grad_scaler import scaling_begins
+from shardwright.torch.pytorch.heap import give_back_freed_memory
+from shardwright.torch.pytorch.source_line import stacklevel_of_user
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.cores import OwnCores
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
+from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
+from shardwright.torch.step_end.step_end import StepEnd
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """The steps of a model.
+
+    Args:
+        context: the run.
+        model: the wrapped model.
+        engine: runs its batches.
+        step_end: what ranks tell each other after each.
+        gives_back: memory that was freed before the first step goes back to the system.
+
+    Attributes:
+        called_to_train: the step function has called the model in training mode, with gradients.
+        outside: watches backwards outside of steps.
+        together: ends ranks together whose data ends at other steps.
+    """
+
+    def __init__(
+        self, context: Context, model: TrainedModel, engine: Engine, step_end: StepEnd, *, gives_back: bool
+    ):
+        self._context = context
+        self._model = model
+        self._engine = engine
+        self._step_end = step_end
+        self._gives_back = gives_back
+        self._cores = OwnCores(context)
+        self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
+        self._pointed_out = False
+        self.called_to_train = False
+        self.outside = BackwardWatch(refuse_backward_outside)
+        self.together = TogetherUntil(context)
+
+    def run(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
+        """Runs a step function on a batch: its results, one for each microbatch."""
+        self.together.begin_step()
+        try:
+            return self._run(function, batch)
+        except PeerLostError as error:
+            told = out_of_data(self._context, error) if torch.is_grad_enabled() else error
+            if told is error:
+                raise
+            raise told from error
+
+    def _run(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
+        current = self._context
+        begun_s = time.perf_counter()
+        self.called_to_train = False
+        scaling_begins()
+        self.outside.step_begins()
+        partitioned = self._model.partitioned
+        # The first step measures and plans, with all cores; it frees what other ranks keep.
+        plans = not partitioned or (current.config.plan_one_stage and current.plan is None)
+        own_cores = nullcontext() if plans else self._cores.in_force()
+        hint = "" if function in self._trained_by else _hint_for_evaluations(current)
+        together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
+        if partitioned and self._gives_back:
+            self._gives_back = False
+            give_back_freed_memory()
+        with first_cause_named(current), own_cores, together:
+            try:
+                result = self._run_batch(function, batch)
+            except BaseException as error:
+                groups_in_doubt()
+                if isinstance(error, Exception):
+                    point_out_in_run(error, self._model.get_module())
+                raise
+            if result.losses is not None:
+                self._trained_by.add(function)
+                self._step_end.come(result, begun_s=begun_s)
+            elif self.called_to_train and current.rank == 0:
+                self._point_out_missing_backward(function)
+        return result.results
+
+    def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+        """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
+        replicas, scaling, engine = self._model.replicas, self._model.scaling, self._engine
+        try:
+            if replicas.sharding is not None:
+                replicas.sharding.to_whole()
+            if scaling is not None:
+                scaling.begin(engine.reduced)
+            result = engine.run(function, batch)
+            if scaling is not None:
+                scaling.finish(engine.reduced, replicas.sums_of_rows, trained=result.losses is not None)
+        except BaseException:
+            if scaling is not None:
+                scaling.leave()
+            if replicas.sharding is not None:
+                replicas.sharding.leave()
+            raise
+        if replicas.sharding is not None:
+            replicas.sharding.to_sharded()
+        return result
+
+    def _point_out_missing_backward(self, function: Callable[..., Any]) -> None:
+        """Warns once of a step that looks like training and trains nothing."""
+        if self._pointed_out or function in self._trained_by:
+            return
+        if not any(p.requires_grad for p in self._model.get_module().parameters()):
+            return
+        self._pointed_out = True
+        name = getattr(function, "__name__", "the step function")
+        warnings.warn(
+            f"{name}() ran the model in training mode and with gradients, but did not call "
+            "model.backward(loss), so nothing is trained. Call it in the step function; for an evaluation "
+            "call model.eval() before, or run the step under torch.no_grad().",
+            stacklevel=stacklevel_of_user(),
+        )
+
+
+def _called(function: Callable[..., Any]) -> str:
+    return f"{STEP} {getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _ranks_of_a_step(current: Context) -> Sequence[int]:
+    """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
+    return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
+
+
+def _hint_for_evaluations(current: Context) -> str:
+    """What to try where only some replicas make a step that may be no training."""
+    if current.mesh.data == 1 or not torch.is_grad_enabled():
+        return ""
+    return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."

@@ -1,0 +1,181 @@
+"""How the ranks of a run come together: who they are, and the groups in which they talk."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwright.comm.absence.blame import Blame
+from shardwright.comm.backend.name import BACKEND
+from shardwright.comm.identity.devices_in_use import uses_gpus
+from shardwright.comm.identity.environment import detect
+from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm.joining.process_group import (
+    default_store,
+    init_process_group,
+    leave_groups_in_doubt,
+    session_of_group,
+    tell_all,
+)
+from shardwright.comm.joining.session import Session
+from shardwright.comm.joining.versions import refuse_mixed_versions
+from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.messages.transport import Transport
+from shardwright.comm.one_host.local_peers import connect_local_peers
+from shardwright.config import Config
+from shardwright.errors import ConfigError
+from shardwright.mesh import gradient_axes
+from shardwright.observe.console import Console
+from shardwright.plan import Plan
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.launch_settings import following
+
+__all__ = ["joined"]
+
+_ContextT = TypeVar("_ContextT", bound=Context)
+_PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
+
+
+def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
+    """Finds the ranks, joins them, and lays them out.
+
+    Args:
+        config: the settings.
+        plan: to follow; None to make one in the first step.
+        kind: of the run.
+    """
+    environment = detect(os.environ)
+    if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
+        environment = replace(environment, master_port=config.ddp_port)
+    device = _device(environment.local_rank)
+    _announce(environment)
+    _check_backend(config.ddp_dist_backend, device)
+    if not dist.is_initialized() and environment.world_size > 1:
+        backend = config.ddp_dist_backend
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        init_process_group(environment, backend=backend, timeout_s=config.timeout_s, device=device)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if plan is not None:
+        plan.check_world(world_size)
+        config = following(plan, config, warns=rank == 0)
+    made = kind(
+        config=config,
+        mesh=config.resolve_world(world_size),
+        rank=rank,
+        local_rank=environment.local_rank,
+        local_size=environment.local_world_size,
+        device=device,
+        plan=plan,
+        blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
+    )
+    if world_size > 1:
+        _meet_all(made, environment)
+    if made.mesh.pipeline > 1:
+        _meet_stages(made)
+    if made.mesh.data > 1:
+        _meet_replicas(made)
+    return made
+
+
+def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
+    """All ranks: they must run the same versions, and those of a host get ways of their own."""
+    _say_who_is_trusted(session_of_group(timeout_s=made.config.timeout_s), environment)
+    refuse_mixed_versions(tell_all)
+    leave_groups_in_doubt()
+    if made.device.type == "cpu" and made.config.shared_memory:
+        made.local_peers = connect_local_peers(timeout_s=made.config.timeout_s)
+    made.world = SmallCollectives(range(made.mesh.world_size), rank=made.rank, local=made.local_peers)
+
+
+def _meet_stages(made: Context) -> None:
+    """The ranks of a replica, each with other stages."""
+    made.pipeline_group = made.further_group("pp", use="collectives of a replica")
+    nccl = dist.get_backend() == "nccl"
+    # By name: in a step the default group is that of the replicas of a stage (`replica_collectives`).
+    up = made.further_group("pp", use="activations") if nccl else dist.group.WORLD
+    down = made.further_group("pp", use="gradients") if nccl else dist.group.WORLD
+    made.transport = Transport(
+        made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
+    )
+    made.replica = SmallCollectives(
+        made.pipeline_ranks, rank=made.rank, group=made.pipeline_group, local=made.local_peers
+    )
+
+
+def _meet_replicas(made: Context) -> None:
+    """The ranks with the same stages, one in each replica."""
+    group: Callable[..., dist.ProcessGroup]
+    group = partial(made.further_group, backend=_backend_of_replicas(made.config, made.device))
+    made.data_group = group(gradient_axes(), use="sums over replicas")
+    if made.mesh.shard > 1:
+        made.shard_group = group("dp_shard", use="shards")
+        if made.mesh.shard < made.mesh.data:
+            made.replica_group = group("dp_replicate", use="replicas of shards")
+
+
+def _check_backend(wanted: str, device: torch.device) -> None:
+    """Refuses a backend that cannot be had, before any rank waits for another."""
+    if wanted == "nccl" and device.type != "cuda":
+        raise ConfigError(
+            f"ddp_dist_backend is nccl, which sends what GPUs hold, but torch {torch.__version__} finds no "
+            "GPU on this host. Set ddp_dist_backend auto, or install a build of torch for CUDA."
+        )
+    present = dist.get_backend() if dist.is_initialized() else wanted
+    if wanted != "auto" and present != wanted and present in ("gloo", "nccl"):
+        raise ConfigError(
+            f"ddp_dist_backend is {wanted}, but the script has made a process group of {present} already. "
+            "Remove the setting, or call sw.init before torch.distributed.init_process_group."
+        )
+
+
+def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
+    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run.
+
+    Raises:
+        ConfigError: the settings need what the other backend lacks.
+    """
+    if device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory:
+        return BACKEND
+    for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):
+        if getattr(config, key):
+            raise ConfigError(
+                f"{key} needs Shardwright's own collectives, but replicas use {dist.get_backend()} here: the "
+                f"device is {device.type}, ddp_dist_backend is {config.ddp_dist_backend}, shared_memory is "
+                f"{config.shared_memory}. On CPUs, set ddp_dist_backend auto and shared_memory true; on "
+                f"GPUs, set {key} false."
+            )
+    return None
+
+
+def _announce(environment: LaunchEnvironment) -> None:
+    """Says which ranks there are, and who said so: before the first one waits for the others."""
+    num, source = environment.world_size, environment.source
+    if dist.is_initialized():
+        num, source = dist.get_world_size(), "torch.distributed's process group"
+    rank = dist.get_rank() if dist.is_initialized() else environment.rank
+    Console(prints=rank == 0).status(f"shardwright: {num} rank{'s' * (num > 1)} ({source})")
+
+
+def _say_who_is_trusted(session: Session, environment: LaunchEnvironment) -> None:
+    """Says so, on the first rank, where strangers could talk to the ranks."""
+    if session.seal is None:
+        Console(prints=dist.get_rank() == 0).status(
+            "shardwright: the ranks have no secret, so that everybody who reaches the store at "
+            f"{environment.master_addr}:{environment.master_port} is believed. Set SHARDWRIGHT_SECRET, the "
+            "same on "
+            "all hosts and new for each run (openssl rand -hex 32), or keep strangers off that network"
+        )
+
+
+def _device(local_rank: int) -> torch.device:
+    if uses_gpus():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")

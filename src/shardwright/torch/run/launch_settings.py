@@ -1,0 +1,73 @@
+"""Settings that a launcher passes on, and settings that a plan overrules."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.comm.identity.devices_in_use import DEVICE_VARIABLE
+from shardwright.config import Config
+from shardwright.errors import ConfigError
+from shardwright.files import DocumentError, UserFile, parse_json
+from shardwright.plan import Plan
+from shardwright.planner import overruled_settings
+from shardwright.printable import shown
+from shardwright.problems import join
+
+__all__ = ["following", "settings_from"]
+
+
+def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """Settings that the launcher passes by environment variables, weakest first.
+
+    ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
+    ``SHARDWRIGHT_PLAN`` names a plan file. (``SHARDWRIGHT_RUN_DIR`` is for `RunFolder.create`.)
+
+    Raises:
+        ConfigError: a file or a variable cannot be read, or ``SHARDWRIGHT_DEVICE`` names no device.
+    """
+    if (chosen := environ.get(DEVICE_VARIABLE) or "auto") not in ("auto", "cpu"):
+        raise ConfigError(f"{DEVICE_VARIABLE} is {shown(chosen)}, but it must be auto or cpu.")
+    layers: list[Mapping[str, Any]] = []
+    if path := environ.get("SHARDWRIGHT_CONFIG"):
+        file = UserFile(path, what="SHARDWRIGHT_CONFIG", error=ConfigError)
+        found = _object("SHARDWRIGHT_CONFIG", {} if (held := file.read_yaml()) is None else held)
+        Config.check(found, source=str(file))
+        layers.append(found)
+    if text := environ.get("SHARDWRIGHT_SET"):
+        try:
+            found = parse_json(text)
+        except DocumentError as error:
+            raise ConfigError(
+                f"SHARDWRIGHT_SET is {shown(text)}, but it must be an object such as "
+                f'{{"microbatches": 4}}: {error}.'
+            ) from None
+        layers.append(_object("SHARDWRIGHT_SET", found))
+    if path := environ.get("SHARDWRIGHT_PLAN"):
+        layers.append({"plan": path})
+    return layers
+
+
+def _object(variable: str, found: Any) -> Mapping[str, Any]:
+    if isinstance(found, Mapping):
+        return found
+    raise ConfigError(
+        f"the settings of {variable} are {shown(found)}, but they must be an object such as "
+        '{"microbatches": 4}.'
+    )
+
+
+def following(plan: Plan, config: Config, *, warns: bool) -> Config:
+    """The settings as a plan has them; warns of those that it overrules."""
+    overruled = list(overruled_settings(plan, config))
+    if overruled and warns:
+        warnings.warn(join("the plan decides otherwise than the settings:", overruled), stacklevel=4)
+    return Config.merge(
+        config,
+        {
+            "pipeline_parallel_degree": plan.mesh.pipeline,
+            "data_parallel_degree": plan.mesh.data,
+            "sharded_data_parallel_degree": plan.mesh.shard,
+            "microbatches": plan.schedule.microbatches,
+            "placement_strategy": plan.mesh.placement_strategy,
+        },
+    )

@@ -1,0 +1,33 @@
+"""What a piece of a model computes and moves in its forward: counts that add up, whatever the machine."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["Work"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Counts of one forward: numbers, or arrays with an entry for each candidate.
+
+    Attributes:
+        products: matrix products and convolutions, a kernel each.
+        product_flops: their floating-point operations; a multiply-add counts as two.
+        product_bytes: what they read and write, half of it: they compute meanwhile.
+        attention_flops: of fused attention, without what a causal mask hides.
+        kernels: all other operations that launch a kernel.
+        moved_bytes: what these read and write.
+
+    >>> Work(products=1, product_flops=8) + Work(kernels=2)
+    Work(products=1, product_flops=8, product_bytes=0, attention_flops=0, kernels=2, moved_bytes=0)
+    """
+
+    products: Any = 0
+    product_flops: Any = 0
+    product_bytes: Any = 0
+    attention_flops: Any = 0
+    kernels: Any = 0
+    moved_bytes: Any = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})

@@ -1,0 +1,327 @@
+"""Under zero-bubble schedules a unit may do with gradients and weights what it likes."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transparency import Case, Recipe, differences, differences_by_case
+from zoo import classify, features
+from zoo_modules import WIDTH, Stack
+
+import shardwright.torch as sw
+from choices import in_every_run
+from shardwright.schedule import Kind
+from shardwright.testing import run_ranks
+from shardwright.torch.backward import split_backward
+from shardwright.torch.run.context import context
+
+
+class Linears(nn.Module):
+    """What the blocks below vary: two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def energy(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x))).square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_()
+
+
+class TakesAForce(Linears):
+    """A gradient with respect to the input is part of the result, as in models of energies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return x
+        x = _with_gradient(x)
+        (force,) = torch.autograd.grad(self.energy(x), x, create_graph=True)
+        return x - 0.1 * force
+
+
+class TakesAConstantForce(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(inner), inner)
+        return super().forward(x) - 0.1 * force
+
+
+class DifferentiatesByWeights(Linears):
+    """One step of gradient descent on its own weights inside the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            weights = (self.up.weight, self.down.weight, self.down.bias)
+            up, down, bias = torch.autograd.grad(self.energy(x), weights, create_graph=True)
+        y = F.linear(x, self.up.weight - 0.01 * up, self.up.bias)
+        return x + F.linear(torch.tanh(y), self.down.weight - 0.01 * down, self.down.bias - 0.01 * bias)
+
+
+class BackwardInside(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            self.energy(inner).backward(inputs=[inner])
+        return super().forward(x) - 0.1 * inner.grad
+
+
+class _Inverse(torch.autograd.Function):
+    """Computes its module again in the backward, and asks for the gradients of its weights itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        grad_x, *rest = torch.autograd.grad(y, (x, *ctx.module.parameters()), gradients)
+        return grad_x, None, *rest
+
+
+class ReversesByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _Inverse.apply(_with_gradient(x), self.inner, *self.inner.parameters())
+
+
+class _Collects(torch.autograd.Function):
+    """Takes the gradients of weights from where a backward leaves them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        weights = list(ctx.module.parameters())
+        kept = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        with torch.enable_grad():
+            ctx.module(x).backward(gradients[0])
+        found = [weight.grad for weight in weights]
+        for weight, gradient in zip(weights, kept, strict=True):
+            weight.grad = gradient
+        return x.grad, None, *found
+
+
+class CollectsByHand(ReversesByHand):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + _Collects.apply(_with_gradient(x), self.inner, *self.inner.parameters())
+
+
+class Functional(nn.Module):
+    """`torch.func`: sample by sample, and with other weights in place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        halved = {name: 0.5 * weight for name, weight in self.inner.named_parameters()}
+        return torch.func.vmap(self.inner)(x) - torch.func.functional_call(self.inner, halved, (x,))
+
+
+class Forwards(Linears):
+    """A derivative in forward mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, slope = torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))
+        return y + 0.1 * slope
+
+
+class Hooked(Linears):
+    """Hooks on what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: 0.5 * gradient)
+        return x + self.down(torch.tanh(y))
+
+
+class SharesWeights(Linears):
+    """Weights used twice, by a function as well, and in a norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        y = y + F.linear(torch.tanh(self.up(y)), self.down.weight) * self.up.weight.norm()
+        return x + y + 0.1 * self.down.bias.square()
+
+
+class PartlyFrozen(Linears):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.requires_grad_(False)
+        self.down.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.down(torch.tanh(self.up(x)))
+        return super().forward(x) - target
+
+
+class Normalised(Linears):
+    """Weights that are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.weight_norm(self.up)
+        self.down = nn.utils.parametrizations.orthogonal(self.down)
+
+
+class ConvolvesTwice(nn.Module):
+    """A force through convolutions, with a weight that is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_BDT = _with_gradient(x.transpose(1, 2))
+        y = torch.tanh(self.convolution(x_BDT))
+        (force,) = torch.autograd.grad(self.convolution(y).square().sum(), x_BDT, create_graph=True)
+        return (y - 0.1 * force).transpose(1, 2) * self.convolution.weight.norm()
+
+
+def _halve(weight: Tensor) -> None:
+    weight.grad.mul_(0.5)
+
+
+class Listens(Linears):
+    """Its weights have hooks: on the gradient, and after it was added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listening = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.listening:
+            self.listening = True
+            self.up.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            self.down.weight.register_post_accumulate_grad_hook(_halve)
+        return super().forward(x)
+
+
+ANY = (
+    *(TakesAForce, TakesAConstantForce, DifferentiatesByWeights, BackwardInside, ReversesByHand),
+    *(CollectsByHand, Hooked, SharesWeights, PartlyFrozen, Normalised, ConvolvesTwice, Listens, Functional),
+)
+
+
+class Of(Stack):
+    """Several blocks of each kind, so that each is a unit."""
+
+    def __init__(self, *kinds: type[nn.Module]) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(kind() for kind in kinds for _ in range(max(2, 8 // len(kinds))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(F.layer_norm(x, (WIDTH,)))
+        return self.head(x)
+
+
+def check(
+    kinds: tuple[type[nn.Module], ...], settings: dict[str, dict[str, Any]], num_ranks: int = 2
+) -> None:
+    recipe = Recipe(build=lambda: Of(*kinds), batch=features, loss=classify)
+    cases = {
+        name: Case(config={"microbatches": 4, "profile": "estimated", **more})
+        for name, more in settings.items()
+    }
+    assert run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=60) == [{}] * num_ranks
+
+
+def test_units_may_take_gradients_and_share_weights():
+    check(ANY, {"zb_v": {"pipeline": "zb_v"}})
+
+
+class UsesAnInnerModule(Of):
+    """The model calls a module inside its first unit once more, as it does anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(Linears)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Any = self.blocks[0]
+        return super().forward(x) + first.up(x).mean()
+
+
+@pytest.mark.parametrize(
+    "kind", in_every_run(["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"], ["interleaved_1f1b", "zb_h1"])
+)
+def test_code_between_units_may_call_a_module_inside_one(kind):
+    recipe = Recipe(build=UsesAnInnerModule, batch=features, loss=classify)
+    case = Case(config={"microbatches": 4, "profile": "estimated", "pipeline": kind})
+    assert run_ranks(differences, 2, recipe, case, timeout_s=60) == [[], []]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
+def test_units_may_differentiate_forwards():
+    check((Forwards,), {"zb_h1": {"pipeline": "zb_h1"}})
+
+
+def made_ready_and_split(kind: str) -> tuple[int, int, int]:
+    """How many linear layers this rank runs in a step, makes ready for a split backward, and splits."""
+    sw.init({"microbatches": 8, "pipeline": kind, "profile": "estimated", "run_dir": "off"})
+    model = sw.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))))
+
+    @sw.step
+    def train_step(model, x):
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(8, WIDTH)
+    train_step(model, x)
+    with mock.patch.object(split_backward, "_count_use", wraps=split_backward._count_use) as made:
+        train_step(model, x)
+    events = model._engine.executor.row.events
+    sizes = [len(stage.units) for stage in context().plan.stages]
+
+    def layers(kind: Kind) -> int:
+        return sum(sizes[action.stage] for action, *_ in events if action.kind is kind)
+
+    return layers(Kind.FORWARD), made.call_count, layers(Kind.BACKWARD_INPUT)
+
+
+@pytest.mark.parametrize("kind", ["zb_h1", "zb_v"])
+def test_only_what_the_schedule_splits_is_made_ready_for_it(kind):
+    found = run_ranks(made_ready_and_split, 2, kind, timeout_s=60)
+    assert all(made == split for _, made, split in found)
+    assert any(split for _, _, split in found)
+    assert any(split < layers for layers, _, split in found)
+
+
+def test_units_may_be_recomputed():
+    check(ANY, {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
+
+
+def test_replicas_wait_for_every_use_of_a_weight():
+    plain = {"pipeline": "zb_v", "pipeline_parallel_degree": 2}
+    recomputed = {**plain, "pipeline": "zb_h1", "activation_checkpointing": "full"}
+    check((SharesWeights, TakesAForce), {"plain": plain, "recomputed": recomputed}, num_ranks=4)

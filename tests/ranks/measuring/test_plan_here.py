@@ -1,0 +1,149 @@
+"""Plans that are tried on the machines that are present, and profiles that others are made from."""
+
+import torch
+from torch import nn
+
+from shardwright.testing import run_ranks
+
+
+def training():
+    from shardwright.torch.on_this_machine.plan_here import Training
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+    return Training(build=build, arguments=((torch.ones(8, 64),), {}), loss=lambda y: y.square().mean())
+
+
+def planned(settings, *, most):
+    from shardwright.config import Config
+    from shardwright.torch.on_this_machine.plan_here import plan_here
+
+    return plan_here(training(), config=Config.parse(settings), most=most, steps=2).to_json()
+
+
+def test_the_fastest_of_the_trials_is_kept():
+    import shardwright.torch as sw
+    from shardwright.plan import Plan
+
+    texts = run_ranks(planned, 2, {}, most=3)
+    assert texts[0] == texts[1]
+    plan = Plan.parse(texts[0])
+    of_sample = [trial.step_s / trial.mesh.data for trial in plan.trials]
+    assert len(plan.trials) == 3
+    assert (plan.trials[0].mesh, plan.trials[0].schedule) == (plan.mesh, plan.schedule)
+    assert of_sample[0] <= 1.01 * min(of_sample)
+    assert len({(t.mesh.pipeline, t.mesh.shard, t.schedule.microbatches) for t in plan.trials}) == 3
+    assert any(reason.startswith("Tried on the present machines") for reason in plan.why)
+    assert not sw.is_initialized()
+
+
+def trials_and_predictions():
+    import json
+    import os
+    from pathlib import Path
+
+    texts = [planned({"pipeline_parallel_degree": 2, "microbatches": 4}, most=1) for _ in range(4)]
+    if torch.distributed.get_rank():
+        return None
+    (file,) = Path(os.environ["SHARDWRIGHT_CACHE"], "runs").glob("*.jsonl")
+    return [json.loads(text) for text in texts], len(file.read_text().splitlines())
+
+
+def test_trials_teach_later_predictions(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    plans, lines = run_ranks(trials_and_predictions, 2, timeout_s=150)[0]
+    assert lines == 4
+    corrections = [plan["prediction"]["correction"] for plan in plans]
+    assert corrections[:3] == [1.0, 1.0, 1.0]
+    assert corrections[3] != 1.0
+    assert any("3 earlier runs" in reason for reason in plans[3]["why"])
+
+
+def test_degrees_that_are_set_stay():
+    from shardwright.plan import Plan
+
+    plan = Plan.parse(run_ranks(planned, 2, {"pipeline_parallel_degree": 2, "microbatches": 4}, most=3)[0])
+    assert (plan.mesh.pipeline, plan.schedule.microbatches) == (2, 4)
+    assert len(plan.trials) == 1
+
+
+def one_process():
+    return planned({}, most=2)
+
+
+def test_a_single_process_has_trials_too():
+    from shardwright.plan import Plan
+
+    plan = Plan.parse(run_ranks(one_process, 1)[0])
+    assert plan.mesh.world_size == 1
+    assert len(plan.trials) == 2
+
+
+def measured_and_planned(path):
+    from shardwright.cli.asking.measuring_ranks import profile_of
+    from shardwright.config import Config
+    from shardwright.planner.profile_file import MeasuredProfile
+    from shardwright.torch.on_this_machine.plan_here import measure_here
+    from shardwright.torch.units.dry_run import plan_model
+
+    wanted = training()
+    config = Config()
+    measured = measure_here(wanted, config=config)
+    if torch.distributed.get_rank():
+        return None
+    profile_of(measured, num_ranks=2).write(path)
+    found = MeasuredProfile.read(path)
+    model = wanted.build().to("meta")
+    (x,), _ = wanted.arguments
+    make = {"config": config, "world_size": 2, "loss": wanted.loss, "cluster": found.cluster}
+    plan = plan_model(model, x.to("meta"), measured=found, **make)
+    estimated = plan_model(model, x.to("meta"), **make)
+    try:
+        plan_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), x, measured=found, **make)
+    except Exception as error:
+        return plan, estimated, f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_a_profile_makes_plans_without_ranks(tmp_path):
+    found = run_ranks(measured_and_planned, 2, str(tmp_path / "profile.json"))[0]
+    plan, estimated, refused = found
+    assert plan.prediction.provenance == "measured"
+    assert estimated.prediction.provenance == "estimated"
+    assert refused.startswith("StalePlanError: the profile is of a model with fingerprint")
+
+
+def with_refusals(how_many):
+    """Trials of which the first `how_many` are refused on all ranks, as by a runtime that lacks something."""
+    from shardwright.errors import UsageError
+    from shardwright.torch.on_this_machine import plan_here as module
+
+    before, left = module.try_plan, [how_many]
+
+    def try_plan(*args, **kwargs):
+        if left[0]:
+            left[0] -= 1
+            raise UsageError("it does not run here.")
+        return before(*args, **kwargs)
+
+    module.try_plan = try_plan
+    try:
+        return planned({}, most=2)
+    except UsageError as error:
+        return str(error)
+    finally:
+        module.try_plan = before
+
+
+def test_a_plan_that_does_not_run_is_told_and_the_others_are_tried():
+    from shardwright.plan import Plan
+
+    plan = Plan.parse(run_ranks(with_refusals, 2, 1)[0])
+    assert len(plan.trials) == 1
+    assert any(
+        reason.startswith("Could not be tried: pipeline") and reason.endswith("it does not run here.")
+        for reason in plan.why
+    )
+    assert run_ranks(with_refusals, 2, 2) == ["it does not run here."] * 2

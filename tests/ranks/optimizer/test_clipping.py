@@ -1,0 +1,143 @@
+"""Clipping by PyTorch's own functions, in a script that knows nothing of stages."""
+
+from typing import Any
+
+import pytest
+import torch
+from stacks import Stack, apart, batches, start
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+
+def clipped(config, *, norm_type=2.0, choose=None, dtype=torch.float64, unrelated=False):
+    """Both norms, and names of gradients that differ, after clipping a plain and a wrapped model."""
+    sw, plain, model = start(Stack, config)
+    plain.to(dtype), model.to(dtype)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for module in (plain, model.module):  # used by two stages
+        module.blocks[3].up.weight = module.blocks[0].up.weight
+    x = batches(0, 1)[0].to(dtype)
+    train(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    norms = []
+    for owner in (plain, model.module):
+        parameters = owner.parameters() if choose is None else choose(owner)
+        norms.append(clip_grad_norm_(parameters, 0.01, norm_type).item())
+    if unrelated:
+        other = nn.Linear(2, 2)
+        other(torch.ones(1, 2)).sum().backward()
+        norms += [clip_grad_norm_(other.parameters(), 1e9).item() - 6**0.5] if sw.pp_rank() else []
+    return norms, apart(plain, model)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_the_norm_is_that_of_all_stages(norm_type):
+    for (expected, norm), differing in run_ranks(clipped, 2, {}, norm_type=norm_type):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert differing == []
+
+
+def the_head(module: nn.Module) -> Any:
+    return module.head.parameters()
+
+
+def test_some_parameters_are_clipped_that_one_rank_has():
+    for (expected, norm), differing in run_ranks(clipped, 2, {}, choose=the_head):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert differing == []
+
+
+def test_gradients_in_float32_are_clipped():
+    for (expected, norm), _ in run_ranks(clipped, 2, {}, dtype=torch.float32):
+        assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_another_model_of_one_rank_is_clipped_by_itself():
+    (_, _), (norms, _) = run_ranks(clipped, 2, {}, unrelated=True)
+    assert abs(norms[2]) < 1e-6
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks():
+    def job():
+        sw, _, model = start(Stack, {})
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        train(model, batches(0, 1)[0])
+        if sw.pp_rank() == 1:
+            next(model.local_parameters()).grad.fill_(float("nan"))
+        total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        assert total != total
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    with pytest.raises(RanksFailedError, match="of the gradients of all stages is nan"):
+        run_ranks(job, 2)
+
+
+def clipped_one_by_one(choose, *, own_groups=False):
+    """Names of gradients that differ after clipping each parameter of a plain and a wrapped model."""
+    sw, plain, model = start(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {})
+    optimizers = []
+    for owner in (plain, model):
+        groups = [{"params": [p]} for p in owner.parameters()] if own_groups else owner.parameters()
+        optimizers.append(torch.optim.SGD(groups, lr=0.05))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    wrapped = sw.DistributedOptimizer(optimizers[1])
+    x = batches(0, 1)[0]
+    train(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    for owner, optimizer in ((plain, optimizers[0]), (model, wrapped)):
+        for parameters in choose(owner, optimizer):
+            clip_grad_norm_(parameters, 1e-3)
+    return apart(plain, model)
+
+
+def each_that_is_here(model, optimizer):
+    return optimizer.param_groups[0]["params"]
+
+
+def each_of_the_model(model, optimizer):
+    return model.parameters()
+
+
+def each_group(model, optimizer):
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def one_of_each_stage(model, optimizer):
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    return [[weights[0], weights[-1]]]
+
+
+def test_parameters_that_are_clipped_one_by_one_must_be_the_same_on_all_ranks():
+    """Each was scaled by the norm of itself and of another one, where ranks have equally many."""
+    with pytest.raises(RanksFailedError, match=r"clips the gradient of \d\.weight alone, and another rank"):
+        run_ranks(clipped_one_by_one, 2, each_that_is_here)
+
+
+@pytest.mark.parametrize(
+    ("choose", "own_groups"),
+    [(each_of_the_model, False), (each_group, False), (each_group, True), (one_of_each_stage, False)],
+)
+def test_some_parameters_after_others_are_clipped(choose, own_groups):
+    assert run_ranks(clipped_one_by_one, 2, choose, own_groups=own_groups) == [[], []]

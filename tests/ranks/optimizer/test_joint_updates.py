@@ -1,0 +1,402 @@
+"""Optimizers that need all parameters, where ranks have some: each rank made an algorithm of its own."""
+
+import copy
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from stacks import WIDTH, Stack, batches, start, trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwright.testing import RanksFailedError, run_ranks
+
+DP = {"data_parallel_degree": 2}
+SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+BOTH = {"pipeline_parallel_degree": 2, **DP}
+
+
+def with_gradients(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+class Ratio(Optimizer):
+    """Has a step size over all parameters, as Prodigy has: it grows with what they have moved."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr, "d": 1.0, "moved": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        moved = 0.0
+        for p in with_gradients(self):
+            if "start" not in self.state[p]:
+                # Prodigy saves the memory of parameters that are 0.
+                is_zero = not p.any()
+                self.state[p]["start"] = (
+                    torch.tensor(0, dtype=p.dtype, device=p.device) if is_zero else p.clone()
+                )
+            moved += (p.grad * (self.state[p]["start"] - p)).sum().item()
+        for group in self.param_groups:
+            group["moved"] += moved
+            group["d"] = 1.0 + group["moved"]
+        for p in with_gradients(self):
+            p.sub_(p.grad, alpha=group["lr"] * group["d"])
+
+
+class Distance(Optimizer):
+    """Has its step size in tensors, as DoG has, and averages that it does not make from the parameters."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1.0, "squares": None, "distance": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = with_gradients(self)
+        for p in parameters:
+            if not self.state[p]:
+                average = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                self.state[p].update(start=p.clone(), averages=[average], step=torch.tensor(0.0))
+        norm = torch.stack(torch._foreach_norm([p.grad for p in parameters])).norm()
+        distance = torch.stack([(p - self.state[p]["start"]).norm() for p in parameters]).norm()
+        for group in self.param_groups:
+            before, squares = group["distance"], group["squares"]
+            group["squares"] = norm**2 if squares is None else squares + norm**2
+            group["distance"] = (
+                distance.clamp(min=1e-3) if before is None else torch.maximum(before, distance)
+            )
+            rate = group["lr"] * group["distance"] / group["squares"].sqrt()
+        for p in parameters:
+            self.state[p]["averages"][0].mul_(0.9).add_(p.grad, alpha=0.1)
+            self.state[p]["step"] += 1
+            p.sub_(self.state[p]["averages"][0] * rate)
+
+
+class Total(Optimizer):
+    """Adds up into a tensor of its own, as LAMB of timm does; no number of a group tells."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        total = torch.zeros(1, dtype=torch.float64)
+        for p in with_gradients(self):
+            total.add_(p.grad.square().sum())
+        for p in with_gradients(self):
+            p.sub_(p.grad / total.sqrt() * p.norm(), alpha=1e-2)
+
+
+class Clips(torch.optim.AdamW):
+    """Clips by PyTorch's function in its step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-2)
+        super().step()
+
+
+class Sam(Optimizer):
+    """Climbs along the gradient of all parameters, then descends by another optimizer."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        device = self.param_groups[0]["params"][0].device
+        norms = [p.grad.norm().to(device) for p in with_gradients(self)]
+        for p in with_gradients(self):
+            p.add_(p.grad / torch.stack(norms).norm().to(p))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class SamWithClosure(Sam):
+    """As it is published: `step` wants a closure."""
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        self.base.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "SAM needs a closure"
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+class OwnList(Total):
+    """Has its parameters in a list beside the groups."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.all = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = torch.stack([p.grad.norm() for p in self.all if p.grad is not None]).norm()
+        for p in (p for p in self.all if p.grad is not None):
+            p.sub_(p.grad / norm, alpha=1e-2)
+
+
+class RatioOfSettings(Ratio):
+    """Keeps settings that are no plain numbers: it could not be tried, and was taken for harmless."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, lr)
+        self.scales = [1.0, 1.0]
+        self.shape = nn.Identity()
+        self.start = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.shape(self.start + self.scales[0])
+        super().step()
+
+
+class Around(Optimizer):
+    """Wraps another one, and needs a state for each parameter that it was made with."""
+
+    def __init__(self, params: Any):
+        self.inner = Ratio(params)
+        super().__init__(self.inner.param_groups, {})
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.lerp_(self.slow[p], 0.1)
+
+
+class LastRate(torch.optim.SGD):
+    """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                group["lr"] = 1e-2 * p.norm().item()
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class Flat(Optimizer):
+    """Puts all gradients into one tensor."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        norm = torch.cat([p.grad.view(-1) for p in with_gradients(self)]).norm()
+        for p in with_gradients(self):
+            p.sub_(p.grad / norm)
+
+
+class Selects(Flat):
+    """Computes what has another shape for other values."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        kept = [p.grad[p.grad > 0].sum() for p in with_gradients(self)]
+        for p in with_gradients(self):
+            p.sub_(p.grad, alpha=sum(kept).item())
+
+
+class Net(Stack):
+    """With a parameter that is 0, one that has no gradient, and one without a place in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(WIDTH))
+        self.blocks[0].up.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.zero[:3]
+
+
+class Looks(nn.Module):
+    """Has a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, WIDTH, sparse=True)
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table((x[..., 0] * 3).long().clamp(0, 9)))
+
+
+def numbers_of(optimizer: Optimizer) -> list[float]:
+    """The numbers of its groups."""
+    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    return [float(value) for value in values if isinstance(value, int | float | Tensor)]
+
+
+def train_with(
+    kind: Any, config: dict[str, Any], net: Any = Net, *, wrapped: bool = True, other_order: bool = False
+) -> tuple[float, bool, int]:
+    """The largest difference from a plain loop, whether numbers of groups are alike, and how many states."""
+    sw, plain, model = start(net, config)
+    parameters = list(model.module.parameters())
+    own = kind(parameters[::-1] if other_order and sw.rank() else parameters)
+    optimizer = sw.DistributedOptimizer(own) if wrapped else own
+    theirs = kind(plain.parameters())
+
+    train = trainer(sw)
+    for number in range(4):
+        both = batches(number, sw.dp_size())
+        for each in (optimizer, theirs):
+            each.zero_grad()
+        train(model, both[sw.dp_rank()])
+        for part in both.flatten(0, 1).tensor_split(4 * sw.dp_size()):
+            (plain(part).square().mean() / 4 / sw.dp_size()).backward()
+        for each in (optimizer, theirs):
+            if kind is Sam:
+                each.first_step()
+            each.step()
+        for each in (optimizer, theirs) if number == 1 and wrapped else ():
+            each.load_state_dict(copy.deepcopy(each.state_dict()))
+    state = model.state_dict()
+    difference = max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    alike = numbers_of(own) == pytest.approx(numbers_of(theirs), rel=1e-9)  # kernels look at alignment
+    return difference, alike, len(own.state)
+
+
+@pytest.mark.parametrize(
+    "kind", [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate, RatioOfSettings, Around]
+)
+def test_over_stages_they_are_those_of_the_whole_model(kind):
+    """Bug: each rank had norms and step sizes of its own parameters."""
+    ranks = run_ranks(train_with, 2, kind, {})
+    for difference, alike, _ in ranks:
+        assert difference < 1e-12
+        assert alike
+    # States of other ranks' parameters take no memory here.
+    of_plain = run_ranks(train_with, 1, kind, {})[0][2]
+    assert sum(num_states for _, _, num_states in ranks) == of_plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (Ratio, DP),
+        (Ratio, SHARDED),
+        (Total, DP),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_optimizers_that_see_all_they_need(kind, config):
+    """Replicas and ranks that share rows see all parameters; others need one at a time."""
+    for difference, alike, _ in run_ranks(train_with, 2, kind, config, Stack):
+        assert difference < 1e-10
+        assert alike
+
+
+@pytest.mark.parametrize("kind", [Ratio, Distance])
+def test_over_stages_and_replicas(kind):
+    for difference, _, _ in run_ranks(train_with, 4, kind, BOTH):
+        assert difference < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "net", "options", "text"),
+    [
+        (Clips, Net, {"wrapped": False}, "Clips updates each parameter by what it knows of all.* Wrap it"),
+        (Flat, Net, {}, r"Flat brings together values of zero \(rank 1\) and of blocks.* in aten.cat"),
+        (Selects, Net, {}, "Selects computes in aten.index.Tensor what has another shape"),
+        (Ratio, Looks, {}, "the gradient of table.weight is sparse, and Ratio updates each"),
+        (Ratio, Net, {"other_order": True}, "ranks give Ratio the parameters of the model in other orders"),
+    ],
+)
+def test_what_cannot_be_done_over_stages(kind, net, options, text):
+    with pytest.raises(RanksFailedError, match=text):
+        run_ranks(train_with, 2, kind, {}, net, **options)
+
+
+def test_stages_whose_parameters_replicas_share_are_refused():
+    with pytest.raises(
+        RanksFailedError, match=r"Ratio updates each parameter .* have ranks share parameters"
+    ):
+        run_ranks(train_with, 4, Ratio, {"pipeline_parallel_degree": 2, **SHARDED}, Stack)
+
+
+def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
+    """With an optimizer that is not wrapped; returns the largest difference from a plain loop."""
+    sw, plain, model = start(Stack, config)
+    train = trainer(sw)
+    train(model, batches(0, 1)[0])
+    mine = kind(list(model.local_parameters()))
+    theirs = kind(plain.parameters())
+
+    def compute(optimizer: Any, number: int) -> float:
+        optimizer.zero_grad()
+        if optimizer is mine:
+            return float(train(model, batches(number, 1)[0]).reduce_mean())
+        losses = [plain(part).square().mean() for part in batches(number, 1)[0].tensor_split(4)]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss.item()
+
+    for number, optimizer in itertools.product(range(2), (mine, theirs)):
+        compute(optimizer, number)
+        if way == "closure":
+            optimizer.step(lambda optimizer=optimizer, number=number: compute(optimizer, number))
+        else:
+            optimizer.first_step()
+            compute(optimizer, number)
+            optimizer.second_step()
+    state = model.state_dict()
+    return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+
+
+WAYS = [(SamWithClosure, "closure"), (SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_an_optimizer_that_is_not_wrapped_and_needs_all_parameters(kind, way):
+    """It could not be tried, or nobody heard of its methods."""
+    with pytest.raises(
+        RanksFailedError, match=rf"{kind.__name__} updates each parameter by what it knows of all.* Wrap it"
+    ):
+        run_ranks(stepping, 2, kind, way, {})
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_it_is_exact_over_replicas(kind, way):
+    for difference in run_ranks(stepping, 2, kind, way, DP):
+        assert difference < 1e-10
+
+
+class NeedsGraph(torch.optim.SGD):
+    """Wants second derivatives, as Sophia does: it cannot be tried."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise RuntimeError("gradients have no graph")
+
+
+def untried() -> list[str]:
+    from shardwright.torch.optimizer.distributed_optimizer import coupling
+
+    sw, _, model = start(Stack, {})
+    told: list[str] = []
+    coupling.log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    trainer(sw)(model, batches(0, 1)[0])
+    optimizer = sw.DistributedOptimizer(NeedsGraph(model.parameters()))
+    with pytest.raises(RuntimeError, match="no graph"):
+        optimizer.step()
+    return told
+
+
+def test_what_cannot_be_tried_is_said():
+    first, other = run_ranks(untried, 2)
+    assert "NeedsGraph could not be tried on small parameters (RuntimeError: gradients have no" in first[0]
+    assert "is run over the parameters of all stages" in first[0]
+    assert not other

@@ -1,0 +1,170 @@
+"""Numbers that ranks update with: replicas had other learning rates."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from stacks import Stack, batches, start, trainer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+DP = {"data_parallel_degree": 2}
+
+
+def of_all_replicas(own: float, remedy: str) -> float:
+    """What comes of a loss by the code that the error shows."""
+    import shardwright.torch as sw
+
+    loss = torch.tensor(own)
+    exec(remedy, {"torch": torch, "sw": sw, "loss": loss})
+    return float(loss)
+
+
+def with_schedule(what: str, config: dict[str, Any], *, remedy: str | None = None) -> float:
+    sw, _, model = start(Stack, config)
+    rate = torch.tensor(0.5) if what == "tensor" else 0.5
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, foreach=False))
+    if what == "loss":
+        schedule: Any = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    else:
+        schedule = LambdaLR(optimizer, lambda step: 0.9**step)
+    train = trainer(sw)
+    x = batches(0, 2)[sw.dp_rank()]
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = train(model, x).reduce_mean().item()
+        optimizer.step()
+        own = 1.0 if sw.dp_rank() == 0 else loss - number  # it stays, and it falls
+        if what == "loss":
+            schedule.step(own if remedy is None else of_all_replicas(own, remedy))
+        elif what == "momentum" and number == 1 and sw.rank() == 1:
+            optimizer.param_groups[0]["momentum"] = 0.1
+        elif what == "tensor" and number == 1 and sw.dp_rank() == 1:
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+        if what == "schedule":
+            schedule.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_the_remedy_for_a_schedule_that_follows_a_loss():
+    """It named the ranks of the replicas (`get_dp_group`), of which PyTorch knows nothing."""
+    told = str(run_ranks_outcomes(with_schedule, 2, "loss", DP)[0].exception)
+    (remedy,) = re.findall(r"torch\.distributed\.all_reduce.*?dp_size\(\)", told)
+    assert len(set(run_ranks(with_schedule, 2, "loss", DP, remedy=remedy))) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "config", "text"),
+    [
+        (
+            "loss",
+            DP,
+            r"in step 3, lr of parameter group 0 of SGD is 0\.25 on rank 0 and 0\.5 on rank 1\. They are",
+        ),
+        ("tensor", DP, r"in step 3, lr of parameter group 0 of SGD is 0\.5 on rank 0 and 0\.25 on rank 1\."),
+        (
+            "momentum",
+            {},
+            r"in step 3, momentum of .* is 0 on rank 0 and 0\.1 on rank 1\. They have parts of one model",
+        ),
+    ],
+)
+def test_ranks_that_update_with_other_numbers(what, config, text):
+    """Their weights drifted apart, and `state_dict` gave those of the first."""
+    outcomes = run_ranks_outcomes(with_schedule, 2, what, config, timeout_s=60)
+    assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * 2
+    assert re.search(text, str(outcomes[0].exception))
+
+
+def updates_on_one_rank(wrapped: bool, config: dict[str, Any]) -> None:
+    """As where each replica leaves out an update by its own loss."""
+    sw, _, model = start(Stack, config)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        optimizer = sw.DistributedOptimizer(optimizer)
+    train = trainer(sw)
+    for number in range(3):
+        optimizer.zero_grad()
+        train(model, batches(number, 1)[0])
+        if number != 1 or sw.rank() == 0:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("wrapped", "config"), [(True, DP), (False, DP), (True, {})])
+def test_ranks_that_make_another_number_of_updates(wrapped, config):
+    """Their weights drifted apart."""
+    outcomes = run_ranks_outcomes(updates_on_one_rank, 2, wrapped, config, timeout_s=60)
+    assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * 2
+    expected = "in step 3, the number of updates that SGD has made is 2 on rank 0 and 1 on rank 1. They train"
+    assert expected in str(outcomes[0].exception)
+
+
+def test_a_schedule_that_is_the_same_everywhere():
+    assert len(set(run_ranks(with_schedule, 2, "schedule", {}))) == 1
+
+
+class Counts(torch.optim.SGD):
+    """Counts the updates of each group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+def numbers_of_stages() -> None:
+    """Stages have other learning rates from the start, and one has no parameter in the second group."""
+    sw, _, model = start(Stack, {})
+    module = model.module
+
+    groups: list[dict[str, Any]] = [
+        {"params": list(module.blocks.parameters()), "lr": 0.1 * (1 + sw.pp_rank()), "count": 0},
+        {"params": list(module.head.parameters()), "lr": 0.1, "count": 0},
+    ]
+    optimizer = sw.DistributedOptimizer(Counts(groups))
+    train = trainer(sw)
+    for number in range(3):
+        optimizer.zero_grad()
+        train(model, batches(number, 1)[0])
+        optimizer.step()
+
+
+def test_numbers_that_may_differ_between_stages():
+    run_ranks(numbers_of_stages, 2)
+
+
+def saved_apart(folder: str) -> None:
+    sw, _, model = start(Stack, DP)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpoints = sw.Checkpoints(folder)
+    trainer(sw)(model, batches(0, 1)[0])
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + sw.rank())
+    checkpoints.save(1)
+
+
+def test_nothing_is_saved_of_replicas_that_drift(tmp_path):
+    with pytest.raises(RanksFailedError, match=r"in step 1, lr of .* is 0\.1 on rank 0 and 0\.2 on rank 1"):
+        run_ranks(saved_apart, 2, str(tmp_path))
+
+
+class FindsRate(torch.optim.SGD):
+    """Has no learning rate until its first step, as Adafactor of transformers."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, lr=0.0)
+        self.param_groups[0]["lr"] = None
+
+
+def without_a_rate() -> float:
+    sw, _, model = start(Stack, {})
+    sw.DistributedOptimizer(FindsRate(model.parameters()))
+    return trainer(sw)(model, batches(0, 1)[0]).reduce_mean().item()
+
+
+def test_a_group_without_a_learning_rate():
+    """Bug: the report of a step died of it."""
+    assert run_ranks(without_a_rate, 1)[0] > 0

@@ -1,0 +1,461 @@
+"""What a script does with parameters and buffers that its rank has given up."""
+
+import copy
+import io
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from stacks import Stack, batches, start
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.testing import run_ranks
+
+
+class Normed(Stack):
+    """Has buffers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(5) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = norm(block(x))
+        return self.head(x)
+
+
+def train_both(
+    optimizers: Sequence[torch.optim.Optimizer], train: Callable[[Tensor], Any], plain: nn.Module, x: Tensor
+) -> None:
+    """One step of the wrapped model and one of the plain one."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    train(x)
+    sum(plain(part).square().mean() / 4 for part in x.tensor_split(4)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def trained(prepare: Callable[[nn.Module], Any], num_steps: int = 1) -> tuple[Any, Any, Any]:
+    """The library, a model that is spread over stages, and what `prepare` made of it before it was."""
+    sw, _, model = start(Normed, {})
+    prepared = prepare(model.module)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(num_steps):
+        train(model, batches(number, 1)[0])
+    return sw, model, prepared
+
+
+def remote(model: Any) -> dict[str, nn.Parameter]:
+    """Parameters that this rank has given up."""
+    own = dict(model.local_named_parameters())
+    return {name: p for name, p in model.module.named_parameters() if name not in own}
+
+
+# ---- what would go wrong without a word
+
+
+def update_averages(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.mul_(0.9).add_(theirs, alpha=0.1)
+
+
+def update_averages_through_data(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(theirs.data, alpha=0.1)
+
+
+def update_averages_together(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_mul_(list(average.parameters()), 0.9)
+    torch._foreach_add_(list(average.parameters()), list(model.parameters()), alpha=0.1)
+
+
+def update_averages_out_of_place(average: nn.Module, model: nn.Module) -> None:
+    averages = [0.9 * p for p in average.parameters()]
+    assert [a + 0.1 * p for a, p in zip(averages, model.parameters(), strict=True)]
+
+
+def update_averages_of_buffers(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
+        mine.add_(theirs)
+
+
+def copy_parameters(average: nn.Module, model: nn.Module) -> None:
+    for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+        mine.copy_(theirs)
+
+
+def sum_of_squares(average: nn.Module, model: nn.Module) -> None:
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        total += parameter.square().sum()
+
+
+def read_numbers(average: nn.Module, model: nn.Module) -> None:
+    assert [p.norm().item() for p in model.parameters()]
+
+
+def read_conditions(average: nn.Module, model: nn.Module) -> None:
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def copy_to_the_host(average: nn.Module, model: nn.Module) -> None:
+    assert [p.detach().cpu().numpy() for p in model.parameters()]
+
+
+def save_parameters(average: nn.Module, model: nn.Module) -> None:
+    torch.save(dict(model.named_parameters()), io.BytesIO())
+
+
+def average_of_torch(average: nn.Module, model: nn.Module) -> None:
+    torch.optim.swa_utils.AveragedModel(average).update_parameters(model)
+
+
+USES = [
+    update_averages,
+    update_averages_through_data,
+    update_averages_together,
+    update_averages_out_of_place,
+    update_averages_of_buffers,
+    copy_parameters,
+    sum_of_squares,
+    read_numbers,
+    read_conditions,
+    copy_to_the_host,
+    save_parameters,
+    average_of_torch,
+]
+
+
+def sensitivity(average: nn.Module, model: nn.Module) -> None:
+    """Of AdaLoRA: the gradients of other ranks are None, which was an error of types."""
+    assert [(p * p.grad).abs() for p in model.parameters()]
+
+
+def sensitivity_from_the_left(average: nn.Module, model: nn.Module) -> None:
+    assert [p.grad * p.data for p in model.parameters()]
+
+
+USES_OF_GRADIENTS = [sensitivity, sensitivity_from_the_left]
+
+
+def refusals(uses: Sequence[Callable[[nn.Module, nn.Module], None]]) -> dict[str, str]:
+    """What is said to each use, on this rank."""
+    _, model, average = trained(copy.deepcopy)
+    said = {}
+    for use in uses:
+        try:
+            with torch.no_grad():
+                use(average, model.module)
+        except UsageError as error:
+            said[use.__name__] = str(error)
+    return said
+
+
+def test_values_of_other_ranks_are_not_computed_with():
+    """PyTorch takes `average.add_(parameter)` for done where the parameter has no values."""
+    for rank, said in enumerate(run_ranks(refusals, 2, USES)):
+        assert list(said) == [use.__name__ for use in USES]
+        for text in said.values():
+            assert f"which are on rank {1 - rank} and not here" in text
+            assert "model.local_named_parameters()" in text
+            assert "model.state_dict()" in text
+            assert "test_parameters_of_other_ranks.py:" in text or "swa_utils" in text
+    assert "of blocks.0.up.weight," in said["update_averages"]
+    assert "of norms.0.running_mean," in said["update_averages_of_buffers"]
+
+
+def test_gradients_of_other_ranks_are_not_computed_with():
+    for rank, said in enumerate(run_ranks(refusals, 2, USES_OF_GRADIENTS)):
+        assert list(said) == [use.__name__ for use in USES_OF_GRADIENTS]
+        for text in said.values():
+            assert re.search(r"test_parameters_of_other_ranks\.py:\d+: \S+ is multiplied with None", text)
+            assert f"its gradient: both are on rank {1 - rank} and not here" in text
+            assert "Take model.local_named_parameters()" in text
+
+
+# ---- what goes on as it was
+
+
+def kept_uses() -> dict[str, bool]:
+    """Whether each use does what it should."""
+    sw, model, _ = trained(lambda module: None)
+    parameters, others = dict(model.module.named_parameters()), remote(model)
+    name, other = next(iter(others.items()))
+    found = {"some are remote": 0 < len(others) < len(parameters)}
+    whole = model.state_dict()
+    found["shape"] = other.shape == whole[name].shape and other.numel() == whole[name].numel()
+    found["type"] = isinstance(other, nn.Parameter) and other.dtype == torch.float64
+    found["leaf"] = other.is_leaf and other.requires_grad and other.grad is None
+    found["text"] = name in repr(other) and "rank" in f"{other}"
+
+    copied = copy.deepcopy(model.module)
+    found["copy"] = [n for n, _ in copied.named_parameters()] == list(parameters)
+    found["copied parameters"] = all(isinstance(p, nn.Parameter) for p in copied.parameters())
+    found["copied values"] = all(
+        torch.equal(dict(copied.named_parameters())[n], p) for n, p in model.local_named_parameters()
+    )
+
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        optimizer = make(model.parameters(), lr=0.0)
+        optimizer.step()
+        wrapped = sw.DistributedOptimizer(make(model.parameters(), lr=0.0))
+        wrapped.step()
+        mine = [p for group in wrapped.param_groups for p in group["params"]]
+        found[f"{make.__name__} keeps its own"] = len(mine) == len(parameters) - len(others)
+        wrapped.zero_grad()
+    model.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+    found["clip"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == 0
+
+    with torch.no_grad():  # a change of every parameter by its holder
+        for parameter in model.parameters():
+            parameter.mul_(0.5).clamp_(-1.0, 1.0)
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+        for key, parameter in parameters.items():
+            parameter.add_(whole[key], alpha=0.75)
+    found["changed"] = all(torch.allclose(v, whole[n]) for n, v in model.state_dict().items())
+    model.load_state_dict({key: value.clone() for key, value in whole.items()})
+    found["zeros"] = all(torch.zeros_like(p).shape == p.shape for p in model.parameters())
+    model.module.float()
+    found["converted"] = other.dtype == torch.float32 and model.state_dict()[name].dtype == torch.float32
+    return found
+
+
+def test_what_needs_no_values_is_as_it_was():
+    for found in run_ranks(kept_uses, 2):
+        assert all(found.values()), [name for name, right in found.items() if not right]
+
+
+# ---- what the script took hold of before the first step
+
+
+def old_lists() -> dict[str, bool]:
+    """Whether what was made before the first step can be used after it."""
+    found = {}
+    sw, plain, model = start(Stack, {})
+    parameters = list(model.parameters())
+    for p in parameters:
+        p.decays = p.dim() > 1  # type: ignore[attr-defined]
+    graph = sum(p.square().sum() for p in parameters)
+    makes = (lambda p: p.data, lambda p: p.detach()[:1], lambda p: p.view(-1))
+    views = [[make(p) for p in parameters] for make in makes]
+    memory = [weakref.ref(p.untyped_storage()) for p in parameters]
+    backbone = list(model.module.blocks.parameters())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, weight_decay=0.1) for m in (plain, model)]
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    def both(number: int) -> None:
+        train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
+
+    for number in range(4):
+        for p in (*plain.blocks.parameters(), *backbone):
+            p.requires_grad_(number % 2 == 1)
+        both(number)
+        for p in (*plain.parameters(), *parameters):
+            with torch.no_grad():
+                p.mul_(0.9)
+    own = {id(p) for p in model.local_parameters()}
+    found["one list"] = all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    found["attributes"] = all(p.decays == (p.dim() > 1) for p in parameters)  # type: ignore[attr-defined]
+    del graph
+    kept = [reference() is not None for reference in memory]
+    found["memory"] = kept == [id(p) in own for p in parameters]
+    found["training"] = all(torch.allclose(v, plain.state_dict()[n]) for n, v in model.state_dict().items())
+    for kind, old in enumerate([parameters, *views]):
+        refused = 0
+        for tensor in old:
+            try:
+                torch.zeros(1).double() + tensor.sum()
+            except UsageError as error:
+                refused += "not here" in str(error)
+        found[f"views {kind}"] = refused == len(parameters) - len(own)
+    return found
+
+
+def test_what_was_made_before_the_first_step_is_what_the_model_has_after_it():
+    """The memory of what other ranks keep was taken from under old lists: reading it killed the process."""
+    for found in run_ranks(old_lists, 2):
+        assert all(found.values()), [name for name, right in found.items() if not right]
+
+
+# ---- what to do instead
+
+
+def averages_of_each_rank() -> list[str]:
+    """What differs from an average of the plain model, by the code of docs/script.md."""
+    sw, plain, model = start(Stack, {})
+    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.05)]
+    optimizers.append(sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)))
+    averages: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    @torch.no_grad()
+    def average(decay: float) -> None:
+        for name, p in model.local_named_parameters():
+            averages.setdefault(name, p.clone()).lerp_(p, 1 - decay)
+        for name, p in plain.named_parameters():
+            expected.setdefault(name, p.clone()).lerp_(p, 1 - decay)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for name, p in model.local_named_parameters():
+            own = p.clone()
+            p.copy_(averages[name])
+            averages[name] = own
+
+    found = []
+    for number in range(4):
+        train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
+        average(0.5)
+        exchange()
+        averaged = model.state_dict()
+        exchange()
+        trained = model.state_dict()
+        found += [f"average of {n}" for n, v in expected.items() if not torch.allclose(averaged[n], v)]
+        found += [n for n, v in plain.state_dict().items() if not torch.allclose(trained[n], v)]
+    return found
+
+
+def test_each_rank_averages_what_it_holds():
+    assert run_ranks(averages_of_each_rank, 2) == [[], []]
+
+
+class Byol(nn.Module):
+    """A student and a teacher that follows it; each has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(3)))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.predictor = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.teacher(x.flip(0))
+        return (self.predictor(self.student(x)) - target).square().mean()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for student, teacher in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            teacher.mul_(0.9).add_(student, alpha=0.1)
+
+
+@torch.no_grad()
+def follows_pair_by_pair(model: Any) -> None:
+    net = model.module
+    for student, teacher in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
+        with model.gathered(student, teacher):
+            teacher.lerp_(student, 0.1)
+
+
+def follows_as_a_whole(model: Any) -> None:
+    with model.gathered(model.module.student, model.module.teacher):
+        model.module.follow()
+
+
+def follows_all(model: Any) -> None:
+    with model.gathered():
+        assert not any(tensor.is_meta for tensor in model.module.state_dict(keep_vars=True).values())
+        model.module.follow()
+
+
+BY_HAND = {"pipeline": "1f1b", "auto_partition": False, "default_partition": 1}
+
+
+def differences_of_a_teacher(follow: Any, settings: dict[str, Any]) -> tuple[float, str, int]:
+    import shardwright.torch as sw
+
+    torch.manual_seed(0)
+    plain = Byol().double()
+    module = copy.deepcopy(plain)
+    sw.init({"microbatches": 2, "profile": "estimated", "run_dir": "off", **settings})
+    if not settings.get("auto_partition", True):
+        sw.set_partition(module.teacher, 0)
+        sw.set_partition(module.student, 1)
+        sw.set_partition(module.predictor, 1)
+    model = sw.DistributedModel(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    optimizers[0] = sw.DistributedOptimizer(optimizers[0])
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        model.backward(loss)
+        return loss
+
+    refused = ""
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        train(model, x)
+        for part in x.tensor_split(2):
+            (plain(part) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        plain.follow()
+        follow(model)
+    state = model.state_dict()
+    worst = max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
+    try:
+        module.follow()
+    except UsageError as error:
+        refused = str(error)
+    return worst, refused, len(remote(model))
+
+
+def test_a_teacher_follows_wherever_its_layers_are() -> None:
+    """There was no way, where a rank held the teacher's layer and another one the student's."""
+
+    def run() -> list[Any]:
+        import shardwright.torch as sw
+
+        found = []
+        for follow in (follows_pair_by_pair, follows_as_a_whole, follows_all):
+            for settings in ({"pipeline": "1f1b"}, {"pipeline": "interleaved_1f1b"}, BY_HAND):
+                found.append((settings is BY_HAND, *differences_of_a_teacher(follow, settings)))
+                sw.shutdown()
+        return found
+
+    teachers_rank, students_rank = run_ranks(run, 2)
+    for _, worst, _, num_remote in (*teachers_rank, *students_rank):
+        assert worst < 1e-12
+        assert num_remote > 0
+    # A planner may place each layer of the teacher beside its student; by hand they are apart.
+    for apart, _, refused, _ in teachers_rank:
+        assert not apart or "with model.gathered(student, teacher):" in refused
+
+
+def test_what_is_not_of_the_model_cannot_be_gathered() -> None:
+    def run() -> str:
+        _, model, _ = trained(lambda module: None)
+        try:
+            with model.gathered(torch.zeros(3)):
+                return ""
+        except UsageError as error:
+            return str(error)
+
+    assert all("a tensor of shape (3,) that is no parameter" in text for text in run_ranks(run, 2))

@@ -1,0 +1,434 @@
+"""States that are saved, replicas that must agree, runs that follow one another: each once went wrong."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stacks import QUIET, Stack, apart, batches, start, trainer
+from torch import Tensor, nn
+from transparency import EVALUATION, Case, Iteration, Recipe, differences
+from zoo import classify, features
+from zoo_modules import WIDTH
+from zoo_modules import Stack as Blocks
+
+from choices import in_sweep, some_combinations
+from shardwright.testing import RanksFailedError, run_ranks
+
+# ---- states ----------------------------------------------------------------------------------------------
+
+
+def wrap_again() -> None:
+    sw, _, model = start(Stack, {})
+    trainer(sw)(model, batches(0, 1)[0])
+    sw.shutdown()
+    sw.init({**QUIET, "pipeline_parallel_degree": 1})
+    sw.DistributedModel(model.module)
+
+
+def test_a_model_that_an_earlier_run_has_spread():
+    """What the other rank had trained got new first values."""
+    with pytest.raises(
+        RanksFailedError, match=r"an earlier run has spread this model over ranks, and \d+ of"
+    ):
+        run_ranks(wrap_again, 2)
+
+
+class Counts(nn.Module):
+    """Has a state that is no tensor, and a buffer that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.num_calls = 0
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            self.num_calls += 1
+            self.last = x.detach().mean((0, 1))
+        return torch.tanh(self.linear(x))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.num_calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.num_calls = state["calls"]
+
+
+def state_of_counts() -> tuple[list[str], list[Any], bool, bool]:
+    sw, plain, model = start(lambda: nn.Sequential(*(Counts() for _ in range(8))), {})
+    (x,) = batches(0, 1)
+    trainer(sw)(model, x)
+    for part in x.tensor_split(4):
+        plain(part)
+    state, expected = model.state_dict(), plain.state_dict()
+    calls = [state[f"{number}._extra_state"] for number in range(8)]
+    buffers = all(torch.allclose(state[f"{n}.last"], expected[f"{n}.last"]) for n in range(8))
+    return list(state), calls, buffers, state._metadata == expected._metadata
+
+
+def test_a_state_has_what_modules_of_other_ranks_keep_beside_parameters():
+    """It had that of modules which had never run."""
+    for names, calls, buffers, metadata in run_ranks(state_of_counts, 2):
+        assert set(names) >= {f"{n}.{key}" for n in range(8) for key in ("last", "_extra_state")}
+        assert [entry["calls"] >= 4 for entry in calls] == [True] * 8
+        assert buffers
+        assert metadata
+
+
+def states_of_two_moments() -> list[bool]:
+    sw, _, model = start(Stack, {})
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    train = trainer(sw)
+    train(model, batches(0, 1)[0])
+    before = model.state_dict()
+    copied = copy.deepcopy(before)
+    outer = nn.Module()
+    outer.model = model
+    nested = outer.state_dict()
+    optimizer.step()
+    after = model.state_dict()
+    return [
+        all(torch.equal(before[name], copied[name]) for name in copied),
+        not any(torch.equal(before[name], after[name]) for name in after),
+        list(nested) == [f"model.{name}" for name in before],
+        all(torch.equal(nested[f"model.{name}"], copied[name]) for name in copied),
+        list(model.state_dict(prefix="net.")) == [f"net.{name}" for name in before],
+    ]
+
+
+def test_a_state_is_of_one_moment_and_complete_under_every_prefix():
+    """The rank that saved it had its own stage of now, and the others' of then; or tensors without data."""
+    assert run_ranks(states_of_two_moments, 2) == [[True] * 5] * 2
+
+
+class MakesABuffer(nn.Linear):
+    """Registers a buffer in its first forward, and fills one that it has declared."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", None)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.mean is None:
+            self.mean = torch.zeros_like(self.scale)
+            self.register_buffer("seen", torch.zeros_like(self.scale))
+        self.seen += y.detach().mean((0, 1))
+        return y * self.scale - self.mean - 0.1 * self.seen
+
+
+def test_a_state_has_the_order_of_a_plain_one():
+    """What modules of other ranks had made in their forward came last."""
+
+    def build() -> nn.Module:
+        model = Blocks(4)
+        model.blocks = nn.ModuleList(MakesABuffer() for _ in range(4))
+        return model
+
+    case = Case(config={"microbatches": 2, "profile": "estimated"}, iterations=[Iteration()])
+    recipe = Recipe(build=build, batch=features, loss=classify)
+    assert run_ranks(differences, 2, recipe, case) == [[], []]
+
+
+# ---- scalers ---------------------------------------------------------------------------------------------
+
+
+def load_state_of_optimizer(of_first: bool) -> list[str]:
+    """Goes back to what a plain and a wrapped model were after the first step; names of what then differs."""
+    sw, plain, model = start(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), {})
+    train, (x,) = trainer(sw), batches(0, 1)
+    pairs: list[tuple[Any, Any]] = [(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))]
+    own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    pairs.append((model, sw.DistributedOptimizer(own)))
+
+    def update() -> None:
+        for owner, optimizer in pairs:
+            optimizer.zero_grad()
+            if owner is model:
+                train(model, x)
+            else:
+                for part in x.tensor_split(4):
+                    (plain(part).square().mean() / 4).backward()
+            optimizer.step()
+
+    update()
+    saved = [copy.deepcopy([owner.state_dict(), optimizer.state_dict()]) for owner, optimizer in pairs]
+    if of_first:
+        dist.broadcast_object_list(saved, src=0)  # as from a file of rank 0
+    update()
+    for (owner, optimizer), (state, state_of_optimizer) in zip(pairs, saved, strict=True):
+        owner.load_state_dict(state)
+        optimizer.load_state_dict(state_of_optimizer)
+    update()
+    found = model.state_dict()
+    return [name for name, value in plain.state_dict().items() if not torch.allclose(found[name], value)]
+
+
+def test_each_rank_goes_back_to_the_state_of_its_optimizer():
+    assert run_ranks(load_state_of_optimizer, 2, of_first=False) == [[], []]
+
+
+def test_the_state_of_the_optimizer_of_another_rank():
+    """Its moments were taken for those of other parameters, where ranks have equally many."""
+    with pytest.raises(RanksFailedError, match=r"other parameters \(0\.weight to 3\.bias\) than it has here"):
+        run_ranks(load_state_of_optimizer, 2, of_first=True)
+
+
+class CappedScaler(torch.amp.GradScaler):
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        self._scale.clamp_(max=512.0)
+
+
+def overflow_on_one_rank(second: type[torch.amp.GradScaler]) -> list[tuple[float, bool]]:
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, "microbatches": 2})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(scaler.scale(model(x).square().mean()))
+
+    found = []
+    for kind in (torch.amp.GradScaler, second):
+        scaler = kind("cpu", init_scale=1024.0)
+        optimizer.zero_grad()
+        train(model, torch.ones(4, 8))
+        if sw.rank() == 1:
+            next(model.local_parameters()).grad.fill_(float("inf"))
+        before = [p.detach().clone() for p in model.local_parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        after = model.local_parameters()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        found.append((scaler.get_scale(), moved))
+    return found
+
+
+@pytest.mark.parametrize("second", [torch.amp.GradScaler, CappedScaler])
+def test_a_second_scaler_agrees_as_the_first(second):
+    """Only the one that was traced did; a class of the script's own lost its methods."""
+    assert run_ranks(overflow_on_one_rank, 2, second) == [[(512.0, False)] * 2] * 2
+
+
+# ---- replicas --------------------------------------------------------------------------------------------
+
+
+class Codebook(Blocks):
+    """Reads what it has learned from data, between blocks and inside one."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("centre", torch.zeros(WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm((x - self.centre).transpose(1, 2)).transpose(1, 2)
+        if self.training:
+            self.centre.mul_(0.5).add_(x.detach().mean((0, 1)), alpha=0.5)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), in_sweep(4, 2)])
+def test_replicas_go_on_with_the_buffers_of_the_first(num_ranks, stages):
+    """Each had its own, which drifted apart while the parameters that read them were averaged."""
+    config = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": stages}
+    recipe = Recipe(build=Codebook, batch=features, loss=classify)
+    case = Case(config=config, iterations=[Iteration(), Iteration(), EVALUATION, Iteration()])
+    assert run_ranks(differences, num_ranks, recipe, case) == [[]] * num_ranks
+
+
+class Centred(Stack):
+    """Its outputs are taken from a centre, which the script moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.centre
+
+
+def move_the_centre(config: dict[str, Any], one_replica_moves: bool) -> list[str]:
+    sw, plain, model = start(Centred, config)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Any:
+        y = model(x)
+        model.backward(y.square().mean())
+        return y.detach()
+
+    found = []
+    for number in range(3):
+        xs = batches(number, sw.dp_size())
+        plain.zero_grad()
+        model.zero_grad()
+        outputs = train(model, xs[sw.dp_rank()]).concat()
+        expected = plain(xs.flatten(0, 1))
+        expected.square().mean().backward()
+        found += [f"step {number}: gradient of {name}" for name in apart(plain, model)]
+        if sw.dp_rank() == 0 or not one_replica_moves:
+            model.module.centre.lerp_(outputs.mean((0, 1)), 0.5)
+        plain.centre.lerp_(expected[:8].detach().mean((0, 1)), 0.5)  # of the first replica
+    return found
+
+
+@pytest.mark.parametrize(("stages", "one_replica_moves"), some_combinations([1, 2], [True, False]))
+def test_what_the_script_puts_into_a_buffer_is_that_of_the_first_replica(stages, one_replica_moves):
+    """Each replica went on with its own for one step."""
+    config = {"pipeline_parallel_degree": stages}
+    for found in run_ranks(move_the_centre, 2 * stages, config, one_replica_moves):
+        assert found == []
+
+
+def train_with_another_head(when: str, stages: int) -> list[str]:
+    config = {"pipeline_parallel_degree": stages}
+    sw, plain, model = start(Stack, config)
+    train = trainer(sw)
+    for number in range(2):
+        if (number, when) in ((0, "before"), (1, "after")):
+            torch.manual_seed(sw.rank())
+            model.module.head = nn.Linear(8, 3).double()
+            torch.manual_seed(0)
+            plain.head = nn.Linear(8, 3).double()
+        for module in (plain, model):
+            module.zero_grad()
+        xs = batches(number, sw.dp_size())
+        train(model, xs[sw.dp_rank()])
+        for batch in xs:
+            for part in batch.tensor_split(4):
+                (plain(part).square().mean() / 4 / len(xs)).backward()
+        if found := apart(plain, model):
+            return [f"step {number}", *found]
+    return []
+
+
+def test_a_head_that_comes_after_the_wrapping_is_averaged_over_replicas():
+    """Each replica trained a head of its own."""
+    for when in ("before", "after"):
+        assert run_ranks(train_with_another_head, 2, when, 1) == [[], []]
+    message = "parameters were added to the model, or replaced, after it was spread over stages and replicas"
+    with pytest.raises(RanksFailedError, match=message):
+        run_ranks(train_with_another_head, 4, "after", 2)
+
+
+# ---- a script that goes on with what another has saved ---------------------------------------------------
+
+
+def train_and_save(saved: list[Any], device: str) -> list[Any]:
+    """Two steps from what was saved, or four from the beginning; what is there after two and in the end."""
+    import shardwright.torch as sw
+
+    sw.init(QUIET)
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    model = sw.DistributedModel(whole.to(device) if saved else whole)
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train, found = trainer(sw), []
+    if saved:
+        for owner, state in zip((model, optimizer, schedule), saved[sw.rank()], strict=True):
+            owner.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2
+        optimizer.param_groups[0]["weight_decay"] = 0.25  # set by a script that goes on otherwise
+    for number in range(2 if saved else 0, 4):
+        if not saved and number == 2:
+            optimizer.param_groups[0]["weight_decay"] = 0.25
+        optimizer.zero_grad()
+        train(model, batches(number, 1, torch.float32)[0])
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["weight_decay"] == (0.25 if number > 1 else 0.01)
+        found.append(copy.deepcopy([owner.state_dict() for owner in (model, optimizer, schedule)]))
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_states_are_loaded_before_the_first_step(device):
+    """On the meta device the moments were lost; elsewhere a rank's own did not fit the whole model's."""
+    whole = run_ranks(train_and_save, 2, [], "cpu")
+    again = run_ranks(train_and_save, 2, [states[1] for states in whole], device)
+    for expected, found in zip(whole, again, strict=True):
+        names = [states[-1][1].pop("parameter_names") for states in (expected, found)]
+        assert names[0] == names[1]
+        torch.testing.assert_close(found[-1], expected[-1], rtol=0, atol=0)
+
+
+# ---- optimizers in the backward, complex numbers ---------------------------------------------------------
+
+
+def step_in_the_backward(config: dict[str, Any]) -> None:
+    sw, _, model = start(Stack, config)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    trainer(sw)(model, batches(0, 1)[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_optimizer_that_steps_in_the_backward(num_ranks):
+    """With one stage it stepped once for each microbatch."""
+    with pytest.raises(RanksFailedError, match=r"optimizer\.step\(\) is called inside a step function"):
+        run_ranks(step_in_the_backward, num_ranks, {})
+
+
+class ComplexBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(torch.complex(x, 0.1 * x)).real
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return self  # `model.double()` would make real numbers of complex ones
+
+
+def train_complex_layers(config: dict[str, Any]) -> list[str]:
+    sw, plain, model = start(lambda: nn.Sequential(*(ComplexBlock() for _ in range(8))), config)
+    (x,) = batches(0, 1)
+    trainer(sw)(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    return apart(plain, model)
+
+
+@pytest.mark.parametrize("pipeline", ["zb_h1", "zb_v"])
+def test_complex_layers_under_zero_bubble(pipeline):
+    """Their gradients were not conjugated."""
+    assert run_ranks(train_complex_layers, 2, {"pipeline": pipeline}) == [[], []]
+
+
+# ---- where parameters are --------------------------------------------------------------------------------
+
+
+class AsksWhereItIs(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        first = next(self.parameters())
+        offset = torch.zeros((), dtype=x.dtype, device=first.device)
+        return y + offset + float(first.is_meta) + float(not first.is_cpu)
+
+
+def train_where_it_is() -> list[str]:
+    sw, plain, model = start(AsksWhereItIs, {})
+    (x,) = batches(0, 1)
+    trainer(sw)(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    return apart(plain, model)
+
+
+def test_code_between_layers_asks_where_a_parameter_is():
+    """On the last rank the first parameter was on no device, and so was the loss."""
+    assert run_ranks(train_where_it_is, 2) == [[], []]

@@ -1,0 +1,111 @@
+"""Ranks with other numbers of batches: those with more said that a peer was lost, and not why."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from stacks import Stack, batches, start
+from torch import Tensor
+
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+DP = {"data_parallel_degree": 2, "timeout_s": 20}
+
+
+def train_unevenly(config: dict[str, Any], *, joined: bool = False, then: str = "", **options: Any) -> Any:
+    """Rank 0 has data for 3 steps, rank 1 for 5."""
+    sw, plain, model = start(Stack, config)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    steps = 0
+    with model.join(enable=joined, **options):
+        for number in range(3 + 2 * sw.rank()):
+            optimizer.zero_grad()
+            try:
+                train(model, batches(number, 2)[sw.dp_rank()])
+            except Exception:  # what leads out of the loop is none
+                if joined:
+                    raise AssertionError("join() has raised") from None
+                raise
+            optimizer.step()
+            steps += 1
+    if then == "barrier":
+        sw.barrier()
+    for number in range(3):
+        theirs.zero_grad()
+        for part in batches(number, 2)[: sw.dp_size()].flatten(0, 1).tensor_split(4 * sw.dp_size()):
+            (plain(part).square().mean() / 4 / sw.dp_size()).backward()
+        theirs.step()
+    state = model.state_dict()
+    return steps, max((state[n] - value).abs().max().item() for n, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("config", [DP, {}])
+def test_they_stop_together(config):
+    """Over a pipeline, the data of its first rank alone counts, and loops end together all the same."""
+    for steps, difference in run_ranks(train_unevenly, 2, config, joined=True):
+        assert steps == 3
+        assert difference < 1e-10
+
+
+def test_they_end_with_an_error_if_they_are_to():
+    with pytest.raises(
+        RanksFailedError, match=r"rank 0 ran out of data after step 3, and others have more\. model"
+    ):
+        run_ranks(train_unevenly, 2, DP, joined=True, throw_on_early_termination=True)
+
+
+OUT_OF_DATA = r"rank 0 ran out of data, or left the loop, after step 3, and rank 1 began step 4"
+
+
+def script_that_ends(config: dict[str, Any]) -> None:
+    train_unevenly(config)
+    import shardwright.torch as sw
+
+    sw.shutdown()
+
+
+@pytest.mark.parametrize("then", ["", "barrier"])
+def test_they_say_who_ran_out_of_data(then):
+    """One that has ended, and one that waits in another call."""
+    function = train_unevenly if then else script_that_ends
+    options = {"then": then} if then else {}
+    outcomes = run_ranks_outcomes(function, 2, DP, timeout_s=60, **options)
+    first = outcomes[0 if then else 1]
+    assert re.search(OUT_OF_DATA, str(first.exception)), first.cause
+    if then:
+        assert "Error" in str(outcomes[1].error_type)
+
+
+def accumulate() -> list[float]:
+    """Two steps under `no_sync`, and one outside."""
+    sw, plain, model = start(Stack, DP)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    with model.no_sync():
+        for number in (0, 1):
+            train(model, batches(number, 2)[sw.dp_rank()])
+    train(model, batches(2, 2)[sw.dp_rank()])
+    for number in range(3):
+        for part in batches(number, 2).flatten(0, 1).tensor_split(8):
+            (plain(part).square().mean() / 8).backward()
+    expected = dict(plain.named_parameters())
+    return [(p.grad - expected[n].grad).abs().max().item() for n, p in model.local_named_parameters()]
+
+
+def test_no_sync():
+    for differences in run_ranks(accumulate, 2):
+        assert max(differences) < 1e-10

@@ -1,0 +1,332 @@
+"""Shared parameters of which few may be gathered at once."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded import QUIET, Net, batches, loss_of, on_hosts, plain_training, sharded_training
+from torch import Tensor, nn
+
+from choices import in_sweep
+from shardwright.testing import RanksFailedError, run_ranks
+
+# The largest parameters have 1024 elements, all together some 11 000.
+FEW = 1200
+
+
+def start(settings: dict[str, Any], model: nn.Module, *, ranks_per_host: int = 1):
+    on_hosts(ranks_per_host)
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, "sharded_data_parallel_degree": 2, "sdp_max_live_parameters": FEW, **settings})
+    plain = copy.deepcopy(model.double())
+    wrapped = sw.DistributedModel(model)
+    return sw, plain, wrapped
+
+
+def arrivals_of(model: Any) -> Any:
+    return model.replicas.sharding._as_used
+
+
+def trains_the_same(model: nn.Module, loss: Any, settings: dict[str, Any], *, steps: int = 3) -> Any:
+    """Compares losses and gradients with those of the plain model; gives the wrapped one."""
+    sw, plain, wrapped = start(settings, model)
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        value = loss(model, x, y)
+        model.backward(value)
+        return value
+
+    for x, y in batches(steps):
+        wrapped.zero_grad()
+        plain.zero_grad()
+        found = train(wrapped, x, y).reduce_mean()
+        expected = loss(plain, x, y)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+        others = dict(plain.named_parameters())
+        for name, parameter in wrapped.module.named_parameters():
+            gradient = others[name].grad
+            if gradient is None:
+                assert parameter.grad is None, name
+            else:
+                full = parameter.grad.full() if hasattr(parameter.grad, "full") else parameter.grad
+                torch.testing.assert_close(full, gradient, rtol=1e-10, atol=1e-12)
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "degree", "microbatches", "ddp_dist_backend"),
+    [
+        in_sweep(1, 2, 1, "auto"),
+        (1, 4, 2, "auto"),
+        in_sweep(2, 4, 1, "auto"),
+        (2, 4, 2, "auto"),
+        (3, 4, 1, "auto"),
+        in_sweep(1, 4, 2, "gloo"),
+        (2, 2, 1, "gloo"),
+    ],
+)
+def test_few_at_once(ranks_per_host, degree, microbatches, ddp_dist_backend):
+    settings = {
+        "sharded_data_parallel_degree": degree,
+        "microbatches": microbatches,
+        "sdp_max_live_parameters": FEW,
+        "ddp_dist_backend": ddp_dist_backend,
+    }
+    expected, norms, state = plain_training(clip=1.0)
+    for losses, own_norms, own_state, _ in run_ranks(
+        sharded_training, 4, settings, ranks_per_host=ranks_per_host, clip=1.0
+    ):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        for name, value in own_state.items():
+            torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "checkpointing"),
+    [("1f1b", "none"), in_sweep("interleaved", "full"), ("zb_h1", "full"), in_sweep("zb_v", "none")],
+)
+def test_few_at_once_over_stages(pipeline, checkpointing):
+    settings = {
+        "pipeline_parallel_degree": 2,
+        "sharded_data_parallel_degree": 2,
+        "microbatches": 2,
+        "pipeline": pipeline,
+        "activation_checkpointing": checkpointing,
+        "sdp_max_live_parameters": FEW,
+        "sdp_reduce_every_microbatch": pipeline == "1f1b",
+        "placement_strategy": "spread",
+    }
+    expected, _, state = plain_training()
+    for losses, _, own_state, _ in run_ranks(sharded_training, 4, settings, ranks_per_host=1):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        for name, value in own_state.items():
+            torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
+
+
+def stays_few(ranks_per_host):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from shardwright.comm.collectives.communicator import Communicator
+
+    taken: list[tuple[StorageWeakRef, int]] = []
+    original = Communicator.share_memory
+
+    def share_memory(self: Communicator, num_bytes: int) -> Tensor:
+        memory = original(self, num_bytes)
+        taken.append((StorageWeakRef(memory.untyped_storage()), num_bytes))
+        return memory
+
+    def alive() -> int:
+        """Elements that are kept by anything, such as a graph."""
+        return sum(num_bytes for storage, num_bytes in taken if not storage.expired()) // 8
+
+    Communicator.share_memory = share_memory
+    settings = {"sharded_data_parallel_degree": 2 * ranks_per_host}
+    sw, _, model = start(settings, Net(blocks=6), ranks_per_host=ranks_per_host)
+    live = []
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        live.append(alive())
+        model.backward(loss)
+        return loss
+
+    for x, y in batches(3):
+        train(model, x, y)
+        assert alive() == 0
+        for each in model.replicas.sharding.parameters.values():
+            assert each.holder.untyped_storage().nbytes() == 0
+    window = arrivals_of(model).window
+    assert 0 < window.most <= FEW
+    assert all(0 < size <= 1.2 * FEW for size in live)  # with numbers behind the rows
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_no_more_than_allowed_are_at_hand(ranks_per_host):
+    run_ranks(stays_few, 2 * ranks_per_host, ranks_per_host)
+
+
+class Reads(nn.Module):
+    """Reads parameters in ways that no module foresees."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.embedding = nn.Embedding(37, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(width, width)) for _ in range(6))
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.unused = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, view = self.layers[0].weight, self.layers[1].weight.t()
+        h = self.embedding(x)
+        for layer, matrix in zip(self.layers, self.matrices, strict=True):
+            h = h + torch.tanh(layer(h) @ matrix)
+        h = h + h @ first + h @ view  # held since the beginning
+        h = self.lstm(h)[0]
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        h = Saves.apply(h, self.layers[2].weight)
+        h = torch.utils.checkpoint.checkpoint(lambda h: torch.tanh(self.layers[3](h)), h, use_reentrant=False)
+        return F.linear(h, self.embedding.weight)
+
+
+class Saves(torch.autograd.Function):
+    """Keeps a parameter as an attribute instead of saving it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), (x,) = gradients, ctx.saved_tensors
+        return gradient @ ctx.weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
+
+
+def penalised(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """With all parameters in one function, and some by hand."""
+    squares = sum(p.square().sum() for p in model.parameters())
+    norms = torch.stack(torch._foreach_norm(list(model.parameters()))).sum()
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()) + 1e-3 * (squares + norms)
+
+
+def reads(microbatches):
+    torch.manual_seed(0)
+    trains_the_same(Reads(), penalised, {"microbatches": microbatches})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_parameters_are_read_in_unusual_ways(microbatches):
+    run_ranks(reads, 2, microbatches)
+
+
+@pytest.mark.parametrize("most", [FEW, 10**9])
+def test_a_parameter_that_is_read_from_a_variable(most):
+    def run(most):
+        model = Net()
+        kept = model.mix.weight
+
+        def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            weight = kept if hasattr(model, "module") else model.mix.weight
+            return weight.square().sum() + loss_of(model, x, y)
+
+        trains_the_same(model, loss, {"sdp_max_live_parameters": most})
+
+    run_ranks(run, 2, most)
+
+
+def fewer_in_the_second_batch():
+    sw, plain, model = start({}, Net())
+    calls = []
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        h = model.module.embedding(x)
+        for block in model.module.blocks[: len(calls)]:
+            h = block(h)
+        loss = h.square().mean()
+        model.backward(loss)
+        return loss
+
+    for index, (x, _) in enumerate(batches(4)):
+        h = plain.embedding(x)
+        for block in plain.blocks[: index + 1]:
+            h = block(h)
+        torch.testing.assert_close(train(model, x, x).reduce_mean(), h.square().mean().detach())
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_other_parameters_in_each_batch():
+    run_ranks(fewer_in_the_second_batch, 2)
+
+
+def another_order():
+    sw, _, model = start({"timeout_s": 10}, Net())
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        h = model.module.embedding(x)
+        blocks = list(model.module.blocks)
+        for block in reversed(blocks) if sw.rank() else blocks:
+            h = block(h)
+        loss = h.square().mean()
+        model.backward(loss)
+        return loss
+
+    train(model, batches(1)[0][0])
+
+
+def test_ranks_that_use_parameters_in_another_order_are_told():
+    with pytest.raises(RanksFailedError, match="in another order than this one"):
+        run_ranks(another_order, 2, timeout_s=60)
+
+
+def changed_before_the_backward():
+    sw, _, model = start({}, Net())
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        h = model.module.embedding(x).exp()
+        loss = h.square().mean()
+        h.add_(1)
+        model.backward(loss)
+        return loss
+
+    train(model, batches(1)[0][0])
+
+
+def test_a_saved_tensor_that_is_changed_is_refused_as_ever():
+    with pytest.raises(RanksFailedError, match="modified by an inplace operation"):
+        run_ranks(changed_before_the_backward, 2, timeout_s=60)
+
+
+def larger_than_allowed():
+    wrapped = trains_the_same(Net(), loss_of, {"sdp_max_live_parameters": 100})
+    assert arrivals_of(wrapped).window.most == 16 * 64 + 64  # one with its bias
+
+
+def test_a_parameter_that_is_larger_than_allowed_comes_alone():
+    run_ranks(larger_than_allowed, 2)
+
+
+def evaluates():
+    sw, plain, model = start({}, Net())
+
+    @sw.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    for guard in (torch.no_grad, torch.inference_mode):
+        for x, _ in batches(2):
+            with guard():
+                found = evaluate(model, x).concat()
+                torch.testing.assert_close(found, plain(x))
+                torch.testing.assert_close(model(x), plain(x))
+
+    @sw.step
+    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        model.backward(loss)
+        return loss
+
+    x, y = batches(1)[0]
+    loss = train(model, x, y).reduce_mean().item()
+    assert math.isclose(loss, loss_of(plain, x, y).item(), rel_tol=1e-12)
+
+
+def test_evaluations_first():
+    run_ranks(evaluates, 2)

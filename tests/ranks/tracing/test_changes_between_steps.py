@@ -1,0 +1,302 @@
+"""What a script changes from one step to the next: the task, what is trained, attributes, types."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from stacks import TOLERANCE, WIDTH, Stack, apart, batches, start
+from torch import Tensor, nn
+
+from choices import in_sweep
+from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+
+Prepare = Callable[[nn.Module, int], None]
+
+
+class Embeds(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.embedding((x * 3).long().clamp(0, 9)))
+
+
+def frozen_apart(config: dict[str, Any]) -> None:
+    """Each replica freezes another block, of as many numbers."""
+    sw, _, model = start(Stack, config)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(2):
+        if number == 1:
+            model.module.blocks[sw.dp_rank()].requires_grad_(False)
+        train(model, batches(number, 2)[sw.dp_rank()])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {"data_parallel_degree": 2}),
+        (2, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
+        in_sweep(4, {"data_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+    ],
+)
+def test_replicas_that_freeze_other_parameters(ranks, config):
+    """They added up gradients of different ones: messages were as long on each."""
+    outcomes = run_ranks_outcomes(frozen_apart, ranks, config, timeout_s=60)
+    assert [outcome.error_type for outcome in outcomes] == ["UsageError"] * ranks
+    expected = r"in step 2, blocks\.0\.\S+ is trained on rank \d and frozen on rank 0\. They are replicas"
+    assert re.search(expected, str(outcomes[0].exception))
+
+
+def train_and_compare(
+    make: Callable[[], nn.Module],
+    config: Mapping[str, Any],
+    change: Prepare,
+    *,
+    num_steps: int = 4,
+    always: bool = True,
+    update: bool = True,
+) -> list[str]:
+    """Trains both models, and tells what differs.
+
+    Args:
+        make: makes the model.
+        config: settings.
+        change: called before each step with each model and the number of the step.
+        num_steps: how many.
+        always: each microbatch has a backward; else those with a large first entry.
+        update: the optimizer steps; else gradients pile up.
+    """
+    sw, plain, model = start(make, config)
+    pairs = [(plain, plain), (model.module, model)]
+    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.05)]
+    optimizers.append(sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if always or x[0, 0, 0] > 0.5:
+            model.backward(loss)
+        return loss
+
+    found = []
+    for number in range(num_steps):
+        for module, owner in pairs:
+            change(module, number)
+            if update:
+                for parameter in owner.parameters():
+                    parameter.grad = None
+        xs = batches(number, sw.dp_size()).to(next(plain.parameters()).dtype)
+        loss = train(model, xs[sw.dp_rank()]).reduce_mean()
+        losses = []
+        for replica, batch in enumerate(xs):
+            for part in batch.tensor_split(4):
+                plain_loss = plain(part).square().mean()
+                if replica == sw.dp_rank():
+                    losses.append(plain_loss.detach())
+                if always or part[0, 0, 0] > 0.5:
+                    (plain_loss / 4 / len(xs)).backward()
+        if (loss - torch.stack(losses).mean()).abs().item() > TOLERANCE:
+            found.append(f"step {number}: loss")
+        found += [f"step {number}: gradient of {name}" for name in apart(plain, model)]
+        norms = [
+            sw.clip_grad_norm_(model, 1e9).item(),
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(),
+            nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item(),
+        ]
+        if max(norms) - min(norms) > TOLERANCE:
+            found.append(f"step {number}: norm {norms}")
+        for optimizer in optimizers if update else ():
+            optimizer.step()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        statistics = "running" in name or "tracked" in name  # each replica has its own
+        if not (statistics and sw.dp_size() > 1) and not torch.allclose(state[name], value, atol=1e-9):
+            found.append(f"state of {name}")
+    return found
+
+
+PIPELINE: dict[str, Any] = {}
+REPLICAS = {"pipeline_parallel_degree": 1}
+BOTH = {"pipeline_parallel_degree": 2}
+MESHES = [(2, PIPELINE), (2, REPLICAS), (4, BOTH)]
+NAMES = ["2 stages", "2 replicas", "2 stages, 2 replicas"]
+
+
+def nothing_differs(num_ranks: int, *args: Any, **kwargs: Any) -> None:
+    for found in run_ranks(train_and_compare, num_ranks, *args, **kwargs):
+        assert found == []
+
+
+# ---- what is trained ----
+
+
+class TwoTasks(Stack):
+    """Two heads, of which each batch uses one; the other one is not in the plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(5), nn.Linear(WIDTH, 2))
+        self.task = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.other(x) if self.task else self.head(x)
+
+
+def alternate(model: nn.Module, number: int) -> None:
+    model.task = number % 2
+
+
+@pytest.mark.parametrize(("num_ranks", "config"), MESHES, ids=NAMES)
+def test_tasks_take_turns(num_ranks, config):
+    nothing_differs(num_ranks, TwoTasks, config, alternate)
+
+
+def freeze_and_unfreeze(model: nn.Module, number: int) -> None:
+    model.blocks[1].requires_grad_(number > 0)
+    model.blocks[2].requires_grad_(number < 2)
+
+
+@pytest.mark.parametrize(("num_ranks", "config"), MESHES, ids=NAMES)
+def test_parameters_are_frozen_and_set_free(num_ranks, config):
+    nothing_differs(num_ranks, Stack, config, freeze_and_unfreeze)
+
+
+def nothing(model: nn.Module, number: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("num_ranks", "config"), MESHES[:2], ids=NAMES[:2])
+def test_some_microbatches_have_no_backward(num_ranks, config):
+    nothing_differs(num_ranks, Stack, config, nothing, num_steps=3, always=False, update=False)
+
+
+# ---- attributes and types ----
+
+
+class ChangesTheRowThatAnAttributeNames(Stack):
+    """A view made on the first stage and changed on the last."""
+
+    row = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        changed = x * 2
+        view = changed[:, self.row]
+        for block in self.blocks[1:]:
+            x = block(x)
+        view += x.mean(1)
+        return self.head(changed + x)
+
+
+class DividesByALengthThatAnAttributeNames(Stack):
+    row = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        length = (x[:, : 1 + self.row] * 1).shape[1]
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x) / length
+
+
+class Settings:
+    """What a model may keep its options in."""
+
+    row = 0
+
+
+class UsesSomeBlocks(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Settings()
+        self.config.row = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: 2 + self.config.row]:
+            x = block(x)
+        return self.head(x)
+
+
+def set_row(model: nn.Module, number: int) -> None:
+    owner = getattr(model, "config", model)
+    owner.row = max(0, number - 1)
+
+
+@pytest.mark.parametrize(
+    "make", [ChangesTheRowThatAnAttributeNames, DividesByALengthThatAnAttributeNames, UsesSomeBlocks]
+)
+def test_the_script_sets_an_attribute_that_decides_what_is_computed(make):
+    nothing_differs(2, make, PIPELINE, set_row)
+
+
+class Scaled(nn.Linear):
+    """Returns a number that it also counts with."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.scale
+
+
+class UsesANumber(Stack):
+    counts = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Scaled(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.first(x)
+        if self.counts:
+            self.first.scale += 1.0
+        return super().forward(x) * scale
+
+
+def set_scale(model: nn.Module, number: int) -> None:
+    model.first.scale = 1.0 + number
+
+
+def test_the_script_sets_a_number_that_a_unit_returns():
+    nothing_differs(2, UsesANumber, PIPELINE, set_scale)
+
+
+def count(model: nn.Module, number: int) -> None:
+    model.counts = True
+
+
+def test_a_number_that_a_unit_returns_must_be_that_of_the_trace():
+    with pytest.raises(RanksFailedError, match=r"but 1\.0 in the trace"):
+        run_ranks(train_and_compare, 2, UsesANumber, PIPELINE, count)
+
+
+def test_weights_change_their_type_and_the_batch_does_not():
+    def job():
+        sw, _, model = start(Embeds, {})
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        dtypes = []
+        for number in range(2):
+            if number:
+                model.float()
+                model.zero_grad()
+            dtypes.append(str(train(model, batches(0, 1)[0])[0].dtype))
+        return dtypes, all(p.grad.dtype is torch.float32 for p in model.local_parameters())
+
+    for found in run_ranks(job, 2):
+        assert found == (["torch.float64", "torch.float32"], True)

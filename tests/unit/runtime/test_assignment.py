@@ -1,0 +1,100 @@
+"""Which stage runs what, and what the programs of a batch have in common: pure data, no framework."""
+
+from types import SimpleNamespace
+
+import pytest
+from graphs import GraphBuilder
+
+from shardwright.errors import TraceMismatchError
+from shardwright.model_graph import TensorSpec
+from shardwright.plan import SchedulePlan
+from shardwright.runtime.assignment import assign
+from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
+from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.runtime.crossings import Crossing, gradients_of
+from shardwright.schedule import Kind
+
+PLAN = SimpleNamespace(
+    stages=[SimpleNamespace(units=("a",)), SimpleNamespace(units=("b", "c"))], stage_ranks=(0, 1)
+)
+
+
+def graph_of(*names, parameters=()):
+    """Units called one after the other, each on what the one before gave; an operation behind them."""
+    builder = GraphBuilder()
+    for parameter in parameters:
+        builder.parameter(parameter, 40)
+    value = builder.unit(names[0], parameters=parameters if names[0] == "spare" else ())
+    for name in names[1:]:
+        value = builder.unit(name, [value], parameters=parameters if name == "spare" else ())
+    builder.op("add", [value])
+    return builder.graph()
+
+
+def test_calls_in_the_order_of_the_plan_have_its_stages():
+    found = assign(graph_of("a", "b", "c"), PLAN)
+    assert found.stage_ranks == (0, 1)
+    assert found.stage_of_call == {0: 0, 1: 1, 2: 1}
+    assert found.homes == (0, 1, 1, 1)
+
+
+def test_calls_in_another_order_make_a_stage_of_each_run_on_one_rank():
+    found = assign(graph_of("b", "a", "c"), PLAN)
+    assert found.stage_ranks == (1, 0, 1)
+    assert found.homes == (0, 1, 2, 2)
+
+
+@pytest.mark.parametrize(("holders", "rank"), [(None, 0), ((0,), 0), ((1,), 1), ((0, 1), 0)])
+def test_a_unit_without_a_stage_runs_where_its_parameters_are(holders, rank):
+    graph = graph_of("a", "spare", parameters=("w",))
+    found = assign(graph, PLAN, None if holders is None else {"w": holders})
+    assert found.stage_ranks[found.stage_of_call[1]] == rank
+
+
+def crossing(num_bytes, *, has_gradient):
+    return Crossing(0, 0, 1, TensorSpec((), "float32", num_bytes), has_gradient)
+
+
+def program(stage_ranks=(0, 1), state=(), crossings=()):
+    crossings = dict(crossings)
+    gradients = gradients_of(crossings)
+    return SimpleNamespace(
+        stage_ranks=stage_ranks, state=dict(state), crossings=crossings, gradients=gradients
+    )
+
+
+def test_edges_of_a_batch_are_those_of_its_largest_microbatch():
+    small = program(crossings={(0, 1): (crossing(4, has_gradient=False),)})
+    large = program(crossings={(0, 1): (crossing(8, has_gradient=True), crossing(2, has_gradient=False))})
+    (edge,) = merged_edges([small, large, program()])
+    assert (edge.source, edge.target, edge.num_bytes, edge.gradient_bytes) == (0, 1, 10, 8)
+    (alone,) = merged_edges([small])
+    assert not alone.has_gradient
+
+
+def test_gradients_go_back_where_there_are_some():
+    both = (crossing(8, has_gradient=True), crossing(2, has_gradient=False))
+    assert gradients_of({(0, 1): both, (0, 2): both[1:]}) == {(1, 0): both[:1]}
+
+
+def test_a_batch_has_one_order_and_one_home_for_each_buffer():
+    check_one_order([program(), program()])
+    with pytest.raises(TraceMismatchError, match="different orders, 0 -> 1 and 1 -> 0"):
+        check_one_order([program(), program(stage_ranks=(1, 0))])
+    assert homes_of_buffers([program(state={"x": 0}), program(state={"y": 1})]) == {"x": 0, "y": 1}
+    with pytest.raises(TraceMismatchError, match="change the buffer x on different ranks, 0 and 1"):
+        homes_of_buffers([program(state={"x": 0}), program(state={"x": 1})])
+
+
+def test_schedules_of_a_plan_are_made_once_for_each_kind_of_batch():
+    schedules = BatchSchedules(SchedulePlan(kind="1f1b", microbatches=2), None)
+    trained = program(crossings={(0, 1): (crossing(4, has_gradient=True),)})
+    frozen = program(crossings={(0, 1): (crossing(4, has_gradient=False),)})
+    first = schedules.of_batch([trained] * 2, trains=True)
+    assert schedules.of_batch([trained] * 2, trains=True) is first
+    assert first.has_transfers
+    one_way = schedules.of_batch([frozen] * 2, trains=True)
+    assert Kind.SEND_B in {action.kind for row in first.actions for action in row}
+    assert Kind.SEND_B not in {action.kind for row in one_way.actions for action in row}
+    assert not schedules.of_batch([frozen] * 2, trains=False).has_backward
+    assert schedules.of_batch([trained] * 3, trains=True).num_microbatches == 3

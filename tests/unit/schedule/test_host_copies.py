@@ -1,0 +1,169 @@
+"""Copies of activations to the memory of the host, and back."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.cluster import Link
+from shardwright.errors import ScheduleError
+from shardwright.runtime.action_loop import check_runnable
+from shardwright.schedule import (
+    KINDS,
+    Action,
+    Kind,
+    Schedule,
+    StageCost,
+    build_schedule,
+    format_torch_csv,
+    lower,
+    parse_torch_csv,
+    place_stages,
+    simulate,
+    validate,
+)
+
+BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def row_of(text):
+    return parse_torch_csv(text).actions[0]
+
+
+def alone(text):
+    """A schedule of one rank."""
+    return Schedule("alone", (0,), 1 + max(a.microbatch for a in row_of(text)), (row_of(text),))
+
+
+def offloaded(schedule, chosen):
+    """The schedule, with copies of these (stage, microbatch): out after F, back one action before B or I."""
+    rows = []
+    for row in schedule.actions:
+        new = []
+        for action in row:
+            key = action.stage, action.microbatch
+            if key in chosen and action.kind in BACKWARD:
+                place = len(new) - 1 if new and new[-1].is_compute else len(new)
+                offload = new.index(Action(Kind.OFFLOAD, *key))
+                new.insert(max(place, offload + 1), Action(Kind.LOAD, *key))
+            new.append(action)
+            if key in chosen and action.kind is Kind.FORWARD:
+                new.append(Action(Kind.OFFLOAD, *key))
+        rows.append(tuple(new))
+    return replace(schedule, actions=tuple(rows))
+
+
+def test_copies_run_beside_compute_and_free_memory():
+    """The picture of `host_copies`, with numbers: a copy of 8 bytes at 4 bytes a second takes two seconds."""
+    schedule = alone("0F0,0OFFLOAD0,0F1,0F2,0B2,0LOAD0,0B1,0B0")
+    costs = [StageCost(1.0, 2.0, saved_bytes=8)]
+    found = simulate(schedule, costs, host=Link(latency_s=0.0, bandwidth_Bps=4.0))
+    assert [(str(e.action), e.start_s, e.end_s) for e in found.host_copies] == [
+        ("0OFFLOAD0", 1, 3),
+        ("0LOAD0", 5, 7),
+    ]
+    assert found.step_s == simulate(schedule, costs).step_s == 9
+    # Microbatches 0, 1, 2 are there from 0, 1, 2 s; the first leaves at 3 s, before the others end.
+    assert found.peak_bytes == (24,)
+    assert found.transfers == ()
+
+
+def test_a_backward_waits_for_its_load():
+    schedule = alone("0F0,0OFFLOAD0,0F1,0LOAD0,0B0,0B1")
+    link = Link(latency_s=0.5, bandwidth_Bps=2.0)
+    found = simulate(schedule, [StageCost(1.0, 2.0, saved_bytes=8)], host=link)
+    # The offload takes from 1 s to 5.5 s, and the load from there to 10 s.
+    assert [e.start_s for e in found.events if e.action.kind is Kind.BACKWARD] == [10, 12]
+    assert found.peak_bytes == (16,)
+
+
+def test_what_is_at_the_host_takes_no_memory():
+    everything = alone("0F0,0F1,0F2,0B2,0B1,0B0")
+    two = offloaded(everything, {(0, 0), (0, 1)})
+    costs, fast = [StageCost(1.0, 2.0, saved_bytes=8)], Link(latency_s=0.0, bandwidth_Bps=8e9)
+    assert simulate(everything, costs).peak_bytes == (24,)
+    assert simulate(two, costs, host=fast).peak_bytes == (16,)
+
+
+def test_weights_are_kept_for_until_their_gradients_are_there():
+    schedule = alone("0F0,0OFFLOAD0,0F1,0LOAD0,0I0,0I1,0W0,0W1")
+    costs = [StageCost(1.0, 2.0, 1.0, saved_bytes=8, weight_bytes=4)]
+    assert simulate(schedule, costs, host=Link(latency_s=0.0, bandwidth_Bps=80.0)).peak_bytes == (16,)
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ("0OFFLOAD0,0F0,0B0", "0OFFLOAD0: nothing is kept then .* Put it after its F"),
+        ("0F0,0OFFLOAD0,0OFFLOAD0,0LOAD0,0B0", "0OFFLOAD0: nothing is kept then"),
+        ("0F0,0B0,0OFFLOAD0", "0OFFLOAD0: nothing is kept then"),
+        ("0F0,0LOAD0,0B0", "0LOAD0: nothing is offloaded then. Put it after its OFFLOAD"),
+        ("0F0,0OFFLOAD0,0LOAD0,0LOAD0,0B0", "0LOAD0: nothing is offloaded then"),
+        ("0F0,0OFFLOAD0,0B0,0LOAD0", "0B0: what it needs is in the host's memory. Put the LOAD before it"),
+        ("0F0,0OFFLOAD0", "0OFFLOAD0: nothing loads it again"),
+        ("0F0,0OFFLOAD0,0I0,0LOAD0,0W0", "0I0: what it needs is in the host's memory"),
+    ],
+)
+def test_copies_that_no_run_could_make(cells, why):
+    for judge in (validate, lambda schedule: simulate(schedule, [StageCost(1.0, 2.0, 1.0)])):
+        with pytest.raises(ScheduleError, match=f"rank 0: {why}"):
+            judge(alone(cells))
+
+
+def test_a_picture_has_a_line_for_the_host():
+    schedule = offloaded(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3), {(0, 0)})
+    assert schedule.draw().splitlines() == [
+        "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===",
+        "host 0 | .  O0 L0",
+        "rank 1 | .  F0 B0=== F1 B1=== F2 B2===",
+    ]
+
+
+def test_the_file_form_has_them():
+    schedule = offloaded(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2), {(0, 0), (1, 1)})
+    for form in (schedule, lower(schedule)):
+        text = format_torch_csv(form)
+        assert "0OFFLOAD0" in text
+        assert "1LOAD1" in text
+        assert parse_torch_csv(text, source=form.kind) == form
+
+
+def test_the_runtime_refuses_them():
+    plain = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2)
+    check_runnable(lower(plain))
+    with pytest.raises(ScheduleError, match=r"'1f1b' has 1OFFLOAD0, a copy .* is simulated, but not run"):
+        check_runnable(lower(offloaded(plain, {(1, 0)})))
+
+
+@st.composite
+def schedules(draw):
+    kind = draw(st.sampled_from(KINDS))
+    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    stage_ranks = place_stages(kind, num_ranks=ranks)
+    microbatches = microbatches * ranks if kind == "interleaved_1f1b" else microbatches
+    schedule = build_schedule(kind, stage_ranks=stage_ranks, num_microbatches=microbatches)
+    everything = [(s, k) for s in range(len(stage_ranks)) for k in range(microbatches)]
+    return schedule, draw(st.sets(st.sampled_from(everything)))
+
+
+@given(schedules(), st.booleans())
+def test_any_activations_may_be_copied_in_any_schedule(case, shares_cores):
+    schedule, chosen = case
+    copied = offloaded(schedule, chosen)
+    validate(copied)
+    validate(lower(copied))
+    cost = StageCost(1.0, 2.0, 1.0, saved_bytes=10)
+    costs = [cost] * schedule.num_stages
+    cores = {"cores": 1} if shares_cores else {}
+    plain = simulate(schedule, costs, **cores)
+    free = simulate(copied, costs, **cores)
+    assert free.step_s == pytest.approx(plain.step_s)  # copies that take no time delay nothing
+    slow = simulate(copied, costs, host=Link(latency_s=0.0, bandwidth_Bps=5.0), **cores)
+    assert slow.step_s >= free.step_s - 1e-9
+    assert len(slow.host_copies) == 2 * len(chosen)
+    assert all(e.end_s - e.start_s == pytest.approx(2.0) for e in slow.host_copies)
+    assert all(a <= b for a, b in zip(free.peak_bytes, plain.peak_bytes, strict=True))
+    lowered = simulate(lower(copied), costs, host=Link(latency_s=0.0, bandwidth_Bps=5.0))
+    direct = simulate(copied, costs, host=Link(latency_s=0.0, bandwidth_Bps=5.0))
+    assert lowered.step_s == pytest.approx(direct.step_s)

@@ -1,0 +1,82 @@
+"""What `init` says and does before there are ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwright.torch as sw
+from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.torch.run import joining as joining_module
+from shardwright.torch.run.context import context
+
+
+@pytest.fixture(autouse=True)
+def run() -> Iterator[None]:
+    yield
+    sw.shutdown()
+
+
+def test_the_first_line_says_which_ranks_there_are_and_who_said_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sw.init()
+    assert capsys.readouterr().err == "shardwright: 1 rank (a single process)\n"
+
+
+class JoinedError(Exception):
+    """Instead of joining ranks that are not there."""
+
+
+@pytest.fixture
+def joining(monkeypatch: pytest.MonkeyPatch) -> list[LaunchEnvironment]:
+    """The environments with which ranks were to be joined, as rank 0 of 2."""
+    found: list[LaunchEnvironment] = []
+
+    def join(environment: LaunchEnvironment, **_: Any) -> None:
+        found.append(environment)
+        raise JoinedError
+
+    monkeypatch.setattr(joining_module, "init_process_group", join)
+    for name, value in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    return found
+
+
+def test_ranks_are_announced_before_they_are_waited_for(
+    joining: list[LaunchEnvironment], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(JoinedError):
+        sw.init()
+    assert capsys.readouterr().err.startswith("shardwright: 2 ranks (")
+
+
+def test_the_port_of_the_settings_serves_where_the_environment_names_none(
+    joining: list[LaunchEnvironment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read and never used."""
+    with pytest.raises(JoinedError):
+        sw.init({"ddp_port": 23456})
+    monkeypatch.setenv("MASTER_PORT", "23457")
+    with pytest.raises(JoinedError):
+        sw.init({"ddp_port": 23456})
+    assert [environment.master_port for environment in joining] == [23456, 23457]
+
+
+@pytest.mark.parametrize(("run_dir", "files"), [("off", 0), ("mine", 1)])
+def test_a_launched_script_may_want_no_run_folder(
+    run_dir: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher's folder is taken instead of the script's, but not against its will to have none."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    monkeypatch.setenv("SHARDWRIGHT_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    sw.init({"run_dir": run_dir})
+    reporter = context().reporter
+    assert reporter is not None
+    with reporter.phase("anything"):
+        pass
+    assert len(list((tmp_path / "run").glob("config.json"))) == files
+    assert not (tmp_path / "mine").exists()

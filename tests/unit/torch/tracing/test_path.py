@@ -1,0 +1,178 @@
+"""What Python reads of a batch is followed without Python."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.tracing.trace import trace_step
+from shardwright.torch.tracing.trace_data import Trace
+
+
+class Model(nn.Module):
+    """One layer; `limit` is a buffer of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("limit", torch.tensor(3.0))
+
+
+def traced(function, *args: Tensor, model: nn.Module | None = None) -> Trace:
+    model = model or Model()
+    unit_map = UnitMap.of(model, ["layer"])
+    intercept_calls(model.layer)
+
+    def step(*args):
+        return model.layer(function(model, *args))
+
+    return trace_step(unit_map, step, (args, {}))
+
+
+def takes(trace: Trace, *args: Tensor) -> bool:
+    assert trace.reads_data
+    assert trace.path is not None
+    return trace.path.taken_by(leaves((args, {})))
+
+
+ONES, ZEROS, MIXED = torch.ones(2, 4), torch.zeros(2, 4), torch.tensor([[1.0] * 4, [0.0] * 4])
+
+
+def test_a_step_that_reads_nothing_has_no_path():
+    trace = traced(lambda model, x: x * 2, ONES)
+    assert not trace.reads_data
+    assert trace.path is None
+
+
+def test_what_follows_from_shapes_alone_is_not_read_again():
+    trace = traced(lambda model, x: x + 1 if torch.arange(x.shape[1]).sum() > 3 else x, ONES)
+    assert not trace.reads_data
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: (x > 0).all(),
+        lambda x: 1.0 in x[:, [-1, 0]].prod(0),
+        lambda x: x.sum().item() == 8,
+        lambda x: x.tolist() == [[1.0] * 4] * 2,
+        lambda x: torch.equal(x, torch.ones(2, 4)),
+        lambda x: int(x.sum()) == 8,
+        lambda x: len(x[x > 0]) == 8,
+        lambda x: x.nonzero().shape[0] == 8,
+    ],
+)
+def test_a_microbatch_of_the_same_outcome_takes_the_path(read):
+    trace = traced(lambda model, x: x + 1 if read(x) else x, ONES)
+    assert takes(trace, ONES.clone())
+    assert not takes(trace, ZEROS)
+    assert not takes(trace, MIXED)
+
+
+def test_only_what_leads_to_the_reads_is_run_again():
+    def function(model, x):
+        y = x * 2
+        for _ in range(10):
+            y = y + 1
+        return y if (x > 0).all() else x
+
+    trace = traced(function, ONES)
+    assert [call.func.__name__ for call in trace.path.calls] == ["gt", "all", "__bool__"]
+
+
+def test_other_values_of_the_same_outcome_take_the_path():
+    trace = traced(lambda model, x: x + 1 if 3 in x else x, ZEROS)
+    assert takes(trace, ONES)
+    assert not takes(trace, ONES * 3)
+
+
+def test_changes_in_place_are_followed_and_the_batch_stays():
+    def function(model, x):
+        view = x[0]
+        view.mul_(0)  # through another tensor than the one that is read
+        return x + 1 if x.any() else x
+
+    trace = traced(function, ONES)
+    first, second = ONES.clone(), torch.cat([ONES[:1], ZEROS[:1]])
+    assert takes(trace, first)
+    assert not takes(trace, second)
+    assert torch.equal(first, ONES)
+
+
+def test_a_tensor_that_was_made_of_shapes_may_be_filled_from_the_batch():
+    def function(model, x):
+        seen = torch.zeros(4)
+        seen[1] = x.sum()
+        return x + 1 if seen.any() else x
+
+    trace = traced(function, ONES)
+    assert takes(trace, ONES * 2)
+    assert not takes(trace, ZEROS)
+
+
+def test_buffers_are_those_of_the_model_when_the_microbatch_comes():
+    model = Model()
+    trace = traced(lambda model, x: x + 1 if (x > model.limit).any() else x, ONES, model=model)
+    assert takes(trace, 2 * ONES)
+    model.limit = torch.tensor(1.5)
+    assert not takes(trace, 2 * ONES)
+
+
+def test_a_buffer_that_the_path_changes_is_not_changed_by_following_it():
+    def function(model, x):
+        model.limit.sub_(x.sum())
+        return x + 1 if model.limit < 0 else x
+
+    model = Model()
+    trace = traced(function, ONES, model=model)
+    assert model.limit == 3
+    assert takes(trace, 2 * ONES)
+    assert not takes(trace, ZEROS)
+    assert model.limit == 3
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: torch.rand(()) + x.sum() > 0,  # other random numbers come next time
+        lambda x: x.sum() > 0 and torch.rand(()) < 2,
+        lambda x: nn.functional.dropout(x, 0.5).sum() >= 0,
+        lambda x: x.numpy().sum() > 0,  # NumPy may change its memory unseen
+        lambda x: x.new_zeros(9)[: x.sum().long()].numel() == 8,  # a tensor inside a slice
+        lambda x: torch.from_numpy(x.numpy()).sum() > 0,
+    ],
+)
+def test_what_cannot_be_followed_is_traced_again(read):
+    trace = traced(lambda model, x: x + 1 if read(x) else x, ONES)
+    assert trace.reads_data
+    assert trace.path is None
+
+
+def test_a_switched_off_dropout_draws_nothing():
+    trace = traced(lambda model, x: x + 1 if nn.functional.dropout(x, training=False).sum() > 0 else x, ONES)
+    assert takes(trace, ONES * 2)
+    assert not takes(trace, ZEROS)
+
+
+def test_several_reads_must_all_agree():
+    def function(model, x):
+        if (x > 0).all():
+            return x
+        return x + 1 if x[0].sum() > 2 else x + 2
+
+    trace = traced(function, MIXED)
+    assert takes(trace, MIXED * 2)
+    assert not takes(trace, ONES)
+    assert not takes(trace, ZEROS)
+
+
+def test_autocast_is_the_same_as_in_the_trace():
+    def function(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x if (x @ x.T).max() > 263.5 else x + 1
+
+    x = torch.full((2, 4), 8.11)  # 263.1, in bfloat16 264
+    trace = traced(function, x)
+    assert takes(trace, x.clone())
