@@ -10,6 +10,9 @@ written it by then::
 One that is put back by the end (a flag that switches adapters off for a while) each microbatch finds as the
 first one did.
 
+The position arithmetic of Funnel (``seq_len``), and the marks that wav2vec 2.0 and its kin set at their first
+forward, are such attributes; ``config.problem_type`` of 19 classifiers is in an object.
+
 So it is with attributes of objects and entries of dictionaries that modules hold: a count in a context that
 all blocks share. Who reads an entry is not seen, so that a number that is changed counts as read before. A
 tensor does not: features that hooks collect are read by nobody, and one of another microbatch says so itself.

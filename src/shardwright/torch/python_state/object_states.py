@@ -5,6 +5,10 @@ must be where it was written::
 
     notes.depth += 1            in a unit: read by the next unit, and changed for the one after
 
+Reads are seen by the attribute, because of the caches of Hugging Face, which models use in training unless a
+script says otherwise: all blocks share one, and each block writes ``is_initialized``, ``keys`` and ``values``
+of a layer of its own there, which no other reads.
+
 A module that several units hold may be such an object, too. Tensors in attributes of modules are values of
 the graph (see `hidden_inputs`), and what a unit does to its own modules, it alone finds there.
 """
