@@ -249,12 +249,12 @@ class ModelGraph:
                 readers[value].append(index)
         return readers
 
-    def home_calls(self) -> list[int | None]:
+    def home_calls(self, *, free_nodes: bool = False) -> list[int | None]:
         """For each node, the position in `calls` of its home: the one rule for what runs where.
 
         A call is at home with itself. An operation between calls is at home with the latest call that it
         rests on, or, where it rests on parameters alone, with the first call that needs it. None for what
-        depends on neither, or is read by nobody.
+        is read by nobody, and for free nodes, unless these are asked for, too.
         """
         position = {node: at for at, node in enumerate(self.calls)}
         homes: list[int | None] = []
@@ -267,7 +267,7 @@ class ModelGraph:
         consumers = self.consumers()
         for index in reversed(range(len(self.nodes))):
             node = self.nodes[index]
-            if homes[index] is None and not node.free:
+            if homes[index] is None and (free_nodes or not node.free):
                 readers = (homes[reader] for value in node.outputs for reader in consumers[value])
                 homes[index] = min((home for home in readers if home is not None), default=None)
         return homes

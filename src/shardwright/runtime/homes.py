@@ -84,14 +84,11 @@ def _cannot_be_together(group: Together) -> TraceError:
 def _homes(
     graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int], lowest: Mapping[int, int]
 ) -> list[int]:
-    homes: list[int | None] = []
-    for index, node in enumerate(graph.nodes):
-        if node.kind == "unit":
-            homes.append(stage_of_call[index])
-        else:
-            known = [homes[graph.values[value].producer] for value in node.inputs]
-            homes.append(max((home for home in known if home is not None), default=None))
-    _place_parameter_operations(graph, homes, stage_ranks)
+    calls = graph.calls
+    homes = [
+        None if call is None else stage_of_call[calls[call]] for call in graph.home_calls(free_nodes=True)
+    ]
+    _heed_the_program(graph, homes, stage_ranks)
     reached: dict[int, int] = {}
     placed: list[int] = []
     for index, node in enumerate(graph.nodes):
@@ -105,21 +102,19 @@ def _homes(
     return placed
 
 
-def _place_parameter_operations(
-    graph: ModelGraph, homes: list[int | None], stage_ranks: Sequence[int]
-) -> None:
-    """Places what rests on parameters alone: where it is needed first, or where the program is by then."""
-    consumers = graph.consumers()
+def _heed_the_program(graph: ModelGraph, homes: list[int | None], stage_ranks: Sequence[int]) -> None:
+    """Places what rests on no call, and would come after a later stage of its rank, where the program is."""
     running: list[int] = []
-    for home in homes:
-        running.append(max(home or 0, running[-1] if running else 0))
+    early: list[bool] = []
+    for node, home in zip(graph.nodes, homes, strict=True):
+        rests_on_call = any(not early[graph.values[value].producer] for value in node.inputs)
+        early.append(node.kind == "op" and not rests_on_call)
+        own = 0 if early[-1] or home is None else home
+        running.append(max(own, running[-1] if running else 0))
     lowest_later = {rank: len(stage_ranks) for rank in stage_ranks}
-    for index in reversed(range(len(graph.nodes))):
+    for index in reversed(range(len(homes))):
         home = homes[index]
-        if home is None:
-            readers = [homes[reader] for value in graph.nodes[index].outputs for reader in consumers[value]]
-            home = min((reader for reader in readers if reader is not None), default=running[index])
-            if home > lowest_later[stage_ranks[home]]:
-                home = running[index]
-            homes[index] = home
+        if home is None or (early[index] and home > lowest_later[stage_ranks[home]]):
+            home = running[index]
+        homes[index] = home
         lowest_later[stage_ranks[home]] = min(home, lowest_later[stage_ranks[home]])

@@ -9,9 +9,9 @@ Where ``W`` follows its ``I`` at once and the stage before does not wait for the
 
 from collections.abc import Iterable, Sequence
 
+from shardwright.schedule.action_graph import ActionGraph, compile_actions
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import chain_edges
-from shardwright.schedule.program import Program, compile_program
 from shardwright.schedule.replay import Timeline, action_seconds, replay
 from shardwright.schedule.request import Request, Rows
 
@@ -33,14 +33,14 @@ def fastest(candidates: Iterable[Rows], request: Request) -> Rows:
 
 def join_halves(rows: Rows, request: Request) -> Rows:
     """Makes a ``B`` of each ``I`` with its own ``W`` right behind it where nobody waits for the gradient."""
-    program, timeline = _play(rows, request)
+    graph, timeline = _play(rows, request)
     starts = {
         (action.stage, action.microbatch): timeline.starts[number]
-        for number, action in enumerate(program.actions)
+        for number, action in enumerate(graph.actions)
         if action.kind is Kind.BACKWARD_INPUT
     }
     joined = []
-    for row, numbers in zip(rows, program.rows, strict=True):
+    for row, numbers in zip(rows, graph.rows, strict=True):
         joined.append(_join_row(row, timeline.ends[numbers.start : numbers.stop], starts))
     return joined
 
@@ -60,11 +60,11 @@ def _join_row(
     return joined
 
 
-def _play(rows: Rows, request: Request) -> tuple[Program, Timeline]:
-    program = compile_program(
+def _play(rows: Rows, request: Request) -> tuple[ActionGraph, Timeline]:
+    graph = compile_actions(
         rows,
         stage_ranks=request.stage_ranks,
         num_microbatches=request.num_microbatches,
         edges=chain_edges(request.num_stages),
     )
-    return program, replay(program, action_seconds(program, request.costs))
+    return graph, replay(graph, action_seconds(graph, request.costs))

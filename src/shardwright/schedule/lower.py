@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwright.errors import ScheduleError
+from shardwright.schedule.action_graph import ActionGraph, compile_actions
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
-from shardwright.schedule.program import Program, compile_program
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.stage_cost import unit_costs
@@ -60,37 +60,37 @@ def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead:
     if lookahead < 0:
         raise ScheduleError(f"lookahead is {lookahead}. Give 0 (post right before the use) or more.")
     edges = check_edges(edges, num_stages=schedule.num_stages)
-    program = compile_program(
+    graph = compile_actions(
         schedule.actions,
         stage_ranks=schedule.stage_ranks,
         num_microbatches=schedule.num_microbatches,
         edges=edges,
     )
-    starts = replay(program, action_seconds(program, unit_costs(schedule.num_stages))).starts
-    receives = _place_receives(program, starts, lookahead)
+    starts = replay(graph, action_seconds(graph, unit_costs(schedule.num_stages))).starts
+    receives = _place_receives(graph, starts, lookahead)
     rows = []
-    for row in program.rows:
+    for row in graph.rows:
         actions: list[Action] = []
         for number in row:
             actions += receives[number]
-            actions.append(program.actions[number])
-            sends = (message for message in program.sends[number] if message[2] < program.first_copy)
-            actions += [_send(program, number, message[0]) for message in sends]
-            actions += program.copies.get(number, ())
+            actions.append(graph.actions[number])
+            sends = (message for message in graph.sends[number] if message[2] < graph.first_copy)
+            actions += [_send(graph, number, message[0]) for message in sends]
+            actions += graph.copies.get(number, ())
         rows.append(tuple(actions))
     return replace(schedule, actions=tuple(rows))
 
 
-def _place_receives(program: Program, starts: Sequence[float], lookahead: int) -> list[list[Action]]:
+def _place_receives(graph: ActionGraph, starts: Sequence[float], lookahead: int) -> list[list[Action]]:
     """The receives to post before each action."""
-    queues: list[list[tuple[int, int]]] = [[] for _ in program.channels]
-    for producer, messages in enumerate(program.sends):
+    queues: list[list[tuple[int, int]]] = [[] for _ in graph.channels]
+    for producer, messages in enumerate(graph.sends):
         for consumer, channel, price in messages:
-            if price < program.first_copy:
+            if price < graph.first_copy:
                 queues[channel].append((producer, consumer))
-    posts: list[list[tuple[float, int, int, Action]]] = [[] for _ in program.actions]
+    posts: list[list[tuple[float, int, int, Action]]] = [[] for _ in graph.actions]
     for channel, queue in enumerate(queues):
-        row = program.rows[program.channels[channel][1]]
+        row = graph.rows[graph.channels[channel][1]]
         row_starts = starts[row.start : row.stop]
         latest = row.stop
         # Backwards through the queue, so that no receive is posted after one that must come later.
@@ -98,18 +98,18 @@ def _place_receives(program: Program, starts: Sequence[float], lookahead: int) -
             producer, consumer = queue[place]
             made = row.start + bisect_left(row_starts, starts[producer])
             latest = min(latest, made, max(consumer - lookahead, row.start))
-            receive = _receive(program, producer, consumer)
+            receive = _receive(graph, producer, consumer)
             posts[latest].append((starts[producer], channel, place, receive))
     return [[post[3] for post in sorted(before, key=lambda post: post[:3])] for before in posts]
 
 
-def _send(program: Program, producer: int, consumer: int) -> Action:
-    made, used = program.actions[producer], program.actions[consumer]
+def _send(graph: ActionGraph, producer: int, consumer: int) -> Action:
+    made, used = graph.actions[producer], graph.actions[consumer]
     kind = Kind.SEND_F if made.kind is Kind.FORWARD else Kind.SEND_B
     return Action(kind, made.stage, made.microbatch, used.stage)
 
 
-def _receive(program: Program, producer: int, consumer: int) -> Action:
-    made, used = program.actions[producer], program.actions[consumer]
+def _receive(graph: ActionGraph, producer: int, consumer: int) -> Action:
+    made, used = graph.actions[producer], graph.actions[consumer]
     kind = Kind.RECV_F if made.kind is Kind.FORWARD else Kind.RECV_B
     return Action(kind, used.stage, used.microbatch, made.stage)

@@ -9,7 +9,7 @@
 
 from collections.abc import Sequence
 
-from shardwright.schedule.program import Program
+from shardwright.schedule.action_graph import ActionGraph
 
 __all__ = ["Departure", "Mail", "Price"]
 
@@ -21,19 +21,19 @@ Departure = tuple[int, int, float, float]
 
 
 class Mail:
-    """Sends the messages of a program and keeps a record of them.
+    """Sends the messages of a graph and keeps a record of them.
 
     Args:
-        program: says what each action sends.
+        graph: says what each action sends.
         prices: of the messages, by number; empty where messages take no time.
     """
 
     __slots__ = ("_free", "_prices", "_sends", "departures")
 
-    def __init__(self, program: Program, prices: Sequence[Price]) -> None:
-        self._sends = program.sends
-        self._prices = prices or [(0.0, 0.0)] * program.num_prices
-        self._free = [0.0] * len(program.channels)  # when each channel has sent all it was given
+    def __init__(self, graph: ActionGraph, prices: Sequence[Price]) -> None:
+        self._sends = graph.sends
+        self._prices = prices or [(0.0, 0.0)] * graph.num_prices
+        self._free = [0.0] * len(graph.channels)  # when each channel has sent all it was given
         self.departures: list[Departure] = []
 
     def send(self, number: int, now: float) -> list[Departure]:

@@ -1,4 +1,4 @@
-"""When everything happens if each rank works alone: the longest path through a program.
+"""When everything happens if each rank works alone: the longest path through a graph.
 
 A rank runs its row in order. An action starts when the one before it has ended and its messages have come::
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.errors import ScheduleError
+from shardwright.schedule.action_graph import ActionGraph
 from shardwright.schedule.actions import COMPUTE, Kind
 from shardwright.schedule.mail import Departure, Mail, Price
-from shardwright.schedule.program import Program
 from shardwright.schedule.stage_cost import StageCost
 
 __all__ = ["Handling", "Timeline", "action_seconds", "refuse_stuck", "replay"]
@@ -21,7 +21,7 @@ __all__ = ["Handling", "Timeline", "action_seconds", "refuse_stuck", "replay"]
 
 @dataclass(slots=True)
 class Timeline:
-    """Start and end of every action of a program, and every message, in seconds."""
+    """Start and end of every action of a graph, and every message, in seconds."""
 
     starts: list[float]
     ends: list[float]
@@ -38,16 +38,16 @@ Handling = tuple[float, float]
 
 
 def action_seconds(
-    program: Program,
+    graph: ActionGraph,
     costs: Sequence[StageCost],
     *,
     overhead_s: float = 0.0,
     handling: Sequence[Handling] = (),
 ) -> list[float]:
-    """Seconds that each action of a program takes on a free device.
+    """Seconds that each action of a graph takes on a free device.
 
     Args:
-        program: the actions.
+        graph: the actions.
         costs: of each stage.
         overhead_s: on top of each action.
         handling: of each stage; empty where messages occupy no core.
@@ -57,31 +57,31 @@ def action_seconds(
         seconds[Kind.FORWARD] += forward_s
         seconds[Kind.BACKWARD] += backward_s
         seconds[Kind.BACKWARD_INPUT] += backward_s
-    return [by_stage[action.stage][action.kind] for action in program.actions]
+    return [by_stage[action.stage][action.kind] for action in graph.actions]
 
 
-def replay(program: Program, seconds: Sequence[float], prices: Sequence[Price] = ()) -> Timeline:
+def replay(graph: ActionGraph, seconds: Sequence[float], prices: Sequence[Price] = ()) -> Timeline:
     """Times of all actions.
 
     Args:
-        program: what to run.
+        graph: what to run.
         seconds: of each action.
         prices: of the messages; empty where they take no time.
 
     Raises:
-        ScheduleError: the program stops before its end, because ranks wait for one another.
+        ScheduleError: it stops before its end, because ranks wait for one another.
     """
-    mail = Mail(program, prices)
+    mail = Mail(graph, prices)
     starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [0.0] * len(seconds)  # when the last message so far has arrived
-    missing = list(program.num_inputs)
-    clock = [0.0] * len(program.rows)
-    position = [row.start for row in program.rows]
+    missing = list(graph.num_inputs)
+    clock = [0.0] * len(graph.rows)
+    position = [row.start for row in graph.rows]
     waiting: dict[int, int] = {}  # number of an action that lacks messages -> its rank
-    runnable = list(range(len(program.rows)))
+    runnable = list(range(len(graph.rows)))
     while runnable:
         rank = runnable.pop()
-        now, number, stop = clock[rank], position[rank], program.rows[rank].stop
+        now, number, stop = clock[rank], position[rank], graph.rows[rank].stop
         while number < stop and not missing[number]:
             starts[number] = max(now, ready[number])
             now = ends[number] = starts[number] + seconds[number]
@@ -95,13 +95,13 @@ def replay(program: Program, seconds: Sequence[float], prices: Sequence[Price] =
         if number < stop:
             waiting[number] = rank
     if waiting:
-        refuse_stuck(program, waiting)
+        refuse_stuck(graph, waiting)
     return Timeline(starts, ends, mail.departures)
 
 
-def refuse_stuck(program: Program, waiting: Mapping[int, int]) -> None:
-    """Raises the error of a program in which the actions `waiting` (number -> rank) never start."""
-    stands = sorted((rank, str(program.actions[number])) for number, rank in waiting.items())
+def refuse_stuck(graph: ActionGraph, waiting: Mapping[int, int]) -> None:
+    """Raises the error of a graph in which the actions `waiting` (number -> rank) never start."""
+    stands = sorted((rank, str(graph.actions[number])) for number, rank in waiting.items())
     rank, action = stands[0]
     held = ", ".join(f"rank {r} at {a}" for r, a in stands)
     raise ScheduleError(

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwright.errors import ScheduleError
+from shardwright.schedule.action_graph import compile_actions, host_copies_of
 from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
 from shardwright.schedule.drawing import draw_rows
 from shardwright.schedule.edges import chain_edges
-from shardwright.schedule.program import compile_program, host_copies_of
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.stage_cost import unit_costs
 
@@ -93,21 +93,21 @@ class Schedule:
         rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===
         rank 1 | .  F0 B0=== F1 B1=== F2 B2===
         """
-        program = compile_program(
+        graph = compile_actions(
             [[action for action in row if action.kind not in TRANSFERS] for row in self.actions],
             stage_ranks=self.stage_ranks,
             num_microbatches=self.num_microbatches,
             edges=chain_edges(self.num_stages),
         )
-        seconds = action_seconds(program, unit_costs(self.num_stages))
+        seconds = action_seconds(graph, unit_costs(self.num_stages))
         copy_s = [(1.0, 0.0)] * (2 * self.num_stages)
-        timeline = replay(program, seconds, [(0.0, 0.0)] * program.first_copy + copy_s)
+        timeline = replay(graph, seconds, [(0.0, 0.0)] * graph.first_copy + copy_s)
         rows = [
-            [(program.actions[i], round(timeline.starts[i]), round(seconds[i])) for i in row]
-            for row in program.rows
+            [(graph.actions[i], round(timeline.starts[i]), round(seconds[i])) for i in row]
+            for row in graph.rows
         ]
         copies: list[list[tuple[Action, int, int]]] = [[] for _ in rows]
-        for rank, action, start_s, end_s in host_copies_of(program, timeline.departures):
+        for rank, action, start_s, end_s in host_copies_of(graph, timeline.departures):
             copies[rank].append((action, round(start_s), round(end_s - start_s)))
         return draw_rows(rows, name_stages=self.num_stages > self.num_ranks, copies=copies)
 

@@ -12,15 +12,15 @@ which actions end is fixed when they start, which makes the replay exact and che
 import heapq
 from collections.abc import Sequence
 
+from shardwright.schedule.action_graph import ActionGraph
 from shardwright.schedule.mail import Mail, Price
-from shardwright.schedule.program import Program
 from shardwright.schedule.replay import Timeline, refuse_stuck
 
 __all__ = ["replay_on_shared_cores"]
 
 
 def replay_on_shared_cores(
-    program: Program,
+    graph: ActionGraph,
     seconds: Sequence[float],
     prices: Sequence[Price] = (),
     *,
@@ -30,13 +30,13 @@ def replay_on_shared_cores(
     """Times of all actions; the arguments and errors of `replay`, and:
 
     Args:
-        program: what to run.
+        graph: what to run.
         seconds: of each action on a core of its own.
         prices: of the messages; empty where they take no time.
         nodes: the node of each rank.
         cores: cores of each node.
     """
-    return _SharedReplay(program, seconds, prices, nodes, cores).run()
+    return _SharedReplay(graph, seconds, prices, nodes, cores).run()
 
 
 class _Node:
@@ -66,21 +66,21 @@ class _Node:
 class _SharedReplay:
     def __init__(
         self,
-        program: Program,
+        graph: ActionGraph,
         seconds: Sequence[float],
         prices: Sequence[Price],
         nodes: Sequence[int],
         cores: int,
     ) -> None:
-        self.program = program
+        self.graph = graph
         self.seconds = seconds
-        self.mail = Mail(program, prices)
-        self.rank_of = [rank for rank, row in enumerate(program.rows) for _ in row]
+        self.mail = Mail(graph, prices)
+        self.rank_of = [rank for rank, row in enumerate(graph.rows) for _ in row]
         self.node_of = nodes
         self.nodes = [_Node(cores) for _ in range(max(nodes) + 1)]
-        self.position = [row.start for row in program.rows]
-        self.is_running = [False] * len(program.rows)
-        self.missing = list(program.num_inputs)
+        self.position = [row.start for row in graph.rows]
+        self.is_running = [False] * len(graph.rows)
+        self.missing = list(graph.num_inputs)
         self.arrivals: list[tuple[float, int, int]] = []  # (time, action that waits, rank it runs on)
         self.timeline = Timeline([0.0] * len(seconds), [0.0] * len(seconds), self.mail.departures)
 
@@ -99,15 +99,15 @@ class _SharedReplay:
             else:
                 break
         stuck = {
-            number: rank for rank, number in enumerate(self.position) if number < self.program.rows[rank].stop
+            number: rank for rank, number in enumerate(self.position) if number < self.graph.rows[rank].stop
         }
         if stuck:
-            refuse_stuck(self.program, stuck)
+            refuse_stuck(self.graph, stuck)
         return self.timeline
 
     def _try_start(self, rank: int, time: float) -> None:
         number = self.position[rank]
-        if self.is_running[rank] or number == self.program.rows[rank].stop or self.missing[number]:
+        if self.is_running[rank] or number == self.graph.rows[rank].stop or self.missing[number]:
             return
         node = self.nodes[self.node_of[rank]]
         node.advance(time)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
+from shardwright.schedule.action_graph import ActionGraph, compile_actions, host_copies_of
 from shardwright.schedule.actions import Action, Kind
 from shardwright.schedule.edges import Edge, check_edges
 from shardwright.schedule.mail import Price
-from shardwright.schedule.program import Program, compile_program, host_copies_of
 from shardwright.schedule.replay import Handling, Timeline, action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.shared_replay import replay_on_shared_cores
@@ -108,21 +108,21 @@ def simulate(
     _refuse_negative(cores=cores, ranks_per_node=ranks_per_node, action_overhead_s=action_overhead_s)
     costs = check_costs(costs, num_stages=schedule.num_stages)
     edges = check_edges(edges, num_stages=schedule.num_stages)
-    program = compile_program(
+    graph = compile_actions(
         schedule.actions,
         stage_ranks=schedule.stage_ranks,
         num_microbatches=schedule.num_microbatches,
         edges=edges,
     )
     handling = _handling(schedule.stage_ranks, edges, link)
-    seconds = action_seconds(program, costs, overhead_s=action_overhead_s, handling=handling)
+    seconds = action_seconds(graph, costs, overhead_s=action_overhead_s, handling=handling)
     prices = _prices(schedule.stage_ranks, edges, link) + _copy_prices(costs, host)
     if cores:
         nodes = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
-        timeline = replay_on_shared_cores(program, seconds, prices, nodes=nodes, cores=cores)
+        timeline = replay_on_shared_cores(graph, seconds, prices, nodes=nodes, cores=cores)
     else:
-        timeline = replay(program, seconds, prices)
-    return _summary(schedule, program, timeline, edges, costs)
+        timeline = replay(graph, seconds, prices)
+    return _summary(schedule, graph, timeline, edges, costs)
 
 
 def _refuse_negative(**options: float) -> None:
@@ -181,21 +181,21 @@ def _handling(
 
 def _summary(
     schedule: Schedule,
-    program: Program,
+    graph: ActionGraph,
     timeline: Timeline,
     edges: Sequence[Edge],
     costs: Sequence[StageCost],
 ) -> Simulation:
-    starts, ends, actions = timeline.starts, timeline.ends, program.actions
+    starts, ends, actions = timeline.starts, timeline.ends, graph.actions
     events: list[Event] = []
     busy = []
-    for rank, row in enumerate(program.rows):
+    for rank, row in enumerate(graph.rows):
         row_events = [Event(rank, actions[i], starts[i], ends[i]) for i in row]
         busy.append(sum(event.end_s - event.start_s for event in row_events))
         events += row_events
     step_s = timeline.makespan
-    peak_microbatches, peak_bytes = _peaks(program, costs)
-    copies = tuple(starmap(Event, host_copies_of(program, timeline.departures)))
+    peak_microbatches, peak_bytes = _peaks(graph, costs)
+    copies = tuple(starmap(Event, host_copies_of(graph, timeline.departures)))
     if copies:
         peak_bytes = _peaks_over_time(events, copies, costs, num_ranks=schedule.num_ranks)
     return Simulation(
@@ -203,20 +203,20 @@ def _summary(
         busy_s=tuple(busy),
         bubble=1.0 - sum(busy) / (len(busy) * step_s) if step_s else 0.0,
         events=tuple(events),
-        transfers=_transfers(schedule.stage_ranks, program, timeline, edges),
+        transfers=_transfers(schedule.stage_ranks, graph, timeline, edges),
         peak_microbatches=peak_microbatches,
         peak_bytes=peak_bytes,
-        unread=_unread(schedule.stage_ranks, program, timeline, edges),
+        unread=_unread(schedule.stage_ranks, graph, timeline, edges),
         host_copies=copies,
     )
 
 
 def _unread(
-    stage_ranks: Sequence[int], program: Program, timeline: Timeline, edges: Sequence[Edge]
+    stage_ranks: Sequence[int], graph: ActionGraph, timeline: Timeline, edges: Sequence[Edge]
 ) -> dict[tuple[int, int], int]:
     moments: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for consumer, price, leaves, arrives in timeline.departures:
-        if price >= program.first_copy:
+        if price >= graph.first_copy:
             continue
         edge = edges[price // 2]
         pair = stage_ranks[edge.source], stage_ranks[edge.target]
@@ -227,31 +227,31 @@ def _unread(
 
 
 def _transfers(
-    stage_ranks: Sequence[int], program: Program, timeline: Timeline, edges: Sequence[Edge]
+    stage_ranks: Sequence[int], graph: ActionGraph, timeline: Timeline, edges: Sequence[Edge]
 ) -> tuple[Event, ...]:
     transfers = []
     for consumer, price, leaves, arrives in timeline.departures:
-        if price >= program.first_copy:
+        if price >= graph.first_copy:
             continue
         edge = edges[price // 2]
         if price % 2:
             kind, stage, peer = Kind.SEND_B, edge.target, edge.source
         else:
             kind, stage, peer = Kind.SEND_F, edge.source, edge.target
-        send = Action(kind, stage, program.actions[consumer].microbatch, peer)
+        send = Action(kind, stage, graph.actions[consumer].microbatch, peer)
         transfers.append(Event(stage_ranks[stage], send, leaves, arrives))
     return tuple(transfers)
 
 
-def _peaks(program: Program, costs: Sequence[StageCost]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _peaks(graph: ActionGraph, costs: Sequence[StageCost]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Most microbatches of each stage, most bytes of each rank; a rank runs one action at a time."""
     kept, most = [0] * len(costs), [0] * len(costs)
     later = [cost.left_bytes for cost in costs]
     peak_bytes = []
-    for row in program.rows:
+    for row in graph.rows:
         held = peak = 0
         for number in row:
-            action = program.actions[number]
+            action = graph.actions[number]
             kind, stage = action.kind, action.stage
             if kind is Kind.FORWARD:
                 kept[stage] += 1

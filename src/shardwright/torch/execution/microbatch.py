@@ -32,7 +32,7 @@ from shardwright.torch.interception.glue import (
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.program.refused_changes import refusing_changes
-from shardwright.torch.program.step_results import copied_out, stand_in, with_stand_ins
+from shardwright.torch.program.step_results import copied_out, given_back, stand_in, with_stand_ins
 from shardwright.torch.python_state.filled_containers import FilledLists, given_the_same
 from shardwright.torch.python_state.snapshot import SlotContent
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward
@@ -239,7 +239,7 @@ class Microbatch:
         self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             return stand_in(instruction, args, kwargs)
-        given = self._given_back(instruction, args, kwargs)
+        given = given_back(instruction, args, kwargs, is_free=self._cursor.is_free)
         args, kwargs, copied = self._begin(instruction, position, args, kwargs)
         with plain_torch() if func in CALLS_UNITS else nullcontext():
             result = func(*args, **kwargs)
@@ -267,7 +267,7 @@ class Microbatch:
                 for owner, key, place in instruction.passed_attributes:
                     vars(owner)[key] = items[place]
             return stand_in(instruction, args, kwargs)
-        given = self._given_back(instruction, args, kwargs)
+        given = given_back(instruction, args, kwargs, is_free=self._cursor.is_free)
         with plain_torch():
             args, kwargs, copied = self._begin(instruction, position, args, kwargs)
             call: Callable[..., Any] = partial(call_without_hooks, module)
@@ -350,24 +350,6 @@ class Microbatch:
         """The step function has returned."""
         self._cursor.end()
         self._comparison.result(result)
-
-    def _given_back(
-        self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Any]:
-        """The arguments that a step gives back as they are, but for tensors of this rank.
-
-        Returns:
-            Position in the result -> free tensor, or stand-in for a tensor of another stage.
-        """
-        if not instruction.passed:
-            return {}
-        items = flatten((args, kwargs))[0]
-        passed = ((position, items[source]) for position, source in instruction.passed)
-        return {
-            position: item
-            for position, item in passed
-            if isinstance(item, DeferredTensor) or self._cursor.is_free(item)
-        }
 
     def _begin(
         self, instruction: Instruction, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]

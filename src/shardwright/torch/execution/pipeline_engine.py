@@ -265,11 +265,6 @@ class PipelineEngine:
         """Parameters whose gradients are reduced."""
         return set() if self.reducer is None else self.reducer.parameter_ids
 
-    def _on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
-        """See `GradientReducer.on_backward`."""
-        assert self.reducer is not None
-        self.reducer.on_backward(stage, begins=begins, last=last, whole=whole)
-
     def _refuse_after_failure(self) -> None:
         if self._failure:
             raise UsageError(
@@ -327,7 +322,7 @@ class PipelineEngine:
         self.executor = Executor(
             context.transport,  # type: ignore[arg-type]
             device=context.device,
-            on_backward=self._on_backward if self.reducer else None,
+            on_backward=None if self.reducer is None else self.reducer.on_backward,
         )
         units = self._programs.units
         recompute = frozenset(

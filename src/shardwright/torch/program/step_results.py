@@ -1,13 +1,13 @@
 """What a step of a program gives to the code around it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["copied_out", "stand_in", "with_stand_ins"]
+__all__ = ["copied_out", "given_back", "stand_in", "with_stand_ins"]
 
 
 def stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -21,6 +21,27 @@ def stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, 
             filled[position] = items[source]
         return structure.rebuild(filled)
     return structure.rebuild(result)
+
+
+def given_back(
+    instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_free: Callable[[Any], bool]
+) -> dict[int, Any]:
+    """The arguments that a step gives back as they are, but for tensors of this rank.
+
+    Args:
+        instruction: the step.
+        args: what it is given.
+        kwargs: what it is given by name.
+        is_free: tells whether every rank has an item.
+
+    Returns:
+        Position in the result -> free item, or stand-in for a tensor of another stage.
+    """
+    if not instruction.passed:
+        return {}
+    items = flatten((args, kwargs))[0]
+    passed = ((position, items[source]) for position, source in instruction.passed)
+    return {position: item for position, item in passed if isinstance(item, DeferredTensor) or is_free(item)}
 
 
 def with_stand_ins(result: Any, given: Mapping[int, Any]) -> Any:

@@ -17,7 +17,7 @@ from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
 from shardwright.schedule.edges import Edge
 from shardwright.schedule.host_copies import check_host_copies
 
-__all__ = ["Message", "Program", "compile_program", "host_copies_of"]
+__all__ = ["ActionGraph", "Message", "compile_actions", "host_copies_of"]
 
 Message = tuple[int, int, int]
 """The action that waits for it, the channel it takes, the number of its price.
@@ -28,7 +28,7 @@ load.
 
 
 @dataclass(slots=True)
-class Program:
+class ActionGraph:
     """Numbered compute actions and the messages between them.
 
     Attributes:
@@ -53,19 +53,19 @@ class Program:
 
 
 def host_copies_of(
-    program: Program, departures: Sequence[tuple[int, int, float, float]]
+    graph: ActionGraph, departures: Sequence[tuple[int, int, float, float]]
 ) -> Iterator[tuple[int, Action, float, float]]:
     """The copies to and from hosts among the messages of a replay: rank, action, start and end."""
-    rank_of = {number: rank for rank, row in enumerate(program.rows) for number in row}
+    rank_of = {number: rank for rank, row in enumerate(graph.rows) for number in row}
     for consumer, price, leaves_s, ends_s in departures:
-        if price >= program.first_copy:
+        if price >= graph.first_copy:
             kind = Kind.LOAD if price % 2 else Kind.OFFLOAD
-            waits = program.actions[consumer]
+            waits = graph.actions[consumer]
             yield rank_of[consumer], Action(kind, waits.stage, waits.microbatch), leaves_s, ends_s
 
 
 class _Compiler:
-    """Holds the tables while a program is compiled."""
+    """Holds the tables while a graph is made."""
 
     def __init__(self, stage_ranks: Sequence[int], num_microbatches: int, edges: Sequence[Edge]) -> None:
         self.ranks = stage_ranks
@@ -75,12 +75,12 @@ class _Compiler:
         self.backward = [-1] * size  # of B, or of I where it is split
         self.weight = [-1] * size  # of W
         self.edges = edges
-        self.program = Program(num_prices=2 * (len(edges) + len(stage_ranks)), first_copy=2 * len(edges))
+        self.graph = ActionGraph(num_prices=2 * (len(edges) + len(stage_ranks)), first_copy=2 * len(edges))
         self.channel_of: dict[tuple[int, int], int] = {}
 
     def number(self, rows: Sequence[Sequence[Action]]) -> None:
         """Numbers the compute actions."""
-        actions, m = self.program.actions, self.m
+        actions, m = self.graph.actions, self.m
         for rank, row in enumerate(rows):
             first = len(actions)
             for action in row:
@@ -99,9 +99,9 @@ class _Compiler:
                     raise ScheduleError(f"rank {rank} runs {action} twice. Remove one of the two.")
                 table[key] = len(actions)
                 actions.append(action)
-            self.program.rows.append(range(first, len(actions)))
-        self.program.sends = [[] for _ in actions]
-        self.program.num_inputs = [0] * len(actions)
+            self.graph.rows.append(range(first, len(actions)))
+        self.graph.sends = [[] for _ in actions]
+        self.graph.num_inputs = [0] * len(actions)
 
     def _check_owner(self, action: Action, rank: int) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -116,7 +116,7 @@ class _Compiler:
         has_backward = max(self.backward) >= 0 or max(self.weight) >= 0
         for key, forward in enumerate(self.forward):
             backward, weight = self.backward[key], self.weight[key]
-            is_split = backward >= 0 and self.program.actions[backward].kind is Kind.BACKWARD_INPUT
+            is_split = backward >= 0 and self.graph.actions[backward].kind is Kind.BACKWARD_INPUT
             if forward < 0:
                 self._refuse_missing(Kind.FORWARD, key)
             if backward < 0 and has_backward:
@@ -124,7 +124,7 @@ class _Compiler:
             if is_split and weight < 0:
                 self._refuse_missing(Kind.BACKWARD_WEIGHT, key)
             if weight >= 0 and not is_split:
-                whole, half = self.program.actions[backward], self.program.actions[weight]
+                whole, half = self.graph.actions[backward], self.graph.actions[weight]
                 raise ScheduleError(f"{whole} and its half {half} are both there. Keep B, or I and W.")
 
     def _refuse_missing(self, kind: Kind, key: int) -> None:
@@ -155,7 +155,7 @@ class _Compiler:
             self._refuse(second, first)
 
     def _refuse(self, number: int, need: int) -> None:
-        actions = self.program.actions
+        actions = self.graph.actions
         raise ScheduleError(
             f"{actions[number]} needs {actions[need]}, which comes after it. Put it later in its row."
         )
@@ -163,8 +163,8 @@ class _Compiler:
     def derive_messages(self) -> None:
         """Adds the messages that the edges ask for, each right after the action that makes it."""
         outputs, gradients = self._routes()
-        program, m = self.program, self.m
-        for number, action in enumerate(program.actions):
+        graph, m = self.graph, self.m
+        for number, action in enumerate(graph.actions):
             if action.kind is Kind.FORWARD:
                 routes, table = outputs[action.stage], self.forward
             elif action.kind is not Kind.BACKWARD_WEIGHT:
@@ -173,14 +173,14 @@ class _Compiler:
                 continue
             for peer, channel, price in routes:
                 consumer = table[peer * m + action.microbatch]
-                program.sends[number].append((consumer, channel, price))
-                program.num_inputs[consumer] += 1
+                graph.sends[number].append((consumer, channel, price))
+                graph.num_inputs[consumer] += 1
 
     def read_messages(self, rows: Sequence[Sequence[Action]]) -> None:
         """Takes the messages from the sends in the rows."""
         index = {(edge.source, edge.target): i for i, edge in enumerate(self.edges)}
         for rank, row in enumerate(rows):
-            latest = self.program.rows[rank].start - 1
+            latest = self.graph.rows[rank].start - 1
             for action in row:
                 if action.is_compute:
                     latest += 1
@@ -203,29 +203,29 @@ class _Compiler:
             )
         consumer = table[peer * self.m + send.microbatch]
         channel = self._channel(rank, self.ranks[peer])
-        self.program.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
-        self.program.num_inputs[consumer] += 1
+        self.graph.sends[latest].append((consumer, channel, 2 * edge + is_gradient))
+        self.graph.num_inputs[consumer] += 1
 
     def read_copies(self, rows: Sequence[Sequence[Action]]) -> None:
         """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
         for rank, row in enumerate(rows):
             check_host_copies(row, rank)
-            latest = self.program.rows[rank].start - 1
+            latest = self.graph.rows[rank].start - 1
             for action in row:
                 if action.is_compute:
                     latest += 1
                 elif action.kind is Kind.OFFLOAD or action.kind is Kind.LOAD:
                     consumer = self.backward[action.stage * self.m + action.microbatch]
-                    price = self.program.first_copy + 2 * action.stage + (action.kind is Kind.LOAD)
-                    self.program.sends[latest].append((consumer, self._channel(rank, rank), price))
-                    self.program.num_inputs[consumer] += 1
-                    self.program.copies.setdefault(latest, []).append(action)
+                    price = self.graph.first_copy + 2 * action.stage + (action.kind is Kind.LOAD)
+                    self.graph.sends[latest].append((consumer, self._channel(rank, rank), price))
+                    self.graph.num_inputs[consumer] += 1
+                    self.graph.copies.setdefault(latest, []).append(action)
 
     def _check_all_sent(self) -> None:
         gradients = self.backward[0] >= 0
         far = [edge for edge in self.edges if self.ranks[edge.source] != self.ranks[edge.target]]
         expected = self.m * sum(1 + (gradients and edge.has_gradient) for edge in far)
-        found = sum(self.program.num_inputs)
+        found = sum(self.graph.num_inputs)
         if found != expected:
             raise ScheduleError(
                 f"the rows send {found} messages, but the edges ask for {expected}. "
@@ -247,18 +247,18 @@ class _Compiler:
 
     def _channel(self, sender: int, receiver: int) -> int:
         channel = self.channel_of.setdefault((sender, receiver), len(self.channel_of))
-        if channel == len(self.program.channels):
-            self.program.channels.append((sender, receiver))
+        if channel == len(self.graph.channels):
+            self.graph.channels.append((sender, receiver))
         return channel
 
 
-def compile_program(
+def compile_actions(
     rows: Sequence[Sequence[Action]],
     *,
     stage_ranks: Sequence[int],
     num_microbatches: int,
     edges: Sequence[Edge],
-) -> Program:
+) -> ActionGraph:
     """Numbers the compute actions of all rows and finds their messages.
 
     Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
@@ -285,4 +285,4 @@ def compile_program(
         compiler.derive_messages()
     if others & set(HOST_COPIES):
         compiler.read_copies(rows)
-    return compiler.program
+    return compiler.graph
