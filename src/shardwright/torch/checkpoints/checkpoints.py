@@ -1,4 +1,4 @@
-"""What a script calls to save and to resume."""
+"""The public calls that save a run and resume it."""
 
 import atexit
 import dataclasses

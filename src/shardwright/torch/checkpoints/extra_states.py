@@ -1,4 +1,4 @@
-"""What modules save beside parameters and buffers: `torch.nn.Module.get_extra_state`."""
+"""Saves and loads what modules keep outside parameters and buffers: ``get_extra_state``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

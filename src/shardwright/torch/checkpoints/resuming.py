@@ -1,4 +1,4 @@
-"""Has a run go on from a checkpoint, in whatever layout that was saved."""
+"""Resumes a run from a checkpoint of any layout."""
 
 import logging
 import warnings

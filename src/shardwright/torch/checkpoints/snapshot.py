@@ -1,4 +1,4 @@
-"""What a rank saves, as it is at one moment: training may go on while it is written.
+"""Copies what a rank saves at one moment, so that training continues during the write.
 
 ::
 

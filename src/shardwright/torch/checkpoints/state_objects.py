@@ -1,4 +1,4 @@
-"""Schedulers, samplers and the like, which a script has saved with the run."""
+"""The state of schedulers, samplers and other objects that a script saves with the run."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Gives every rank of a replica the tensors that a step function returned."""
+"""Broadcasts the tensors that a step function returned to every rank of the replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

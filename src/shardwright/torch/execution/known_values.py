@@ -1,17 +1,18 @@
-"""The tensors that the code of a step function reads or computes with, on ranks that have not made them.
+"""Supplies the tensors that step-function code reads to ranks that did not compute them.
 
-A `ReadingStep` runs on every rank of a replica. What its trace covers is computed where the program says;
-of what it touches besides, the rank that made it puts up the values, and each other rank takes them::
+A `ReadingStep` runs on every rank of a replica. What its trace covers is computed where the program says. Of
+any other tensor that it touches, the rank that made it posts the value, and the other ranks fetch it::
 
     rank 1, which has the loss                rank 0
     loss.item()   puts it up, goes on         loss.item()   leaves the microbatch, until nothing else is left
     loss * 2      on every rank               loss * 2      to do but its backward; then takes it
 
-Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
-(``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
+Small tensors are posted where the program ends, whether or not a rank asks for them, so that one rank may
+read them alone (``if smp.rank() == 0: print(loss.item())``). A large tensor is posted only when the rank that
+made it uses it.
 
-Where a rank has several stages, another one may wait for a value of it before it goes on, and it for that
-one. So it puts up large ones, too, when it leaves a microbatch: whether anybody will ask is not known then::
+Where a rank has several stages, it and another rank may each wait for a value of the other. So a rank that
+leaves a microbatch posts large tensors too, without knowing whether another rank will ask::
 
     rank 0    stage 0 of microbatch 0, leaves it ── stage 0 of 1 ── stage 3 of 0: waits for rank 2
     rank 2    ... stage 5 of microbatch 0 ── reads what stage 0 has made: waits for rank 0

@@ -1,4 +1,4 @@
-"""One microbatch on one rank: the user's step function, run stage by stage."""
+"""One microbatch on one rank: runs the user's step function, stage by stage."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator

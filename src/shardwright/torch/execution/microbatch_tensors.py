@@ -1,4 +1,4 @@
-"""The tensors of one microbatch that its step function's own variables do not give (see `dataflow`)."""
+"""The tensors of a microbatch that its step function's variables do not hold (see `dataflow`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

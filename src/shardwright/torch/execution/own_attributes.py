@@ -1,7 +1,7 @@
-"""Python attributes of modules and objects while microbatches take turns: each finds what it wrote.
+"""Gives each microbatch the Python attributes that it wrote itself, while microbatches alternate.
 
-What it has not written yet it finds as the microbatch before it left it (see `attribute_use`); what every
-microbatch puts back, as all of them leave it.
+An attribute that it has not written yet holds what the previous microbatch left (see `attribute_use`). An
+attribute that every microbatch restores holds what all of them leave.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Finds the program of each microbatch, or traces it."""
+"""Finds the cached program of a microbatch, or traces it."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence

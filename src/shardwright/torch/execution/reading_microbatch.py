@@ -1,4 +1,4 @@
-"""One microbatch of a step function that may read values of tensors, on one rank."""
+"""One microbatch, on one rank, of a step function that may read tensor values."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn

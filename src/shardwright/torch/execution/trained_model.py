@@ -1,4 +1,4 @@
-"""What engines, and the end of a step, ask of the model that they train."""
+"""The protocol of a model that engines, and the end of a step, rely on."""
 
 from typing import Protocol
 

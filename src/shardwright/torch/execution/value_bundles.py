@@ -1,7 +1,7 @@
-"""How tensors that a step function reads come from the rank that made them to the others: at a board.
+"""Carries tensors that a step function reads from the rank that made them to the others, by a board.
 
-Small ones are put up in bundles, whether anybody asks for them or not; large ones by themselves, each time
-that the rank uses them::
+Small tensors are posted in bundles, whether or not a rank asks for them. A large tensor is posted alone, each
+time that its rank uses it::
 
     0 of 1, 0      first bundle of rank 1 in microbatch 0: its loss
     0 of 1, 1      second one: nothing more comes before its backward

@@ -1,4 +1,4 @@
-"""A step function that can be left in the middle and entered again, with PyTorch's thread-local state."""
+"""A step function that can be suspended and resumed, with PyTorch's thread-local state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

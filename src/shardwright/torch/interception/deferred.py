@@ -1,4 +1,4 @@
-"""Tensors whose data lives on another rank: right shape, type and device, no data."""
+"""Deferred tensors, whose data is on another rank: shape, type and device, no data."""
 
 from typing import Any, NoReturn
 

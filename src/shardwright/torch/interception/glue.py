@@ -1,5 +1,4 @@
-"""Where a step function meets the library: every torch function between units, and every unit call, comes
-by here.
+"""Intercepts glue: every torch function between units, and every unit call, of a step function.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Whether a loss can be trained by; the same words in a trace, behind its end, and on a single rank."""
+"""Checks that a loss can be trained on, with the same words in a trace, after it and on one rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

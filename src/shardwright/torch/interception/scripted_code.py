@@ -1,8 +1,8 @@
-"""Functions and modules of TorchScript (`torch.jit.script`, `torch.jit.trace`), which run outside of Python.
+"""TorchScript functions and modules (`torch.jit.script`, `torch.jit.trace`), which bypass Python.
 
-PyTorch does not offer their calls to function modes, and fake tensors cannot get through them. Between units
-a call of a function is one operation. A module takes the place of the scripted one in the model, with its
-parameters and buffers in Python's hands: they are released, shared and replaced like those of others.
+PyTorch does not show their calls to function modes, and fake tensors cannot pass through them. A function's
+call between units is one operation. A scripted module is replaced in the model by a Python module that owns
+its parameters and buffers, so they are released, sharded and replaced like any others.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Takes the loss scale out of the gradients of a batch, and looks for those that overflowed."""
+"""Unscales the gradients of a batch, and detects overflows."""
 
 from collections.abc import Callable, Collection, Iterable
 

@@ -1,4 +1,4 @@
-"""What a model costs on the present machines: its units are timed for every grid of ranks that it may run on.
+"""Measures a model on the current machines: times its units for every candidate grid of ranks.
 
 ::
 

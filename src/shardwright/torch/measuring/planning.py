@@ -1,4 +1,4 @@
-"""Makes the plan of a run from its first batch: finds units, traces, measures, and asks the planner.
+"""Plans a run from its first batch: finds units, traces, measures, and calls the planner.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The model as the script sees it."""
+"""`DistributedModel`, the model that the script sees."""
 
 import logging
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""The state of the whole model: put together from the ranks, and loaded on each as far as it holds it."""
+"""Gathers the state of the whole model from the ranks, and loads each rank's share of it."""
 
 import warnings
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""The module of a script whose parameters and buffers live on several ranks: which of them on which."""
+"""Tracks which ranks hold which parameters and buffers of the script's module."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

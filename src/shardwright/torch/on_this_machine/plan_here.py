@@ -1,4 +1,4 @@
-"""Plans a run on the present machines: measures the model, tries the best plans, keeps the fastest.
+"""Plans for the current machines: measures the model, tries the best plans, keeps the fastest.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The optimizer of a rank: the user's own, with the parameters that live here."""
+"""The optimizer of a rank: the user's own, over the parameters on this rank."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

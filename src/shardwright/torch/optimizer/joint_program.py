@@ -1,10 +1,9 @@
-"""Runs one program over tensors that several ranks hold: numbers come from the rank that has them.
+"""Runs one program over tensors on several ranks; each number comes from the rank that holds it.
 
-It follows every operation, and knows of each tensor which ranks have its values:
+It follows every operation, and knows which ranks hold the values of each tensor:
 
-- what is computed from tensors of a rank is that rank's; what is computed from none of them, everybody's;
-- a number (a tensor of one element) that the program reads, or that meets what other ranks hold, is told to
-  all ranks;
+- a result computed from a rank's tensors belongs to that rank; one computed from none, to all ranks;
+- a number (a one-element tensor) that the program reads, or that meets tensors of other ranks, is broadcast;
 - whole tensors of several ranks cannot meet in one operation.
 """
 

@@ -1,4 +1,4 @@
-"""Runs an optimizer over the parameters of all stages, where its updates need all of them."""
+"""Runs an optimizer over the parameters of all stages, where its updates need them all."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""Placement by hand: ``with sw.partition(i):`` and ``sw.set_partition(module, i)``.
+"""Manual placement: ``with sw.partition(i):`` and ``sw.set_partition(module, i)``.
 
-It is heeded where `auto_partition` is false; everything else goes to `default_partition`. The innermost
-wish wins.
+It applies where `auto_partition` is false; everything else goes to `default_partition`. The innermost setting
+wins.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""Training in 16 bits: parameters and activations in bfloat16 or float16, gradients and updates in float32.
+"""Mixed precision: 16-bit parameters and activations, float32 gradients and updates.
 
 ::
 

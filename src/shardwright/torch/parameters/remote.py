@@ -1,12 +1,11 @@
-"""Parameters and buffers that this rank has given up: shape and type, no values.
+"""Remote parameters and buffers, which this rank has released: shape and type, no values.
 
-PyTorch takes a tensor without values for a change of one that has some, and changes nothing::
+PyTorch accepts a tensor without values where it changes one that has some, and changes nothing::
 
     average.mul_(0.9).add_(parameter, alpha=0.1)     parameter on the meta device: average only shrinks
 
-So what other ranks hold is not just on the meta device, but of a class that refuses this. What is computed
-from such tensors alone is such a tensor again, and what is written to them is left to their holder, who does
-it too.
+So a tensor on another rank is not just a meta tensor: its class refuses such an operation. A result computed
+from remote tensors alone is remote too. A write to one is left to its holder, which makes the same write.
 """
 
 import copy

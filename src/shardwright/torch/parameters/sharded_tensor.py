@@ -1,9 +1,9 @@
-"""A parameter, or the gradient of one, of which every rank of a shard group has some rows.
+"""A parameter, or its gradient, of which every rank of a shard group has some rows.
 
-Between steps, this is what scripts find in ``model.parameters()`` and in ``parameter.grad``. It has the shape
-of the whole. What works element by element on such tensors works on the rows of each rank; norms and sums
-talk to the other ranks. For everything else all rows are gathered, and what is changed is cut again, so all
-ranks must do it. What is cut no more is an ordinary tensor.
+Between steps, scripts find it in ``model.parameters()`` and in ``parameter.grad``. It has the shape of the
+whole. Element-wise operations work on each rank's rows; norms and sums communicate. Every other operation
+gathers all rows and cuts the changed ones again, so all ranks must call it. A result that is no longer cut is
+an ordinary tensor.
 """
 
 from collections.abc import Callable

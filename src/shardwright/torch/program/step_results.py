@@ -1,4 +1,4 @@
-"""What a step of a program gives to the code around it."""
+"""What a program's step returns to the code around it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

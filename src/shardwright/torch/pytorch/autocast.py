@@ -1,4 +1,4 @@
-"""Which types `torch.autocast` casts to."""
+"""The types to which `torch.autocast` casts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

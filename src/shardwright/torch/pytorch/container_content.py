@@ -1,7 +1,7 @@
-"""What is in a list, dictionary or set at one moment, to be compared with later and put back.
+"""Snapshots the content of a list, dictionary or set, to compare and restore.
 
-Subclasses may do things when they are read (a mapping that imports what it names), so they are read as what
-they are underneath.
+Reading a subclass may run code (a mapping that imports what it names), so it is read as its built-in base
+class.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Which torch functions ask for metadata, and which read data.
+"""Classifies torch functions: those that ask for metadata, and those that read data.
 
-Between units every torch function passes through `glue.GlueMode`. Those that only ask for metadata are
-answered at once; those that read values into Python need data that most ranks do not have.
+Between units every torch function passes through `glue.GlueMode`. Metadata queries are answered at once.
+Functions that read values into Python need data that most ranks do not have.
 """
 
 from collections.abc import Callable, Mapping

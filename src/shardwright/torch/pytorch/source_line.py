@@ -1,4 +1,4 @@
-"""Where in the user's code we are."""
+"""Finds the current line of the user's code."""
 
 import functools
 import inspect

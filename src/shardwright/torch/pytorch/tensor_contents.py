@@ -1,4 +1,4 @@
-"""The content of tensors, to be put back where it was changed in place."""
+"""Copies tensor contents, to restore those changed in place."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The order in which buckets are reduced, which is the same on all ranks."""
+"""Orders the reduction of buckets, identically on all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

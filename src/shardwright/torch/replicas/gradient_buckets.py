@@ -1,4 +1,4 @@
-"""Gradients that are reduced in one message."""
+"""Packs gradients into buckets, each reduced in one message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Gradients that a function of the script reduces over replicas: a communication hook of PyTorch's DDP.
+"""Reduces gradients with the script's own function, a communication hook of PyTorch's DDP.
 
-The hook is given the gradients of a bucket as this replica has them, and gives a future of what all replicas
-are to have. It reduces as it likes: in fewer bits, in a group of its own.
+The hook takes this replica's gradients of a bucket, and returns a future of the gradients that all replicas
+use. It reduces as it likes: in fewer bits, in its own group.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,14 +1,14 @@
-"""Sums gradients over replicas, and over stages that hold the same parameter.
+"""Reduces gradients over replicas, and over stages that share a parameter.
 
-Gradients are packed into buckets. A bucket is reduced as soon as the last backward of the batch has filled
-it, while the rest of the backward goes on; buckets start in the same order on every rank::
+Gradients are packed into buckets. The reduction of a bucket starts as soon as the batch's last backward has
+filled it, and overlaps the rest of the backward. Buckets start in the same order on every rank::
 
     last backward   │ head │ block 5 │ block 4 │ ...
     bucket 0                 ░░░░░░░░ all-reduce
     bucket 1                           ░░░░░░░░ all-reduce
 
 Parameters that no stage used when the plan was made (the head of another task) are *spare*: all ranks hold
-them, and find out first which of them have gradients at all.
+them, and first find out which of them have gradients at all.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
+"""What replicas share: gradients and, on request, parameters and optimizer state."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,14 +1,14 @@
-"""What an optimizer updates in the place of parameters: parts of them, and copies in float32.
+"""What an optimizer updates instead of parameters: parts of them, and float32 copies.
 
-Replicas may share the work and the state of the optimizer (ZeRO-1), also where they do not share parameters::
+Replicas may shard the optimizer's work and state (ZeRO-1), with or without sharded parameters::
 
     gradients summed over the replicas    every replica has all of them
     optimizer.step()                      each updates a part of every parameter, and has state for that alone
     all-gather                            each gets the parts of the others
 
-Replicas are ranks that have the same rows of parameters: parameters may be shared inside of a host, and the
-optimizer's state over all hosts. Parameters in 16 bits are updated in float32, and rounded afterwards: small
-updates would be lost.
+Here, replicas are ranks with the same rows of parameters: parameters may be sharded within a host, and
+optimizer state over all hosts. 16-bit parameters are updated in float32 and then rounded, so that small
+updates are not lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
+"""The state of a run: settings, ranks, process groups, the wrapped model. `init` makes the one object."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

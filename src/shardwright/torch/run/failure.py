@@ -1,4 +1,4 @@
-"""Errors of a step, with the rank that failed first."""
+"""Reports a step's error, with the rank that failed first."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
-"""A shared parameter whose rows are not at hand, inside of a step.
+"""A sharded parameter inside a step, while its rows are not gathered.
 
-Whatever computes with it brings them first: the Python object is an ordinary parameter then. What only asks
-for its shape, or for its gradient, does not.
+Any computation with it first gathers its rows; the Python object then is an ordinary parameter. A query of
+its shape or gradient gathers nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence

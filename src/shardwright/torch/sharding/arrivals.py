@@ -1,4 +1,4 @@
-"""When the rows of shared parameters come in a step: all at its beginning, or in turns, as they are used."""
+"""Gathers each parameter's rows before its first use: at the start of a step, or in order of use."""
 
 import logging
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Shared parameters whose rows come, and go, together."""
+"""A parcel: sharded parameters that are gathered and released together."""
 
 from collections.abc import Mapping, Sequence
 

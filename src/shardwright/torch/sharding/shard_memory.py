@@ -1,4 +1,4 @@
-"""Where the rows of sharded parameters lie, and how all rows come together.
+"""Stores the rows of sharded parameters, and gathers them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A parameter of which this rank keeps some rows, in the forms that it takes in turn.
+"""A parameter of which this rank keeps some rows, and the forms that it takes in turn.
 
 ::
 
@@ -8,7 +8,7 @@
     while a step is traced ordinary tensor         none, on the meta device
     in optimizer.step()    ordinary tensor         rows of this rank, shape of these
 
-It stays the same Python object: optimizers, ties and variables of the script keep it.
+It stays the same Python object: optimizers, ties and variables of the script keep referring to it.
 """
 
 from enum import Enum

@@ -1,4 +1,4 @@
-"""The graph and the plan of a model without running it: no weights, no ranks, any size."""
+"""Graphs and plans a model of any size without running it: no weights, no ranks."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Finds modules that cannot be split, although each module inside them could be a unit.
+"""Finds modules that cannot be split, although each module inside could be a unit.
 
 The code of such a module, between the calls of the modules inside it,
 
@@ -9,7 +9,7 @@ The code of such a module, between the calls of the modules inside it,
 - gives them packed sequences, whose layout is in values that no trace knows; or
 - calls them under ``torch.func``, on tensors or with weights that are no real ones.
 
-It is watched while the model runs once as a whole.
+The module is watched while the model runs once as a whole.
 """
 
 from collections.abc import Iterator
