@@ -1,4 +1,4 @@
-"""How much of a peak rate is reached, and what runtimes take on top: the parameters that are calibrated."""
+"""The calibrated parameters: achieved fractions of peak rates, and overheads of runtimes."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What the costs of a step are worked out from: numbers, or arrays with an entry for each candidate.
+"""The inputs of a step's cost: numbers, or arrays with an entry per candidate.
 
 All fields of a class may be numbers or arrays of one length; numpy broadcasts them against one another. So
 the same formulas price a million ways to train one model, or a table of runs of different models.

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: predictions, reasons in sentences with numbers, and the runners-up."""
+"""Explains a plan: predictions, reasons in sentences with numbers, and the runners-up."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

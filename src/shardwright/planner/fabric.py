@@ -1,4 +1,4 @@
-"""The machines as one pipeline sees them: links between its ranks, cores, sums of gradients."""
+"""The machines as one pipeline sees them: links between its ranks, cores, gradient reductions."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""One combination of schedule, stages and microbatches, worked out.
+"""Works out one combination of schedule, stages and microbatches.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A plan played out again, as it is or under other conditions: a slow rank, another link, other microbatches.
+"""Replays a plan, unchanged or under other conditions: a slow rank, another link, other microbatches.
 
 ::
 

@@ -1,4 +1,4 @@
-"""From a profiled model, machines and settings to a plan.
+"""Searches for the best plan of a profiled model on given machines.
 
 ::
 
@@ -10,7 +10,7 @@
                                                ▼
                                              plan: prediction, reasons, runners-up
 
-Everything is deterministic: ranks that plan for themselves come to the same plan.
+The search is deterministic: ranks that plan separately reach the same plan.
 """
 
 import itertools

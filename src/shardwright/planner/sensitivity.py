@@ -1,4 +1,4 @@
-"""What would make a planned step shorter, worked out from the plan alone."""
+"""Finds what would shorten a planned step, from the plan alone."""
 
 from dataclasses import dataclass
 

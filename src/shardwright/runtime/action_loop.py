@@ -1,4 +1,4 @@
-"""Walks the action list of a rank: computes, sends, receives.
+"""Runs the action list of a rank: computes, sends, receives.
 
 ::
 
@@ -7,7 +7,7 @@
     SEND_F 1,0    starts sending what it made
     B 1,0         stage 1 takes in gradients
 
-The loop knows no framework: a front end gives it the stages of the rank.
+The loop knows no framework: a front end supplies the rank's stages.
 """
 
 import time

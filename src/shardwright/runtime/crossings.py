@@ -1,4 +1,4 @@
-"""What one stage makes and another reads."""
+"""Finds the values that one stage makes and another reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Why a way was chosen, what limits it, and why not another one: in sentences with numbers."""
+"""Explains a choice in sentences with numbers: why this way, what limits it, why not another."""
 
 from dataclasses import dataclass, replace
 

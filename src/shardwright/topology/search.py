@@ -1,4 +1,4 @@
-"""The best ways to train: everything is priced, what does not fit is dropped, the simplest of equals wins."""
+"""Searches for the best ways to train: prices all, drops what does not fit, prefers the simplest."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What a topology is searched for: a model, machines, a batch."""
+"""The task of a topology search: a model, machines, a batch."""
 
 import difflib
 from collections.abc import Mapping
