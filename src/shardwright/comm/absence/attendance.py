@@ -1,4 +1,4 @@
-"""Who has come to a call, at the store that all ranks share.
+"""Records at the store which ranks have come to a joint call.
 
 ::
 
@@ -7,7 +7,7 @@
     key/decision   the call goes on, or why it cannot: the same for all of its ranks
     key/turn       who has looked last for ranks that are missing, and how often
 
-Whoever completes the last block decides that the call goes on. A rank that finds out that another one will
+The rank that completes the last block decides that the call goes on. A rank that finds out that another will
 not come decides that it does not. The first decision holds.
 """
 

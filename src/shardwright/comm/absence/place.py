@@ -1,4 +1,4 @@
-"""A call that several ranks make together, and what a rank says of where it is."""
+"""A joint call of several ranks, and what a rank reports of its place."""
 
 import json
 from collections.abc import Mapping

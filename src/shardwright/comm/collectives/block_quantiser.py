@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: blocks of them share a scale, as in ZeRO++ (Wang et al., 2023, section 3.1).
+"""Quantises numbers to 8 bits, a scale per block, as in ZeRO++ (Wang et al., 2023, section 3.1).
 
 ::
 

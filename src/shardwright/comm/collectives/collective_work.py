@@ -1,4 +1,4 @@
-"""What torch.distributed waits for."""
+"""The handle of a running collective, for torch.distributed to wait on."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""How the ranks of a group find out who shares a host, and get ready for collectives."""
+"""Connects a group for collectives: finds which ranks share a host, and sets them up."""
 
 import logging
 import os

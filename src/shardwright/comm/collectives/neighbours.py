@@ -1,12 +1,11 @@
-"""The ranks of a node that do collectives together: their memory, and what they tell one another.
+"""The ranks of a node in a collective: their shared memory, and their signals to one another.
 
 ::
 
     shared memory   |  the first, third, ...  |  the second, fourth, ...  |
     Unix sockets    "I am one step further with collective 4, an all-gather of 1024 float32"
 
-A collective uses one half of the memory while some ranks may still read what the one before left in the
-other.
+A collective uses one half of the memory while some ranks may still read the previous one's data in the other.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The all-gather of several tensors into memory that the ranks of a node share."""
+"""All-gathers several tensors into memory shared by the ranks of a node."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""A thread that does what it is told, one thing after the other."""
+"""A thread that runs its tasks one after another, in order."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""What serves tensors that are not on the CPU."""
+"""The communication of tensors that are not on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

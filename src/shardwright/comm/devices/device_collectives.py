@@ -1,4 +1,4 @@
-"""Collectives over nodes for tensors on accelerators, made of NCCL's.
+"""Collectives over nodes for tensors on accelerators, built from NCCL's.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What runs the hops of a collective: streams of a device, or a thread where gloo stands in for NCCL."""
+"""Runs the hops of a collective: on device streams, or on a thread where gloo replaces NCCL."""
 
 from datetime import timedelta
 from typing import Any, Protocol

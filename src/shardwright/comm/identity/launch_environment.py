@@ -1,4 +1,4 @@
-"""Where a process stands among all that run the same script."""
+"""The position of a process among all that run the same script."""
 
 from dataclasses import dataclass
 

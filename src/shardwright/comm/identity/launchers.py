@@ -1,4 +1,4 @@
-"""What each launcher says about a process: one reader a launcher, None where it did not start it."""
+"""Readers of each launcher's variables; one returns None for a process that it did not start."""
 
 import json
 import math

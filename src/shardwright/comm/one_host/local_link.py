@@ -1,4 +1,4 @@
-"""Messages between two processes of one host: through shared memory, announced over a socket.
+"""Links two processes of one host: messages in shared memory, announced over a socket.
 
 ::
 
@@ -6,8 +6,8 @@
     copies a tensor into its ring  ── Unix socket: "at 4096" ──▶  copies it out into the posted buffer
     may use the room again         ◀── Unix socket: "read"  ──
 
-No other thread takes part. The socket also shows at once when the other process ends. Saying something never
-blocks: as few messages as may be unread make few notes, which the socket has room for.
+No other thread takes part. The socket also shows at once when the other process ends. An announcement never
+blocks: the number of unread messages is bounded, and the socket has room for their notes.
 """
 
 import contextlib

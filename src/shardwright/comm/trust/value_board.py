@@ -1,11 +1,11 @@
-"""Values that one rank puts up, and others read when they come to need them: small ones, now and then.
+"""A board of small values: one rank posts them, others read them when needed, now and then.
 
 ::
 
     rank 1: put("mb 0", loss)                       goes on
     rank 0:              ...        get("mb 0")     waits until it is there
 
-Nobody has to know who will read, and what nobody reads costs the message to the store alone.
+No rank has to know which others will read, and an unread value costs only the message to the store.
 """
 
 import time
