@@ -1,7 +1,7 @@
-"""Boxes in a tensor: where pieces of it lie.
+"""Boxes: the positions of a tensor's pieces.
 
-A piece of a tensor is a box: an offset and a length in every dimension. What replicas share of an optimizer's
-state is a range of the flattened tensor, which is made of a few boxes::
+A piece of a tensor is a box: an offset and a length in every dimension. A replica's share of optimizer state
+is a range of the flattened tensor, which consists of a few boxes::
 
     tensor of shape (4, 3), elements 2 to 9      . . a
                                                  b b b      three boxes: a, b, c

@@ -1,6 +1,6 @@
-"""Everything that a checkpoint does to a disk, in one place.
+"""Every disk operation of a checkpoint, in one place.
 
-A test kills the process, or has the disk fill up, at any of these operations: see
+Tests kill the process, or fill the disk, at each of these operations: see
 ``tests/unit/checkpoint/test_torn.py``.
 """
 

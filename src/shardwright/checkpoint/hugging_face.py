@@ -1,4 +1,4 @@
-"""Writes the model of a checkpoint as the files that ``from_pretrained`` of Hugging Face reads.
+"""Writes a checkpoint's model as files for Hugging Face's ``from_pretrained``.
 
 ::
 

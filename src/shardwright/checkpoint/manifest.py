@@ -1,4 +1,4 @@
-"""The list of what belongs to a checkpoint: size and checksum of every file."""
+"""The manifest of a checkpoint: size and checksum of every file."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The tensors of the model in a checkpoint, as another library is to get them."""
+"""The model tensors of a checkpoint, in the form that another library gets."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Makes a list of checkpoints anew that is missing or damaged, from the folders that are whole.
+"""Rebuilds a missing or damaged list of checkpoints from the folders that are whole.
 
 ::
 
@@ -9,7 +9,8 @@
                      a crash leaves this: there is still no list, and recovery can be repeated
     replace COMMITTED
 
-What a list leaves out is removed by the next run, as what a crash has left; so it is put aside first.
+The next run removes checkpoints that the list omits, as remains of a crash; so recovery sets them aside
+first.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A committed checkpoint, opened to be read."""
+"""A committed checkpoint, opened for reading."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

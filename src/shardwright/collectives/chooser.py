@@ -1,4 +1,4 @@
-"""The algorithms of one group, chosen and kept by size."""
+"""Caches the chosen algorithms of one group by size."""
 
 from collections import OrderedDict
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""What the steps of a collective cost: alpha seconds each, and beta seconds a byte."""
+"""The prices of a collective's steps: alpha seconds each, and beta seconds per byte."""
 
 from bisect import bisect_right
 from dataclasses import dataclass

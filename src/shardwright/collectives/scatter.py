@@ -1,4 +1,4 @@
-"""The reduce-scatter of one chunk: every rank has a piece for each, and gets the sum of those for itself.
+"""Reduce-scatters one chunk: every rank has a piece for each rank, and gets the sum of its own.
 
 The mirror of the all-gather::
 

@@ -1,7 +1,7 @@
-"""What a rank does in a collective, step by step.
+"""The steps of a rank in a collective.
 
 A row of steps is pure data: the communication thread runs it (`shardwright.comm`), `replay` proves that the
-rows of all ranks fit one another, and `price` adds up what they cost.
+rows of all ranks fit together, and `price` adds up their costs.
 
 ::
 
@@ -10,8 +10,8 @@ rows of all ranks fit one another, and `price` adds up what they cost.
     SCRATCH sums that are on their way      each rank its own
     SHARED  seen by all ranks of a node     one a node
 
-Messages between two ranks keep their order. Ranks of a node tell one another how far they are: `Tell` counts
-up what this rank has said, `Hear` waits until another rank has said so much.
+Messages between two ranks keep their order. Ranks of a node signal their progress to one another: `Tell`
+counts up this rank's signals, `Hear` waits until another rank's count is high enough.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""The topology of a group: which ranks share a host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

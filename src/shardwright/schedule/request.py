@@ -1,4 +1,4 @@
-"""What a schedule family is asked for."""
+"""The request to a schedule family."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

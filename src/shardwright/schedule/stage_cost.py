@@ -1,4 +1,4 @@
-"""What one stage costs for one microbatch."""
+"""The cost of one stage for one microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
