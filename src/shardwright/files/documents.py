@@ -1,8 +1,8 @@
-"""JSON and YAML that nobody vouches for, read to plain data: objects, lists, text, numbers, flags, null.
+"""Reads untrusted JSON and YAML to plain data: objects, lists, text, numbers, flags, null.
 
-What other readers take in silence is refused: a name that is there twice, numbers that are none or of
-hundreds of digits, nesting that breaks whoever walks through it, characters that no name has, and of YAML
-what no settings need: aliases, of which a few lines make gigabytes, and tags.
+It refuses what other readers accept silently: duplicate names, NaN and numbers of hundreds of digits, nesting
+that breaks whoever walks it, characters that no name has, and YAML features that no settings need: tags, and
+aliases, a few lines of which expand to gigabytes.
 """
 
 import json

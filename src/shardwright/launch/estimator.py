@@ -1,4 +1,4 @@
-"""Training jobs as SageMaker's Python SDK describes them, run on machines of your own."""
+"""Training jobs in the form of SageMaker's Python SDK, run on your own machines."""
 
 import inspect
 import os

@@ -1,7 +1,7 @@
-"""What a person sees of a run while it runs: lines on stderr, from one rank.
+"""The console of a run: progress lines on stderr, from one rank.
 
 Results go to stdout, progress to stderr. ``-q`` (``SHARDWRIGHT_QUIET=1``) silences progress. Only a terminal
-gets colour, and lines that are rewritten in place; ``NO_COLOR`` turns the first off, ``CI`` the second.
+gets colour and lines rewritten in place; ``NO_COLOR`` turns off the first, ``CI`` the second.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""What this machine has, and what of it will be in the way: a block to paste into an issue.
+"""Describes this machine, and anything on it that will cause trouble: a block to paste into an issue.
 
-No framework is imported: their versions are read from what is installed, GPUs from what the driver shows.
+It imports no framework: versions come from the installed packages, GPUs from the driver.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, what limits it and what would help, as text."""
+"""Explains a plan as text: its reasons, its limits, and what would help."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby

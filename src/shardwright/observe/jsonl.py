@@ -1,4 +1,4 @@
-"""Files of records, one JSON object a line."""
+"""Record files with one JSON object per line."""
 
 import json
 import math

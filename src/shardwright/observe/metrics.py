@@ -1,4 +1,4 @@
-"""What is measured in a step, and the names under which it is written.
+"""The metrics of a step, and the names under which they are written.
 
 Every name is ``group/name(unit)``; a share is a number from 0 to 1.
 """

@@ -1,4 +1,4 @@
-"""The closing block of a run."""
+"""The closing summary of a run."""
 
 import os
 from collections.abc import Iterator, Mapping

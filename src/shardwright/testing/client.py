@@ -1,4 +1,4 @@
-"""The caller's side of the fork server."""
+"""The client side of the fork server."""
 
 import atexit
 import contextlib

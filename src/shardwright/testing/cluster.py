@@ -1,4 +1,4 @@
-"""A cluster on one machine: several hosts, each with a link of its own, and ranks on each.
+"""A cluster on one machine: several hosts, each with its own link, and ranks on each.
 
 ::
 
@@ -9,8 +9,8 @@
         machines.torchrun(["train.py"], timeout_s=60)
         print(machines.traffic()[0] - before[0])        # bytes over the link of host 0
 
-It needs root and iproute2 (`missing_for_networks` says what is missing). Messages take no longer than on
-one machine; only rates are limited.
+It needs root and iproute2 (`missing_for_networks` says what is missing). Only rates are limited: latencies
+are those of one machine.
 """
 
 import os

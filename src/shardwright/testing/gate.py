@@ -1,4 +1,4 @@
-"""A line that ranks cross together."""
+"""A gate that ranks pass together."""
 
 import os
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What travels between the caller, the fork server and a rank."""
+"""The records that caller, fork server and ranks exchange."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""What became of one rank."""
+"""The outcome of one rank."""
 
 import signal
 from dataclasses import dataclass, field

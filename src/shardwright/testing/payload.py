@@ -1,4 +1,4 @@
-"""How a function and its arguments travel to the ranks."""
+"""Packs a function and its arguments for the ranks."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""What a process imports once, so that the ranks that are forked from it need not."""
+"""Imports once what forked ranks would otherwise import each."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""The base of every command-line application."""
 
 import json
 import sys

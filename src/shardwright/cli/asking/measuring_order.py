@@ -1,4 +1,4 @@
-"""What ranks are told to measure; apart from what they do, because that imports torch."""
+"""The measuring order for ranks, apart from its execution, which imports torch."""
 
 import json
 from collections.abc import Mapping

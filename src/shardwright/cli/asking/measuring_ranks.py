@@ -1,4 +1,4 @@
-"""What each rank of ``shardwright profile`` and ``shardwright plan make --verify`` does."""
+"""The rank process of ``shardwright profile`` and ``shardwright plan make --verify``."""
 
 import datetime
 import os

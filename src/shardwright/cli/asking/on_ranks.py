@@ -1,4 +1,4 @@
-"""Runs a module of ours on several ranks of this host, or of several: for commands that measure."""
+"""Runs one of our modules on several ranks of one or more hosts, for commands that measure."""
 
 import shutil
 import sys

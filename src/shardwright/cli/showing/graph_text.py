@@ -1,4 +1,4 @@
-"""A traced model as text, for people."""
+"""Prints a traced model as text, for people."""
 
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import align

@@ -1,4 +1,4 @@
-"""Programs of a scheduler, called with care."""
+"""Runs a scheduler's programs, with checks."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""The run folder of a training job, in which one job at a time goes on.
+"""The run folder of a training job, used by one job at a time.
 
-The launchers of a job inherit the lock of its folder, so that it lasts as long as any of them, also where the
-process that started them has ended, and no longer.
+The launchers of a job inherit the lock of its folder. So it lasts as long as any of them, even if the process
+that started them has ended, and no longer.
 """
 
 import errno

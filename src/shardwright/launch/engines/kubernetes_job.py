@@ -1,4 +1,4 @@
-"""A training job on Kubernetes that was applied: its state, its pods and their logs, through ``kubectl``."""
+"""An applied Kubernetes training job: its state, pods and logs, through ``kubectl``."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A training job that consists of processes of this machine: one launcher a host."""
+"""A training job of processes on this machine: one launcher per host."""
 
 import contextlib
 import os

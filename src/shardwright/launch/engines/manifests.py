@@ -1,4 +1,4 @@
-"""Manifests of training jobs for Kubernetes: Kubeflow's TrainJob, and JobSet.
+"""Kubernetes manifests of training jobs: Kubeflow's TrainJob, and JobSet.
 
 Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.0 to 2.3) and
 ``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).

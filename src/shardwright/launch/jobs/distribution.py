@@ -1,4 +1,4 @@
-"""An estimator's ``distribution``: how many processes on each host, and what they are told.
+"""Reads an estimator's ``distribution``: the processes per host, and their settings.
 
 =========================================================  =================================================
 ``{"smdistributed": {"modelparallel": {...}}, "mpi": ...}``  scripts for the model parallel library

@@ -1,4 +1,4 @@
-"""A training job that was started: wait for it, stop it, ask what became of it."""
+"""A started training job: wait for it, stop it, ask how it ended."""
 
 import contextlib
 import json

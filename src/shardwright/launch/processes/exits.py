@@ -1,4 +1,4 @@
-"""How workers ended, noted in a file that all supervisors of a host append to."""
+"""The exit log: how workers ended, appended by all supervisors of a host."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a dying process wrote last."""
+"""The last output of a dying process."""
 
 import re
 

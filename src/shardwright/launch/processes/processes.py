@@ -1,4 +1,4 @@
-"""What the kernel knows about processes: parents, groups, orphans, threads."""
+"""Asks the kernel about processes: parents, groups, orphans, threads."""
 
 import contextlib
 import ctypes

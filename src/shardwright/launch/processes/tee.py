@@ -1,4 +1,4 @@
-"""One output stream of a worker: into its log, and to the console line by line."""
+"""Copies one output stream of a worker to its log, and line by line to the console."""
 
 import os
 import time

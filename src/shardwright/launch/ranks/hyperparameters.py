@@ -1,4 +1,4 @@
-"""Hyperparameters as words of a command line, and back, as SageMaker's containers do it.
+"""Converts hyperparameters to command-line words and back, as SageMaker's containers do.
 
 ::
 

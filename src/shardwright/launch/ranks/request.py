@@ -1,4 +1,4 @@
-"""What is to be launched."""
+"""A launch request."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Everything that a report shows, gathered from a run folder or a plan file, before anything is drawn."""
+"""Gathers all data of a report from a run folder or a plan file, before anything is drawn."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
