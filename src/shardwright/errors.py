@@ -1,4 +1,4 @@
-"""Every error that Shardwright raises on purpose.
+"""The errors that Shardwright raises on purpose.
 
 ::
 

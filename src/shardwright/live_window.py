@@ -1,7 +1,7 @@
-"""Which of several things are at hand where there is no room for all, in pure logic.
+"""Chooses which of several things to keep at hand when not all fit, in pure logic.
 
-Batches use things mostly in the order of the batch before. So what is used next can be on its way early, and
-what is used latest makes room::
+Batches mostly use things in the order of the previous batch. So the thing used next can be fetched early, and
+the thing with the farthest next use makes room::
 
     the last batch    a b c d | d c b a
     this one          a b         is used: c, on its way: d; the next use of a is the farthest, so a goes

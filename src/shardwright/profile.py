@@ -1,6 +1,7 @@
-"""What units cost: seconds and bytes, measured or estimated; one record for units, stages and predictions.
+"""The measured or estimated cost of units, in seconds and bytes; one record serves all.
 
-Units of one *cost class* (same class of module, same shapes) cost the same and are measured once.
+Units, stages and predictions use the same record. Units of one *cost class* (same class of module, same
+shapes) cost the same and are measured once.
 """
 
 from collections.abc import Mapping

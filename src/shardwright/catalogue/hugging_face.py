@@ -1,4 +1,4 @@
-"""Architectures from the configuration files of Hugging Face's models."""
+"""Reads architectures from Hugging Face configuration files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model as a chain of layers: what any network comes down to when it is cut into stages."""
+"""A model as a chain of layers, the form in which any network is cut into stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Devices, their memory and peak rates, and the links between them."""
+"""A cluster: devices, their memory and peak rates, and the links between them."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
-"""Random numbers: the generator of the CPU is that of every CUDA device.
+"""Random generators: the CPU's stands for that of every CUDA device.
 
 So a script that seeds both, saves both, or seeds only CUDA draws the same numbers in each run. There is one
-sequence where a GPU would have a second one.
+sequence where a GPU would have a second.
 """
 
 from collections.abc import Iterable

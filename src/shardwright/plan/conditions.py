@@ -1,7 +1,7 @@
-"""What a prediction rests on besides the costs of stages: flows between stages, links, cores, overheads.
+"""The conditions of a prediction besides stage costs: flows, links, cores, overheads.
 
-It stands in the plan file, so that a plan can be played out again, under the same conditions or others,
-on a machine that has neither the model nor the cluster.
+The plan file has them, so that a plan can be replayed, under the same conditions or others, on a machine that
+has neither the model nor the cluster.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""How two plans differ: what would run otherwise, and what was only predicted otherwise."""
+"""Compares two plans: what would run differently, and what only the prediction changes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

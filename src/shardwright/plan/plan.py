@@ -1,7 +1,7 @@
-"""The decision, as a file that a person can read: which unit runs where, in what order, and why.
+"""A plan as a readable file: each unit's place, the order of work, and the reasons.
 
-A plan is the runtime's only input: "automatic", "manual" and "from a file" differ in who wrote it. The file
-is JSON, versioned, and carries a fingerprint of the model, so that a plan of another model is refused with
+A plan is the runtime's only input: "automatic", "manual" and "from a file" differ only in who wrote it. The
+file is versioned JSON, and carries a fingerprint of the model, so that another model's plan is refused with
 the difference.
 """
 
