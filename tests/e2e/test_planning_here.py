@@ -29,9 +29,31 @@ MODEL = """
 """
 
 
+SCRIPT = """
+    import torch
+    import shardwright.torch as sw
+    from model import build
+
+    sw.init()
+    model, batch, loss_of = build()
+    model = sw.DistributedModel(model)
+    optimizer = sw.DistributedOptimizer(torch.optim.Adam(model.parameters()))
+
+    @sw.step
+    def train(model, batch):
+        loss = loss_of(model(batch))
+        model.backward(loss)
+        return loss
+
+    train(model, batch)
+    optimizer.step()
+"""
+
+
 @pytest.fixture
 def shardwright(tmp_path):
     (tmp_path / "model.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def run(*words):
@@ -64,6 +86,17 @@ def refused(here):
         return err
 
     return run
+
+
+def test_the_plan_of_a_search_runs(shardwright, here):
+    words = ("model.py:build", "this-cpu", "--batch", "8", "--dtype", "float32", "--pin", "pipeline=2")
+    code, _, _ = here("search", *words, "-o", "plan.json")
+    assert code == 0
+    found = shardwright("run", "-n", "2", "--plan", "plan.json", "train.py")
+    assert found.returncode == 0, found.stderr
+    used = next((shardwright.folder / "runs").glob("*/plan.json"))
+    planned = [json.loads(path.read_text()) for path in (shardwright.folder / "plan.json", used)]
+    assert planned[0]["stages"] == planned[1]["stages"]
 
 
 def test_a_plan_from_a_profile(shardwright, here, refused):

@@ -3,6 +3,7 @@
 from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
 from shardwright.cluster.machines import usable_bytes
 from shardwright.costs.calibration import calibration_of_nodes
+from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.own_runtime import UNIT_S
 from shardwright.costs.step import UPDATE_BYTES, UPDATE_BYTES_32
 from shardwright.errors import ConfigError
@@ -40,21 +41,8 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
     network = [kind.network_Bps for kind in kinds]
     if len(kinds) > 1 and machines.between_kinds_Bps is not None:
         network.append(machines.between_kinds_Bps)
-    memory_Bps = min(chip.memory_Bps for chip in chips)
-    update_bytes = UPDATE_BYTES_32 if dtype == "float32" else UPDATE_BYTES
-    peak = slowest.accelerator.flops_per_s[dtype]
     return Cluster(
-        device=Device(
-            name=slowest.accelerator.name,
-            family=slowest.accelerator.family,
-            memory_bytes=min(usable_bytes(kind) for kind in kinds),
-            flops_per_s=peak,
-            reached=min(reached.matmul * reached.matmul_factor, 1.0),
-            memory_Bps=memory_Bps * min(reached.memory, 1.0),
-            overhead_s=UNIT_S,
-            # What is updated has 32 bits, and Adam moves so many bytes for each number.
-            update_Bps=memory_Bps * reached.update * 4 / update_bytes,
-        ),
+        device=_device(kinds, slowest, reached, dtype),
         ranks_per_node=sizes[0],
         cores_per_node=min(_cores(kind) for kind in kinds),
         intra_node=Link(
@@ -66,7 +54,24 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
             latency_s=max(kind.network_latency_s for kind in kinds),
             bandwidth_Bps=min(network) * reached.reduce_network,
         ),
-        slowness=_slowness(machines, peak, dtype),
+        slowness=_slowness(machines, slowest.accelerator.flops_per_s[dtype], dtype),
+    )
+
+
+def _device(kinds: list[NodeKind], slowest: NodeKind, reached: Efficiencies, dtype: str) -> Device:
+    """What a rank computes with, on the slowest of some nodes."""
+    memory_rate = min(kind.accelerator.memory_Bps for kind in kinds)
+    update_bytes = UPDATE_BYTES_32 if dtype == "float32" else UPDATE_BYTES
+    return Device(
+        name=slowest.accelerator.name,
+        family=slowest.accelerator.family,
+        memory_bytes=min(usable_bytes(kind) for kind in kinds),
+        flops_per_s=slowest.accelerator.flops_per_s[dtype],
+        reached=float(min(reached.matmul * reached.matmul_factor, 1.0)),
+        memory_Bps=memory_rate * min(reached.memory, 1.0),
+        overhead_s=UNIT_S,
+        # What is updated has 32 bits, and Adam moves so many bytes for each number.
+        update_Bps=memory_rate * reached.update * 4 / update_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from shardwright.config import Config
+from shardwright.costs import calibration_of
 from shardwright.plan import Alternative, MemoryPrediction, Prediction, StagePrediction
 from shardwright.planner.conditions import conditions_of
 from shardwright.planner.estimate import error_of_estimates
@@ -75,14 +76,19 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
     if config.pins:
         pins = ", ".join(f"{key} {value}" for key, value in config.pins.items())
         found.append(f"Fixed by the settings: {pins}.")
-    provenance = best.layout.chain.provenance
-    found.append(
-        "The times of the units were measured."
-        if provenance == "measured"
-        else "The times of the units are estimated from FLOPs and bytes: expect an error of 25 % or more."
-    )
+    found.append(_times(best))
     found += _correction(best)
     return tuple(found)
+
+
+def _times(best: Option) -> str:
+    if best.layout.chain.provenance == "measured":
+        return "The times of the units were measured."
+    device = best.workload.fabric.cluster.device
+    basis = f", {calibration_of(device.family).provenance}" if device.family else ""
+    return (
+        f"The times of the units are estimated from FLOPs and bytes{basis}: expect an error of 25 % or more."
+    )
 
 
 def _correction(best: Option) -> list[str]:

@@ -16,7 +16,7 @@ from shardwright.torch.backward.activation_checkpointing import call_recomputed
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatch_generators import MicrobatchGenerators
 from shardwright.torch.execution.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.own_attributes import OwnAttributes
+from shardwright.torch.execution.own_attributes import OwnAttributes, called_as_now, held_again
 from shardwright.torch.execution.program_cursor import ProgramCursor
 from shardwright.torch.execution.trace_comparison import TraceComparison
 from shardwright.torch.interception.attribute_inputs import with_found
@@ -33,8 +33,8 @@ from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.program.refused_changes import refusing_changes
 from shardwright.torch.program.step_results import copied_out, given_back, stand_in, with_stand_ins
-from shardwright.torch.python_state.attribute_content import AttributeContent, called_as_now, held_again
 from shardwright.torch.python_state.filled_containers import FilledLists, given_the_same
+from shardwright.torch.python_state.snapshot import SlotContent
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.pytorch.module_hooks import OwnHooks
 from shardwright.torch.pytorch.tree import flatten
@@ -98,7 +98,7 @@ class Microbatch:
         self._attributes = attributes
         self._backwards_left = len(program.stages)
         # Of each stage, what its units left in attributes of their own.
-        self._left: dict[int, dict[tuple[nn.Module, str], AttributeContent]] = {}
+        self._left: dict[int, dict[tuple[nn.Module, str], SlotContent]] = {}
         self._lists = FilledLists()
         self._parametrizations: tuple[int, dict[Any, Any]] | None = None
         self._closing = False
@@ -295,7 +295,7 @@ class Microbatch:
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             if instruction.leaves and self.program.backward_at is not None:
                 left = self._left.setdefault(instruction.stage, {})
-                left.update((place, AttributeContent.of(*place)) for place in instruction.leaves)
+                left.update((place, SlotContent.of(*place)) for place in instruction.leaves)
             return result
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:

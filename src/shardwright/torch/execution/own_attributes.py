@@ -4,19 +4,18 @@ An attribute that it has not written yet holds what the previous microbatch left
 attribute that every microbatch restores holds what all of them leave.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
+
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.program.program import Program
-from shardwright.torch.python_state.attribute_content import namespace_of
-from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
-from shardwright.torch.pytorch.container_content import ABSENT, content_of, has_content, is_same, put_content
+from shardwright.torch.python_state.attribute_use import AttributeUse
+from shardwright.torch.python_state.snapshot import Slot, SlotContent
 
-__all__ = ["OwnAttributes"]
-
-_Content = tuple[Any, Any]  # the object, and what is in it if it is a container
+__all__ = ["OwnAttributes", "called_as_now", "held_again"]
 
 
 class OwnAttributes:
@@ -43,8 +42,8 @@ class OwnAttributes:
         self._read_in = [[program.read_in.get(place) for program in programs] for place in places]
         self._turns = [0] * len(programs)
         self._last = len(programs) - 1
-        self._initial = [_content(place) for place in self._places]
-        self._written: list[dict[int, _Content]] = [{} for _ in self._places]
+        self._initial = [SlotContent.of(*place) for place in self._places]
+        self._written: list[dict[int, SlotContent]] = [{} for _ in self._places]
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
@@ -59,11 +58,12 @@ class OwnAttributes:
             yield
         finally:
             for number, (place, before) in enumerate(zip(self._places, found, strict=True)):
-                now = _content(place)
-                if not _same(now, before):
+                now = SlotContent.of(*place)
+                is_other = now.value is not before.value or not now.has_same(before)
+                if is_other:
                     changed.append(number)
                 # The same object or number may have been written again.
-                if self._writes_first[number] or not _same(now, before):
+                if self._writes_first[number] or is_other:
                     self._written[number][microbatch] = now
         for number in changed:
             self._check_not_read_yet(number, microbatch)
@@ -78,10 +78,10 @@ class OwnAttributes:
         self._put_for(microbatch)
         yield
 
-    def _put_for(self, microbatch: int) -> list[_Content]:
+    def _put_for(self, microbatch: int) -> list[SlotContent]:
         found = [self._found_by(number, microbatch) for number in range(len(self._places))]
-        for place, content in zip(self._places, found, strict=True):
-            _put(place, content)
+        for content in found:
+            content.put_with_inside()
         return found
 
     def _check_not_read_yet(self, number: int, microbatch: int) -> None:
@@ -122,20 +122,19 @@ class OwnAttributes:
         for number, read_in in enumerate(self._read_in):
             if self._put_back[number] and any(turn is not None for turn in read_in):
                 self._check_put_back(number)
-        for number, place in enumerate(self._places):
-            _put(place, self._found_by(number, self._last))
+        for number in range(len(self._places)):
+            self._found_by(number, self._last).put_with_inside()
 
     def _check_put_back(self, number: int) -> None:
-        found, inside = self._initial[number]
-        for microbatch, (value, content) in self._written[number].items():
-            if not (is_same(value, found) and has_content(content, inside)):
+        for microbatch, written in self._written[number].items():
+            if not written.has_same(self._initial[number]):
                 raise TraceMismatchError(
                     f"microbatch {microbatch} leaves another value in the attribute "
                     f"{self._uses[number].name} than it has found there, and when it was traced it put back "
                     "what it had found. Put it back in all microbatches, or write it before it is read."
                 )
 
-    def _found_by(self, number: int, microbatch: int) -> _Content:
+    def _found_by(self, number: int, microbatch: int) -> SlotContent:
         written = self._written[number]
         if self._put_back[number]:
             return written.get(microbatch, self._initial[number])
@@ -143,22 +142,35 @@ class OwnAttributes:
         return self._initial[number] if last is None else written[last]
 
 
-def _content(place: Slot) -> _Content:
-    holder, key = place
-    value = namespace_of(holder).get(key, ABSENT)
-    return value, content_of(value)
+@contextmanager
+def held_again(contents: Sequence[SlotContent]) -> Iterator[None]:
+    """Has the modules hold these; puts back what was there, where nothing else was written."""
+    before = [SlotContent.of(content.holder, content.key) for content in contents]
+    for content in contents:
+        content.put()
+    try:
+        yield
+    finally:
+        for content, other in zip(contents, before, strict=True):
+            if content.is_there:
+                other.put()
 
 
-def _put(place: Slot, content: _Content) -> None:
-    holder, key = place
-    value, inside = content
-    if value is ABSENT:
-        namespace_of(holder).pop(key, None)
-        return
-    namespace_of(holder)[key] = value
-    if inside is not None:
-        put_content(value, inside)
+def called_as_now(call: Callable[..., Any], places: Sequence[tuple[nn.Module, str]]) -> Callable[..., Any]:
+    """A call that finds in these attributes what is there now, whenever it is made.
 
+    Args:
+        call: the call.
+        places: (module, name of the attribute); one that holds a tensor with a graph is left out, which
+            would be kept for long.
+    """
+    contents = [SlotContent.of(module, key) for module, key in places]
+    contents = [c for c in contents if not (isinstance(c.value, Tensor) and c.value.requires_grad)]
+    if not contents:
+        return call
 
-def _same(now: _Content, before: _Content) -> bool:
-    return now[0] is before[0] and has_content(now[1], before[1])
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with held_again(contents):
+            return call(*args, **kwargs)
+
+    return called

@@ -10,38 +10,32 @@ written it by then::
 One that is put back by the end (a flag that switches adapters off for a while) each microbatch finds as the
 first one did.
 
+The position arithmetic of Funnel (``seq_len``), and the marks that wav2vec 2.0 and its kin set at their first
+forward, are such attributes; ``config.problem_type`` of 19 classifiers is in an object.
+
 So it is with attributes of objects and entries of dictionaries that modules hold: a count in a context that
 all blocks share. Who reads an entry is not seen, so that a number that is changed counts as read before. A
 tensor does not: features that hooks collect are read by nobody, and one of another microbatch says so itself.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any
 
 from torch import nn
 
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.python_state.attribute_content import DICTIONARIES, namespace_of
+from shardwright.torch.python_state.class_watch import ClassWatch
+from shardwright.torch.python_state.snapshot import DICTIONARIES, Slot, SlotContent, namespace_of
 from shardwright.torch.python_state.watched_containers import original_of
-from shardwright.torch.pytorch.container_content import (
-    ABSENT,
-    PLAIN,
-    content_of,
-    has_content,
-    is_same,
-    versions_of,
-)
+from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, has_content
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
-__all__ = ["Access", "AttributeUse", "AttributeUses", "Slot"]
-
-Slot = tuple[Any, Any]
-"""A module, an object or a dictionary, and the name of what is in it."""
+__all__ = ["Access", "AttributeUse", "AttributeUses"]
 
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
 _OWN = OF_EVERY_MODULE - {"training"}
@@ -98,18 +92,6 @@ class AttributeUse:
         return next((a for a in reversed(self.accesses) if a.writes), self.accesses[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    value: Any
-    inside: Any
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, module: Any, key: Any) -> "_Content":
-        value = namespace_of(module).get(key, ABSENT)
-        return cls(original_of(value), content_of(value), versions_of(value))
-
-
 class AttributeUses:
     """Sees how some attributes are used.
 
@@ -128,7 +110,7 @@ class AttributeUses:
         self._log: dict[tuple[int, Any], list[Access]] = {(id(m), k): [] for m, k in places}
         self._from_glue: set[tuple[int, Any]] = set()
         self._watched: set[type] = set()  # classes of objects whose attributes tell when they are used
-        self._initial = {(id(m), k): _Content.of(m, k) for m, k in places}
+        self._initial = {(id(m), k): _content_of(m, k) for m, k in places}
         self._contents = dict(self._initial)
         self._in_place: set[tuple[int, Any]] = set()
         self._written: dict[tuple[int, str], Slot] = {}
@@ -145,7 +127,7 @@ class AttributeUses:
             before = self._contents[id(module), key]
             if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
                 continue
-            now = _Content.of(module, key)
+            now = _content_of(module, key)
             if now.value is before.value and has_content(now.inside, before.inside):
                 if now.versions == before.versions:
                     continue
@@ -167,64 +149,28 @@ class AttributeUses:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what happens inside; which attributes are written it sees of all modules."""
-        set_plainly = nn.Module.__setattr__
-        kind: Any = nn.Module
+        """Sees what happens inside; which attributes are written it sees of all modules.
 
-        def read(module: nn.Module, key: str) -> Any:
-            self._note(module, key, writes=False)
-            return object.__getattribute__(module, key)
-
-        def write(module: nn.Module, key: str, value: Any) -> None:
-            self._note(module, key, writes=True)
-            before = vars(module).get(key, ABSENT)
-            set_plainly(module, key, value)
-            if key not in _OWN and vars(module).get(key, ABSENT) is not before:
-                self._written[id(module), key] = module, key
-
-        kind.__setattr__ = write
-        if self._places:
-            kind.__getattribute__ = read
+        Attributes of plain objects it sees where their classes let themselves be watched.
+        """
+        watch = ClassWatch(lambda item, key: self._note(item, key, writes=False), self._write)
+        kinds = {type(holder) for holder, _ in self._places}
         try:
-            with self._watching_objects():
-                yield
-        finally:
-            if self._places:
-                del kind.__getattribute__
-            kind.__setattr__ = set_plainly
-
-    @contextmanager
-    def _watching_objects(self) -> Iterator[None]:
-        """Sees how attributes of plain objects are used, where their classes let themselves be watched."""
-        with ExitStack() as stack:
-            for kind in {type(holder) for holder, _ in self._places}:
-                is_object = kind not in DICTIONARIES and not issubclass(kind, nn.Module)
-                if is_object and self._watch(kind, stack):
+            watch.watch(nn.Module, reads=bool(self._places))
+            for kind in kinds - DICTIONARIES:
+                if not issubclass(kind, nn.Module) and watch.watch(kind):
                     self._watched.add(kind)
             yield
+        finally:
+            watch.forget()
 
-    def _watch(self, kind: Any, stack: ExitStack) -> bool:
-        read_plainly, set_plainly = kind.__getattribute__, kind.__setattr__
-
-        def read(item: Any, key: str) -> Any:
-            self._note(item, key, writes=False)
-            return read_plainly(item, key)
-
-        def write(item: Any, key: str, value: Any) -> None:
-            self._note(item, key, writes=True)
-            set_plainly(item, key, value)
-
-        try:
-            for name, method in (("__getattribute__", read), ("__setattr__", write)):
-                own = vars(kind).get(name)
-                setattr(kind, name, method)
-                if own is None:
-                    stack.callback(delattr, kind, name)
-                else:
-                    stack.callback(setattr, kind, name, own)
-        except Exception:  # a class that is not Python's own, or that does not let itself be written to
-            return False
-        return True
+    def _write(self, item: Any, key: str, write: Callable[[], None]) -> None:
+        self._note(item, key, writes=True)
+        is_module = isinstance(item, nn.Module) and key not in _OWN
+        before = vars(item).get(key, ABSENT) if is_module else None
+        write()
+        if is_module and vars(item).get(key, ABSENT) is not before:
+            self._written[id(item), key] = item, key
 
     def written(self, model: nn.Module) -> list[Slot]:
         """The attributes of a model's modules that were given another value, put back or not."""
@@ -285,5 +231,11 @@ class AttributeUses:
         return len({access.before for access in accesses}) > 1 and accesses[0].writes
 
     def _is_put_back(self, module: Any, key: Any) -> bool:
-        before, now = self._initial[id(module), key], self._contents[id(module), key]
-        return is_same(now.value, before.value) and has_content(now.inside, before.inside)
+        return self._contents[id(module), key].has_same(self._initial[id(module), key])
+
+
+def _content_of(holder: Any, key: Any) -> SlotContent:
+    """What is in a slot; the container itself where one that tells of reads stands in for it."""
+    content = SlotContent.of(holder, key)
+    original = original_of(content.value)
+    return content if original is content.value else replace(content, value=original)

@@ -5,6 +5,9 @@ Each rank has such a container of its own, and only the rank of a unit sees what
     self.shared.skips.append(x)         in one unit
     y = y + self.shared.skips.pop()     in another: must be on the rank of the first
 
+Reads are seen by the entry, because of the caches of Mamba, Jamba, Qwen3-Next and T5: they hold a flag or a
+number for each layer, of which a layer reads its own.
+
 While a unit runs in a trace, those that other units have changed are replaced by copies that tell when they
 are read.
 """

@@ -5,6 +5,10 @@ must be where it was written::
 
     notes.depth += 1            in a unit: read by the next unit, and changed for the one after
 
+Reads are seen by the attribute, because of the caches of Hugging Face, which models use in training unless a
+script says otherwise: all blocks share one, and each block writes ``is_initialized``, ``keys`` and ``values``
+of a layer of its own there, which no other reads.
+
 A module that several units hold may be such an object, too. Tensors in attributes of modules are values of
 the graph (see `hidden_inputs`), and what a unit does to its own modules, it alone finds there.
 """
@@ -15,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.torch.python_state.class_watch import ClassWatch
 from shardwright.torch.python_state.reachable import own_attributes
 from shardwright.torch.pytorch.container_content import is_same
 
@@ -40,7 +45,7 @@ class ObjectStates:
         self._unwatched: dict[int, int] = {}  # object whose attributes cannot be watched -> who wrote to it
         self._stand_ins: dict[int, tuple[Any, Any, dict[str, Any]]] = {}  # id of a copy -> it, the object
         self._keep_alive: list[Any] = []
-        self._patched: dict[type, tuple[Any, Any]] = {}
+        self._watch = ClassWatch(self._reads, self._writes)
 
     def enter(self, node: int, unit: nn.Module, objects: Sequence[Any]) -> None:
         """A call begins.
@@ -80,38 +85,27 @@ class ObjectStates:
                 continue
             self._keep_alive.append(item)
             self._writers[id(item), key] = self._node
-            if not self._watch(type(item)):
+            if not self._watch.watch(type(item)):
                 self._unwatched[id(item)] = self._node
 
-    def _watch(self, kind: Any) -> bool:
-        """Sees from now on who reads attributes of objects of a class; False where that cannot be."""
-        if kind in self._patched:
-            return True
-        plain_read, plain_write = kind.__getattribute__, kind.__setattr__
+    def _reads(self, item: Any, key: str) -> None:
+        original = self._original(item)
+        writer = self._writers.get((id(original), key))
+        if writer is not None:
+            self._read(writer, original, key)
 
-        def read(item: Any, key: str) -> Any:
-            _, original, _ = self._stand_ins.get(id(item), (None, item, None))
-            writer = self._writers.get((id(original), key))
-            if writer is not None:
-                self._read(writer, original, key)
-            return plain_read(item, key)
+    def _writes(self, item: Any, key: str, write: Callable[[], None]) -> None:
+        write()
+        place = id(self._original(item)), key
+        if place in self._writers:
+            if self._node is None:  # code between units, which every rank runs
+                del self._writers[place]
+            else:
+                self._writers[place] = self._node
 
-        def write(item: Any, key: str, value: Any) -> None:
-            plain_write(item, key, value)
-            _, original, _ = self._stand_ins.get(id(item), (None, item, None))
-            if (id(original), key) in self._writers:
-                if self._node is None:  # code between units, which every rank runs
-                    del self._writers[id(original), key]
-                else:
-                    self._writers[id(original), key] = self._node
-
-        self._patched[kind] = tuple(vars(kind).get(name) for name in _WATCHED)
-        try:
-            kind.__getattribute__, kind.__setattr__ = read, write
-        except Exception:  # a class that is not Python's own, or that does not let itself be written to
-            self._put_back(kind)
-            return False
-        return True
+    def _original(self, item: Any) -> Any:
+        """The object that a copy stands for; any other itself."""
+        return self._stand_ins.get(id(item), (None, item))[1]
 
     def _read(self, writer: int, item: Any, key: str) -> None:
         """An attribute is read that a node has written."""
@@ -121,21 +115,8 @@ class ObjectStates:
         if not (own and isinstance(item, nn.Module)):
             self._on_read(writer, key)
 
-    def _put_back(self, kind: type) -> None:
-        for name, method in zip(_WATCHED, self._patched.pop(kind), strict=True):
-            if vars(kind).get(name) is method:
-                continue
-            if method is None:
-                delattr(kind, name)
-            else:
-                setattr(kind, name, method)
-
     def forget(self) -> None:
         """Leaves classes and objects as they were."""
-        for kind in list(self._patched):
-            self._put_back(kind)
+        self._watch.forget()
         for noted in (self._writers, self._units, self._unwatched, self._keep_alive):
             noted.clear()
-
-
-_WATCHED = ("__getattribute__", "__setattr__")

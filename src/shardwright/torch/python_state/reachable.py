@@ -7,11 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.python_state.left_behind import is_plain_object
-from shardwright.torch.python_state.snapshot import entries_of
+from shardwright.torch.python_state.snapshot import (
+    DICTIONARIES,
+    Slot,
+    SlotContent,
+    entries_of,
+    namespace_of,
+)
 from shardwright.torch.python_state.watched_containers import WatchedDict, WatchedList
+from shardwright.torch.pytorch.container_content import ABSENT
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 
-__all__ = ["Reach", "own_attributes"]
+__all__ = ["HeldContent", "Reach", "own_attributes"]
 
 
 class Reach:
@@ -78,3 +85,49 @@ _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, WatchedDict, Watc
 _WATCHED = frozenset({dict, list})
 _LONGEST, _MOST = 1_000, 10_000  # what is beyond is data
 _WITHOUT_STATE = (Tensor, type, type(None), bool, int, float, complex, str, bytes)
+
+
+class HeldContent:
+    """What a step function changes in objects and containers that a model holds.
+
+    Attributes of modules are seen elsewhere. Flags in configurations need it: ``config.problem_type``, which
+    classifiers of Hugging Face set in their forward.
+
+    Args:
+        model: the whole model.
+    """
+
+    def __init__(self, model: nn.Module):
+        reach = Reach([model])
+        holders = [item for item in reach.objects if not isinstance(item, nn.Module)]
+        holders += [item for item in reach.containers if type(item) in DICTIONARIES]
+        self._before = [(holder, _contents_of(holder)) for holder in holders]
+        owners = {id(vars(item)): item for item in (*model.modules(), *holders) if hasattr(item, "__dict__")}
+        self._lengths = [
+            (owners.get(id(holder), holder), key, container, len(container))
+            for holder, key, container in reach.slots
+            if isinstance(holder, dict)
+        ]
+        self._grown: list[Slot] = []
+
+    def look(self) -> None:
+        """Looks which containers have grown or shrunk, also those of modules: they may end as they began."""
+        other = [length for length in self._lengths if len(length[2]) != length[3]]
+        if other:
+            self._grown += [(holder, key) for holder, key, *_ in other]
+            self._lengths = [length for length in self._lengths if len(length[2]) == length[3]]
+
+    @property
+    def changed(self) -> list[Slot]:
+        """What is another object now, or a container that has, or had, other things in it."""
+        found = list(self._grown)
+        for holder, before in self._before:
+            for key in {**before, **namespace_of(holder)}:
+                now = SlotContent.of(holder, key)
+                if now.value is ABSENT or key not in before or not now.has_same(before[key]):
+                    found.append((holder, key))
+        return found
+
+
+def _contents_of(holder: Any) -> dict[Any, SlotContent]:
+    return {key: SlotContent.of(holder, key) for key in namespace_of(holder)}

@@ -6,14 +6,39 @@ index, a class and a name. A holder's *entries* are all its slots, as a dictiona
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CellType, MemberDescriptorType
 from typing import Any
 
 import torch
 
-from shardwright.torch.pytorch.container_content import ABSENT
+from shardwright.torch.pytorch.container_content import (
+    ABSENT,
+    content_of,
+    has_content,
+    is_same,
+    put_content,
+    versions_of,
+)
 
-__all__ = ["CONTAINERS", "NOTHING_INSIDE", "Snapshot", "entries_of", "put_entries", "put_entry", "slots_of"]
+__all__ = [
+    "CONTAINERS",
+    "DICTIONARIES",
+    "NOTHING_INSIDE",
+    "Slot",
+    "SlotContent",
+    "Snapshot",
+    "entries_of",
+    "namespace_of",
+    "put_entries",
+    "put_entry",
+    "slots_of",
+]
+
+Slot = tuple[Any, Any]
+"""A module, an object or a dictionary, and the name of what is in it."""
+
+DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
 
 CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 """Other kinds may do things when they are read."""
@@ -96,6 +121,56 @@ def put_entries(holder: Any, entries: dict[Any, Any]) -> None:
         for key in {**now, **entries}:
             if now.get(key, ABSENT) is not entries.get(key, ABSENT):
                 put_entry(holder, key, entries.get(key, ABSENT))
+
+
+def namespace_of(holder: Any) -> dict[Any, Any]:
+    """The attributes of a module or an object; a dictionary itself."""
+    found: dict[Any, Any] = holder if type(holder) in DICTIONARIES else vars(holder)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotContent:
+    """What one slot of a module, an object or a dictionary holds at one moment.
+
+    Attributes:
+        holder: the module, object or dictionary.
+        key: the name of the attribute, or the key.
+        value: what it holds.
+        inside: what is in that, if it is a container.
+        versions: how often tensors there have been changed in place.
+    """
+
+    holder: Any
+    key: Any
+    value: Any
+    inside: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, holder: Any, key: Any) -> "SlotContent":
+        """What is there now."""
+        value = namespace_of(holder).get(key, ABSENT)
+        return cls(holder, key, value, content_of(value), versions_of(value))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the slot holds this object, whatever is in it by now."""
+        return namespace_of(self.holder).get(self.key, ABSENT) is self.value
+
+    def has_same(self, other: "SlotContent") -> bool:
+        """Whether both are the same object with the same in it, or equal numbers or texts."""
+        return is_same(self.value, other.value) and has_content(self.inside, other.inside)
+
+    def put(self) -> None:
+        """Has the slot hold the object, with whatever is in it."""
+        put_entry(namespace_of(self.holder), self.key, self.value)
+
+    def put_with_inside(self) -> None:
+        """Has the slot hold the object, and in it what was in it."""
+        self.put()
+        if self.inside is not None:
+            put_content(self.value, self.inside)
 
 
 class Snapshot:

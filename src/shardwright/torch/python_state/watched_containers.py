@@ -1,8 +1,4 @@
-"""Lists and dictionaries that tell when a unit reads there what others have put there.
-
-The caches of Mamba, Jamba, Qwen3-Next and T5 need it: they hold a flag or a number for each layer, of which a
-layer reads its own.
-"""
+"""Lists and dictionaries that tell when a unit reads there what others have put there."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping

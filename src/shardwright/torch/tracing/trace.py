@@ -28,9 +28,10 @@ from shardwright.torch.interception.own_errors import point_out
 from shardwright.torch.interception.step_code import ReadingStep, TraceEnds
 from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.python_state.attribute_use import AttributeUses, Slot
-from shardwright.torch.python_state.held_content import HeldContent
+from shardwright.torch.python_state.attribute_use import AttributeUses
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
+from shardwright.torch.python_state.reachable import HeldContent
+from shardwright.torch.python_state.snapshot import Slot
 from shardwright.torch.python_state.watched_numbers import NumberReads
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.randomness.python_random import python_random_kept

@@ -12,7 +12,8 @@ from shardwright.model_graph import ModelGraph
 from shardwright.runtime.traced import Change
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
-from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
+from shardwright.torch.python_state.attribute_use import AttributeUse
+from shardwright.torch.python_state.snapshot import Slot
 from shardwright.torch.pytorch.autocast import AutocastState
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.layout import Order

@@ -32,8 +32,9 @@ from shardwright.torch.interception.loss_checks import (
 )
 from shardwright.torch.interception.step_code import assumed_loss, in_step_code, reads_values, writes_text
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.python_state.attribute_use import AttributeUse, Slot
+from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.python_state.filled_containers import append_again, give_back_changes, without_appended
+from shardwright.torch.python_state.snapshot import Slot
 from shardwright.torch.python_state.watched_numbers import note_used
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.layout import order_of

@@ -14,7 +14,7 @@ from shardwright.torch.counting.stand_in_data import copy_of_module
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.measuring import measure
 from shardwright.torch.measuring.measure import _timing, measure_class
-from shardwright.torch.model import distributed_model as model_module
+from shardwright.torch.model import distributed_model, steps
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.trace import trace_step
@@ -137,8 +137,8 @@ def test_the_copy_that_is_timed_is_gone_at_once(monkeypatch):
 def test_memory_is_kept_from_the_wrapping_and_given_back_once(keep, monkeypatch):
     """Units were timed with the page faults of a heap that gives memory back: 15 % too slow."""
     calls = []
-    monkeypatch.setattr(model_module, "keep_freed_memory", lambda: bool(calls.append("keep")) or True)
-    monkeypatch.setattr(model_module, "give_back_freed_memory", lambda: calls.append("give back"))
+    monkeypatch.setattr(distributed_model, "keep_freed_memory", lambda: bool(calls.append("keep")) or True)
+    monkeypatch.setattr(steps, "give_back_freed_memory", lambda: calls.append("give back"))
     sw.init({"keep_freed_memory": keep, "run_dir": "off"})
     try:
         model = sw.DistributedModel(nn.Linear(2, 1))
