@@ -20,7 +20,7 @@ _MOST_SKIPPED = 8
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What is to be done next.
+    """The next move.
 
     Attributes:
         item: with which thing.
@@ -32,7 +32,7 @@ class Move:
 
 
 class LiveWindow:
-    """Decides what comes and what goes; the same uses give the same decisions.
+    """Decides which things to fetch and which to release; equal uses give equal decisions.
 
     Args:
         sizes: of the things.

@@ -15,7 +15,7 @@ Provenance = Literal["measured", "estimated"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds and bytes; those of pieces that run one after the other add up.
+    """Seconds and bytes; the costs of consecutive pieces add up.
 
     Attributes:
         forward_s: seconds of the forward.

@@ -8,7 +8,7 @@ __all__ = ["Layer", "LayerChain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What one layer does for one sample.
+    """The work of one layer for one sample.
 
     Attributes:
         name: for display.

@@ -18,7 +18,7 @@ _CHUNK = 4 * 2**20
 
 
 class Written:
-    """What was written to a file.
+    """The record of a written file.
 
     Attributes:
         size: in bytes.

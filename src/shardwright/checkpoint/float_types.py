@@ -56,7 +56,7 @@ def converted(data: bytes | bytearray | memoryview, *, source: str, target: str)
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """What is wrong with some numbers.
+    """Which kinds of non-finite numbers there are among some.
 
     Attributes:
         nan: some are no numbers.

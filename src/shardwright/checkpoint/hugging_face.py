@@ -41,7 +41,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written.
+    """The written files.
 
     Attributes:
         files: names of the files, in the order in which they were written.

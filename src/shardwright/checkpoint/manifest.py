@@ -83,7 +83,7 @@ class FileEntry(Record):
 
 
 class Manifest(Record):
-    """What belongs to a checkpoint.
+    """The list of a checkpoint's files.
 
     Attributes:
         format: what it is.

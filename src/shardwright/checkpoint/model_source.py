@@ -52,7 +52,7 @@ _USUAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What a file of a model has.
+    """The content of a model file.
 
     Attributes:
         path: of the file, for messages.

@@ -33,7 +33,7 @@ __all__ = ["FolderFound", "Order", "recover"]
 
 
 class Order(StrEnum):
-    """By what checkpoints are put in order."""
+    """The sort key of checkpoints."""
 
     STEP = "step"
     TIME = "time"
@@ -41,7 +41,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FolderFound:
-    """What became of a folder.
+    """The outcome for one folder.
 
     Attributes:
         name: of it, when it was found.

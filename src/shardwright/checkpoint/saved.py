@@ -23,7 +23,7 @@ LARGEST_TEXT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a piece on disk has of a part that somebody wants.
+    """The overlap of a piece on disk with a requested part.
 
     Attributes:
         source: in the piece.

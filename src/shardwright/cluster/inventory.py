@@ -33,7 +33,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """What one rank computes with.
+    """The accelerator of one rank.
 
     Attributes:
         name: such as ``A100-80GB``.

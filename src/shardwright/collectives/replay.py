@@ -66,7 +66,7 @@ class _Access:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it.
+    """The outcome of a replay.
 
     Attributes:
         elements: of each memory, by index: what each element is the sum of.

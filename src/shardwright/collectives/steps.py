@@ -85,7 +85,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Takes what a rank of another node sends; nobody reads it until it has arrived."""
+    """Receives data from a rank of another node; nobody reads it before it has arrived."""
 
     peer: int
     span: Span

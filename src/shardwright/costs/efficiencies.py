@@ -9,7 +9,7 @@ __all__ = ["OF_ACCELERATORS", "PRIORS", "Efficiencies", "Prior"]
 
 
 class Prior(NamedTuple):
-    """What is known of a parameter before anything is measured: a log-normal distribution.
+    """The prior of a parameter before any measurement: a log-normal distribution.
 
     Attributes:
         median: of it.

@@ -79,7 +79,7 @@ class StagesAlike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrices:
-    """What ways take on nodes of several kinds.
+    """The prices of ways on nodes of several kinds.
 
     Attributes:
         seconds: of a step.

@@ -44,7 +44,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """What one rank computes with, as it is reached.
+    """The achieved rates of one rank.
 
     Attributes:
         peak: of dense matrix products, FLOPs a second.

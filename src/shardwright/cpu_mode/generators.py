@@ -14,7 +14,7 @@ __all__ = ["functions"]
 
 
 def functions(num_devices: int) -> dict[str, Any]:
-    """What stands for functions of `torch.cuda` and `torch.cuda.random`.
+    """Replacements for functions of `torch.cuda` and `torch.cuda.random`.
 
     Args:
         num_devices: how many devices scripts see.

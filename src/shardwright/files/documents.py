@@ -210,7 +210,7 @@ class _Loader(_BASE):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Refuses a key that is there twice, of which other loaders take the last."""
+        """Refuses a duplicate key, where other loaders take the last."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

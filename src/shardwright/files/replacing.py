@@ -51,7 +51,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Where a file will be written; told before what goes in it is worked out.
+    """Where a file will be written; checked before its content is worked out.
 
     Raises:
         OSError: it cannot be: something else stands there, or there is no folder around it.

@@ -56,7 +56,7 @@ _LITTLE_DISK = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found.
+    """The findings about a machine.
 
     Attributes:
         facts: by name; in the order in which they are shown.

@@ -50,7 +50,7 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What was measured in one step; None where it is not known.
+    """The measurements of one step; None where unknown.
 
     Attributes:
         step: number of the step.

@@ -21,7 +21,7 @@ __all__ = ["RunSummary", "format_summary", "summarize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run came to; None where it is not known.
+    """The outcome of a run; None where unknown.
 
     Attributes:
         steps: number of steps; one that was done again after a restart counts once.

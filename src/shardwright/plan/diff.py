@@ -13,7 +13,7 @@ __all__ = ["Change", "PlanDiff", "diff_plans"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference: what, and how it reads in the first and in the second plan."""
+    """One difference: its subject, and its words in the first and in the second plan."""
 
     what: str
     before: str

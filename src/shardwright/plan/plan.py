@@ -167,7 +167,7 @@ class MemoryPrediction(Record):
 
 
 class Prediction(Record):
-    """What the simulator expects.
+    """The simulator's prediction.
 
     Attributes:
         step_s: seconds of one batch: forward, backward, the sums of gradients over ranks, and what the
@@ -196,7 +196,7 @@ class Prediction(Record):
 
 
 class Alternative(Record):
-    """A runner-up: what it was, and what it would have cost."""
+    """A runner-up, and its predicted cost."""
 
     schedule: str
     microbatches: Microbatches

@@ -71,7 +71,7 @@ class SavedValue:
 
 
 class StateBytes(NamedTuple):
-    """What parameters take on a rank, in bytes.
+    """The memory of parameters on a rank, in bytes.
 
     Attributes:
         parameters: their values.

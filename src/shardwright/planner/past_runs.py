@@ -31,7 +31,7 @@ units were not measured; docs/benchmarks.md."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKind:
-    """What runs have in common whose predictions err alike.
+    """The features shared by runs whose predictions err alike.
 
     Attributes:
         ranks: of the job.
@@ -110,7 +110,7 @@ class PastRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """By what predictions of a kind of run are multiplied.
+    """The factor on predictions of a kind of run.
 
     Attributes:
         factor: measured over predicted.

@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Other conditions than those of the plan.
+    """A change of a plan's conditions.
 
     Attributes:
         num_microbatches: into which the same batch is split; costs, messages and activations of one are

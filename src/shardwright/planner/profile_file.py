@@ -31,7 +31,7 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
-    """What a model's units cost on some machines.
+    """The measured costs of a model's units on some machines.
 
     Attributes:
         fingerprint: of the model, as plans have it.

@@ -10,7 +10,7 @@ __all__ = ["Sensitivity", "sensitivities"]
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One change and what it gives.
+    """One change and its gain.
 
     Attributes:
         name: for display.

@@ -48,7 +48,7 @@ class Stage(Sender, Protocol):
 
 @dataclass(slots=True)
 class MeasuredRow:
-    """When a rank did what.
+    """The measured times of a rank's actions.
 
     Attributes:
         events: (action, start, end, time spent waiting for messages), seconds on `time.perf_counter`.

@@ -58,7 +58,7 @@ class Ration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a rank takes first.
+    """The order in which a rank prefers its ready actions.
 
     Attributes:
         ration: limits on forwards under way.

@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule costs.
+    """The simulated cost of a schedule.
 
     Attributes:
         step_s: seconds from the first start to the last end.

@@ -39,7 +39,7 @@ _SHOWN = 3000
 
 @dataclass(frozen=True, slots=True)
 class HostOutcome:
-    """What became of the command of one host.
+    """The outcome of one host's command.
 
     Attributes:
         host: which one.

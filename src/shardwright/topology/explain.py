@@ -26,7 +26,7 @@ _NUM_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What a rate that is a tenth higher would spare.
+    """The saving from a rate that is a tenth higher.
 
     Attributes:
         what: the rate, in words.

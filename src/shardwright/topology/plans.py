@@ -30,7 +30,7 @@ _NEAR_TIE = 1.01
 
 
 def settings_of(answer: Answer, way: Way) -> dict[str, Any]:
-    """What is fixed of a plan for a way: its degrees and microbatches, and what is pinned.
+    """The settings of a plan that a way fixes: its degrees and microbatches, and pinned options.
 
     Args:
         answer: that the way is a part of.

@@ -26,7 +26,7 @@ _NUM_ALTERNATIVES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         task: what was asked.

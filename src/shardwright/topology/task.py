@@ -50,7 +50,7 @@ _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked for.
+    """The task of a search.
 
     Attributes:
         model: the architecture, or a chain of layers, which is cut between them and in no other way.

@@ -33,7 +33,7 @@ __all__ = ["Sample", "advice_on_meta", "build"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A model, one batch of one replica, and what makes a loss of what the model returns."""
+    """A model, one batch of one replica, and the function that makes a loss of the model's output."""
 
     model: nn.Module
     args: tuple[Any, ...]

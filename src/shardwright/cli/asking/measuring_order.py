@@ -13,7 +13,7 @@ RANKS = "shardwright.cli.asking.measuring_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to be done.
+    """The order to measure.
 
     Attributes:
         factory: of the model.

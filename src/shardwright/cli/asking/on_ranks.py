@@ -86,7 +86,7 @@ def run_on_ranks(
     node_rank: int | None = None,
     endpoint: str | None = None,
 ) -> None:
-    """Starts the ranks and waits for them; what they say goes to stderr.
+    """Starts the ranks and waits for them; their output goes to stderr.
 
     Args:
         module: its name; each rank runs it as a program.

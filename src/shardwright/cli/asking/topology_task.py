@@ -67,7 +67,7 @@ BuildOn = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the words of a command ask for.
+    """The task in the words of a command.
 
     Attributes:
         task: the model, the machines, the batch, and what is given.

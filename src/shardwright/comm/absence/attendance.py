@@ -32,7 +32,7 @@ _LOSSES: dict[str, Callable[..., PeerLostError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a call.
+    """The outcome of a call.
 
     Attributes:
         error: why it cannot go on; None where it goes on.
@@ -41,7 +41,7 @@ class Decision:
     error: UsageError | PeerLostError | None = None
 
     def to_text(self) -> str:
-        """What stands at the store."""
+        """The form in the store."""
         if self.error is None:
             return json.dumps({})
         return json.dumps(
@@ -64,7 +64,7 @@ class Decision:
 
 
 class Attendance:
-    """Who of the ranks of one call has come.
+    """Tracks which ranks have come to one call.
 
     Args:
         store: shared by all ranks.
@@ -100,7 +100,7 @@ class Attendance:
         return present == 1 << bit
 
     def absent(self) -> list[int]:
-        """Ranks that have not come."""
+        """The ranks that have not come."""
         found = []
         for number, ranks in enumerate(self._blocks):
             present = self._store.add(f"{self._key}/block/{number}", 0)
@@ -113,7 +113,7 @@ class Attendance:
         return Decision.from_text(self._store.get(key)) if self._store.check([key]) else None
 
     def decide(self, decision: Decision) -> Decision:
-        """Decides what becomes of the call; returns what holds: another rank may have decided before."""
+        """Decides the outcome of the call; returns the valid one, since another rank may have been first."""
         return Decision.from_text(self._store.compare_set(f"{self._key}/decision", "", decision.to_text()))
 
     def takes_turn(self) -> bool:

@@ -42,7 +42,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank says before it ends.
+    """A rank's note before it ends.
 
     Attributes:
         rank: who.

@@ -41,7 +41,7 @@ _MOST_WITNESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is said of a call.
+    """The terms in which errors speak of a call.
 
     Attributes:
         needs: that others have to come.

@@ -70,7 +70,7 @@ class Note:
         return sum(count for ranks, count in self.counts if rank in ranks)
 
     def to_text(self) -> str:
-        """What stands at the store."""
+        """The form in the store."""
         parts = {
             "place": _written(self.place),
             "counts": {spans(ranks): count for ranks, count in self.counts},

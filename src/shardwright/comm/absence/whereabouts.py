@@ -50,7 +50,7 @@ class Store(Protocol):
 
 
 class Whereabouts:
-    """Where this rank is, and what the others have said of theirs.
+    """The place of this rank, and the places that the others have reported.
 
     Args:
         store: shared by all ranks.

@@ -21,7 +21,7 @@ _LARGEST = 127
 
 
 class BlockQuantiser:
-    """Packs numbers into bytes, and counts what that loses.
+    """Packs numbers into bytes, and counts the loss.
 
     Args:
         block: numbers that share a scale.

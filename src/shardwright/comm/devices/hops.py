@@ -22,7 +22,7 @@ LANES: tuple[Lane, ...] = ("across", "inside")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What is done with each chunk.
+    """The operation of a hop on each chunk.
 
     Attributes:
         lane: the group that does it.

@@ -44,7 +44,7 @@ _BY_SECRET, _BY_NOTHING, _BY_SOCKET = b"secret", b"none", b"socket "
 
 @dataclass(slots=True)
 class Session:
-    """What the ranks of a group share for one life.
+    """The seal that a group's ranks share for one life.
 
     Attributes:
         seal: under a key that these ranks alone have; None where they have no secret.

@@ -41,7 +41,7 @@ _MESSAGE, _READ, _SEGMENT = range(3)
 
 
 class LocalReceipt:
-    """A tensor that is to come; `arrived` says whether it has."""
+    """An expected tensor; `arrived` says whether it has come."""
 
     __slots__ = ("arrived", "purpose", "tensor")
 
@@ -159,7 +159,7 @@ class LocalLink:
     # ---- receiving ----
 
     def post(self, receipt: LocalReceipt) -> None:
-        """Names the tensor into which the next message goes that has none yet."""
+        """Names the tensor for the next message that has none yet."""
         self._posted.append(receipt)
 
     def listen(self) -> None:

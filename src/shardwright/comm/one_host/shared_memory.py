@@ -80,7 +80,7 @@ class Ring:
         return offset
 
     def grow(self, num_bytes: int) -> int:
-        """Gives the present segment up for one that has room for this message beside those that are unread.
+        """Replaces the segment by one with room for this message and the unread ones.
 
         Returns:
             A file descriptor of the new memory.

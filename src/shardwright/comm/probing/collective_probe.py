@@ -148,7 +148,7 @@ class _Stopwatch:
         return self._line(call_of, pieces=most)
 
     def compare(self, collective: str) -> tuple[Curve, Curve]:
-        """What one of our collectives takes on top of its steps, and what gloo's takes, by size."""
+        """The overhead of one of our collectives over its steps, and the time of gloo's, by size."""
         group = self._group
         num_ranks = group.topology.num_ranks
         pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1

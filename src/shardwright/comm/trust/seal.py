@@ -87,5 +87,5 @@ class Seal:
         return message
 
     def derived(self, name: str, message: bytes) -> "Seal":
-        """A seal of its own for some purpose; it tells nothing of this one's key."""
+        """A separate seal for some purpose; it reveals nothing about this one's key."""
         return Seal(self.code(f"key for {name}", message))

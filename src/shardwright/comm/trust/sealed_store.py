@@ -21,7 +21,7 @@ __all__ = ["SealedStore"]
 
 
 class SealedStore(Store):
-    """Seals what is set, and opens what is got.
+    """Seals each value on `set`, and opens it on `get`.
 
     C++ calls these methods as well, and holds on to the part of the object that is its own alone: somebody
     must hold on to the object as long as a `PrefixStore` or a process group uses it (`session.Session` does).

@@ -36,7 +36,7 @@ class _Store(Protocol):
 
 
 class ValueBoard:
-    """What ranks put up during one batch after the other.
+    """The values that ranks post, batch by batch.
 
     Args:
         store: of these ranks alone.

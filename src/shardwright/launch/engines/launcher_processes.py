@@ -26,7 +26,7 @@ _END_S = 45.0
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """What is started for one host.
+    """The command of one host.
 
     Attributes:
         words: the command.

@@ -42,7 +42,7 @@ _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """What pods are like, whichever kind of job makes them.
+    """The pods of a job, whichever kind of job makes them.
 
     Attributes:
         image: of the container; None leaves it to the runtime.

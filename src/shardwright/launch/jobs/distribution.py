@@ -40,7 +40,7 @@ _OF_SECOND_LIBRARY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """What a ``distribution`` asks for.
+    """The request in a ``distribution``.
 
     Attributes:
         processes_per_host: as it was asked for; None leaves it to the machines.

@@ -14,7 +14,7 @@ _HOLD_BACK_S = 5.0
 
 
 class Tee:
-    """Copies what comes out of a pipe to a log and, with a prefix, to the console.
+    """Copies the output of a pipe to a log and, with a prefix, to the console.
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
     for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place.

@@ -52,7 +52,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a plan with a prediction lets one show.
+    """The part of a report that needs a plan with a prediction.
 
     Attributes:
         waterfall: parts of the step.

@@ -38,7 +38,7 @@ def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> No
 
 
 def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
-    """Gives modules what they have saved; those that have saved nothing stay as they are."""
+    """Gives modules their saved extra state; modules without one stay as they are."""
     for name, module in _with_extra_states(model):
         if name in states:
             module.set_extra_state(states[name])

@@ -145,7 +145,7 @@ def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None
 
 
 class Resumed:
-    """A run that goes on from a checkpoint.
+    """A run resumed from a checkpoint.
 
     Args:
         context: the run.

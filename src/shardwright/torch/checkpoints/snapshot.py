@@ -32,7 +32,7 @@ __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
 
 @dataclass(slots=True, kw_only=True)
 class RankDocument:
-    """What a rank saves beside the parts of tensors, as JSON.
+    """The JSON that a rank saves beside its parts of tensors.
 
     Attributes:
         random: its generators.

@@ -18,7 +18,7 @@ __all__ = ["StateObjects"]
 
 
 class StateObjects:
-    """What a script has given a name.
+    """The objects that a script has named for saving.
 
     Args:
         objects: by name.

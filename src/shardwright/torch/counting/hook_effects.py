@@ -33,7 +33,7 @@ _FOR_GRADIENTS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class HookEffects:
-    """Finds out which hooks change what modules compute, and has modules run with those alone."""
+    """Finds the hooks that change what modules compute, and runs modules with only those."""
 
     def __init__(self) -> None:
         self._changing: dict[int, Any] = {}

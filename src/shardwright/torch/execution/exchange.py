@@ -21,7 +21,7 @@ __all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a step function returned for one microbatch.
+    """The values that a step function returned for one microbatch.
 
     Attributes:
         result: with deferred tensors where another rank has the value.

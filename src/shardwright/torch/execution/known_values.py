@@ -41,7 +41,7 @@ __all__ = ["KnownValues"]
 
 
 class KnownValues:
-    """What one microbatch knows of the tensors of other ranks.
+    """The values of other ranks' tensors that one microbatch knows.
 
     Args:
         index: which microbatch.

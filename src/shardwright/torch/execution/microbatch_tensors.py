@@ -19,7 +19,7 @@ __all__ = ["MicrobatchTensors"]
 
 
 class MicrobatchTensors:
-    """What a microbatch receives, and what it keeps for other stages and later steps.
+    """The tensors that a microbatch receives, and those it keeps for other stages and later steps.
 
     Args:
         index: which microbatch.
@@ -57,7 +57,7 @@ class MicrobatchTensors:
             kept.clear()
 
     def free(self, stage: int) -> None:
-        """Lets go of what a stage made, once its backward has ended: but for what is needed after it."""
+        """Releases a stage's values once its backward has ended, except those needed later."""
         program = self._program
         for kept in (self.values, self.held):
             for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
@@ -126,7 +126,7 @@ class MicrobatchTensors:
         kwargs: dict[str, Any],
         copied: dict[int, Tensor],
     ) -> Any:
-        """Keeps what a step made and changed, as far as it is needed; gives its result back.
+        """Keeps what a step made and changed, as far as it is needed; returns the step's result.
 
         Args:
             instruction: the step.

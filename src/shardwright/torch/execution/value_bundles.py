@@ -34,7 +34,7 @@ _Name: TypeAlias = tuple[int, int]
 
 
 class OwnValues:
-    """What one microbatch has made on this rank, and puts up for the others.
+    """The values that one microbatch makes on this rank and posts for the others.
 
     Args:
         index: which microbatch.
@@ -140,7 +140,7 @@ class OwnValues:
 
 
 class TakenValues:
-    """What one microbatch takes of what other ranks have put up.
+    """The values that one microbatch takes from other ranks.
 
     Args:
         index: which microbatch.

@@ -69,7 +69,7 @@ class TakesFound:
 
 
 def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a unit whose attributes hold what is among its arguments for them."""
+    """Calls a unit with its attributes set from the call's arguments."""
     found = {path: item for path, item in kwargs.pop(FOUND).items() if isinstance(item, Tensor)}
     places = found_places(unit, found)
     before = [holder.get(key, ABSENT) for _, holder, key in places]

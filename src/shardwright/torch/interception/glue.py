@@ -55,7 +55,7 @@ __all__ = [
 
 
 class Handler(Protocol):
-    """What is done with operations and unit calls of a step function.
+    """Handles the operations and unit calls of a step function.
 
     Attributes:
         intercepts: calls are intercepted; else the step function runs as it is.

@@ -38,7 +38,7 @@ def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def refuse_no_tensor(loss: Any) -> None:
-    """Refuses what is no tensor in the place of a loss, such as a number that was read of it.
+    """Refuses a loss that is no tensor, such as a number read from it.
 
     Raises:
         UsageError: it is none.

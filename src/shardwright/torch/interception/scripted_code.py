@@ -81,7 +81,7 @@ class _Part(nn.Module):
 
 
 class ScriptedModule(_Part):
-    """What stands in a model for a module of TorchScript, and calls it.
+    """Replaces a TorchScript module in a model, and calls it.
 
     The scripted module itself has its tensors only while it is called. Else there would be two owners, of
     which one would never learn that a tensor has been released or replaced.
@@ -134,7 +134,7 @@ def _tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def without_scripted(module: nn.Module) -> nn.Module:
-    """Puts a `ScriptedModule` in the place of each scripted one, and returns what stands for the model."""
+    """Replaces each scripted module by a `ScriptedModule`, and returns the resulting model."""
     known: dict[int, nn.Module] = {}
 
     def replaced(inner: nn.Module) -> nn.Module:

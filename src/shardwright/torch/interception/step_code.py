@@ -53,7 +53,7 @@ class TraceEnds(BaseException):
 
 
 class ReadingStep:
-    """A step function whose own code may read values of tensors, wherever these are.
+    """A step function whose own code may read tensor values, wherever the tensors are.
 
     Args:
         function: the step function.
@@ -78,7 +78,7 @@ class ReadingStep:
 
 
 def assumed_loss(*outputs: Tensor) -> Tensor:
-    """Stands in a trace for what the step function computes of these where the trace has ended."""
+    """The assumed result, in a trace, of step-function code after the trace's end."""
     return torch.stack([output.sum().abs().double() for output in outputs]).sum()
 
 

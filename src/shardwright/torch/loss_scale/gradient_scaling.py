@@ -12,7 +12,7 @@ __all__ = ["GradientScaling"]
 
 
 class GradientScaling:
-    """Gradients of batches whose loss is scaled.
+    """Unscales the gradients of batches with a scaled loss.
 
     Args:
         scaler: has the scale.

@@ -44,7 +44,7 @@ __all__ = ["MeasuredModel", "measure_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """A model with what its units cost here.
+    """A model with the measured costs of its units.
 
     Attributes:
         candidates: for each number of pipeline ranks, what the planner takes.

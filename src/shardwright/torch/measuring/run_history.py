@@ -94,7 +94,7 @@ def history_of(context: Context) -> RunHistory | None:
 
 @dataclass(slots=True)
 class RunRecorder:
-    """Writes down what one run takes, once it has gone on for a while, and again later.
+    """Records the step time of one run after a while, and again later.
 
     Attributes:
         history: where to; None writes nothing.

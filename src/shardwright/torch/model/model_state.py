@@ -39,7 +39,7 @@ class ModelState:
         self._gathers = False
 
     def placed(self, residency: Residency) -> None:
-        """Takes note of which rank holds what."""
+        """Records which rank holds each parameter and buffer."""
         self._residency = residency
         self._module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda _, state, *rest: self._refuse_part(state)

@@ -49,7 +49,7 @@ _TRIALS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained.
+    """The training to plan.
 
     Attributes:
         build: makes the model, the same on every rank.

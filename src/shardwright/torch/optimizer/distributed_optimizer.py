@@ -230,7 +230,7 @@ class DistributedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, of which this rank keeps its own parameters."""
+        """Adds a group; this rank keeps its own parameters of it."""
         self.optimizer.add_param_group(param_group)
         if (model := wrapped_model()) is not None:
             model.takes(self)

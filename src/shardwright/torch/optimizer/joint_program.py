@@ -54,7 +54,7 @@ _MIRRORED = {
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Who has the values of a tensor.
+    """The ranks that hold the values of a tensor.
 
     Attributes:
         name: of the parameter that it is, or belongs to.

@@ -58,7 +58,7 @@ def _trying() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found out of an optimizer.
+    """The findings about an optimizer.
 
     Attributes:
         couples: the update of a parameter, or a number of the groups, depends on several parameters.

@@ -27,7 +27,7 @@ def has_stages() -> bool:
 
 
 class UpdatesOverStages:
-    """Finds out whether methods of an optimizer need all parameters, and runs those that do over all stages.
+    """Finds the methods of an optimizer that need all parameters, and runs those over all stages.
 
     Args:
         optimizer: the script's own.

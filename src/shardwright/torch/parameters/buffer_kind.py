@@ -20,7 +20,7 @@ __all__ = ["BufferKind", "first_kinds"]
 
 @dataclass(frozen=True, slots=True)
 class BufferKind:
-    """What a buffer is.
+    """The form of a buffer.
 
     Attributes:
         shape: of the tensor.

@@ -66,7 +66,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Has a parameter's gradient come in a type of its own."""
+    """Sets the type of a parameter's gradient."""
     if gradient_dtype(parameter) is not dtype:
         parameter.grad_dtype = dtype
 

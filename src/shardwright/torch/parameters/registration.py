@@ -129,7 +129,7 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
 
 
 def in_order(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
-    """Some parameters in the order in which the model has registered them; those of others come last."""
+    """Sorts parameters by the model's registration order; foreign ones come last."""
     place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: place.get(id(parameter), len(place)))
 

@@ -34,7 +34,7 @@ __all__ = ["RemoteTensor", "make_remote", "without_values"]
 
 
 class RemoteTensor(torch.Tensor):
-    """Stands for a parameter or buffer whose values are on another rank, or for what was computed from it.
+    """A parameter or buffer with its values on another rank, or a tensor computed from one.
 
     Attributes:
         first_name: of the parameter or buffer.

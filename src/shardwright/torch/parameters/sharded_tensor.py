@@ -34,7 +34,7 @@ _SUMS = ("aten::linalg_vector_norm", "aten::sum")
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor whose rows are spread over ranks.
+    """A tensor with its rows spread over ranks.
 
     Unlike a `DTensor` it can take the place of an ordinary parameter as the same Python object, so that
     optimizers and variables of the script keep it.

@@ -55,7 +55,7 @@ def versions_of(value: Any) -> tuple[int, ...]:
 
 
 def put_content(container: Any, content: Any) -> None:
-    """Makes it what is in a container; one that has it is left alone: it may refuse to be written to."""
+    """Restores a container's content; skips an unchanged one, which may refuse writes."""
     if has_content(container, content):
         return
     container.clear()

@@ -156,7 +156,7 @@ def unnoticed_changes(
 
 
 def on_fakes(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call in place of a function where tensors have no data, so that it is seen what it changes."""
+    """The replacement of a function on tensors without data, so that its changes are seen."""
     return _copy_data if func == SET_DATA else func
 
 

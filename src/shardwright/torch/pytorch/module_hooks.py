@@ -83,7 +83,7 @@ class OwnHooks:
 def forward_hooks_put(
     module: nn.Module, hooks: OrderedDict[int, Any], pre_hooks: OrderedDict[int, Any]
 ) -> Iterator[None]:
-    """Inside, a module has these forward hooks in the place of its own."""
+    """Gives a module these forward hooks instead of its own, inside the context."""
     own = module._forward_hooks, module._forward_pre_hooks
     module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
     try:

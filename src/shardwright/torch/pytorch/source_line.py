@@ -55,7 +55,7 @@ def stacklevel_of_user() -> int:
 
 
 def is_the_users(frame: FrameType) -> bool:
-    """Whether a frame is neither torch's nor ours, nor of what the user's code goes through on the way."""
+    """Whether a frame is the user's: neither torch's, nor ours, nor of code in between."""
     module = frame.f_globals.get("__name__", "")
     return not module.startswith(_NOT_THE_USERS) and module not in ("copy", "torch")
 

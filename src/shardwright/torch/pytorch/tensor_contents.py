@@ -18,7 +18,7 @@ def has_content(tensor: Tensor) -> bool:
 
 
 class TensorContents:
-    """Keeps what is in the memory of tensors, once for those that share it.
+    """Copies the memory of tensors, once for those that share it.
 
     Args:
         most_bytes: of all copies together; what is larger is only watched.
@@ -42,7 +42,7 @@ class TensorContents:
         self._versions.append((tensor, tensor._version, key))
 
     def restore(self) -> TraceError | None:
-        """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""
+        """Restores changed tensors; returns an error if one of them has no copy."""
         error = None
         for key in dict.fromkeys(
             key for tensor, version, key in self._versions if tensor._version != version

@@ -28,7 +28,7 @@ class Turn:
 
 
 class BucketOrder:
-    """Starts buckets in one order, each as soon as all of its gradients are there.
+    """Starts buckets in one order, each as soon as it has all its gradients.
 
     Args:
         turns: the buckets, in the order in which a backward fills them.

@@ -23,7 +23,7 @@ __all__ = ["GradientHook", "GradientsOfBucket", "HookedBucket"]
 
 @dataclass(frozen=True, slots=True)
 class GradientHook:
-    """A function, and what it is called with.
+    """A hook function, and its state.
 
     Attributes:
         state: its first argument.
@@ -35,7 +35,7 @@ class GradientHook:
 
 
 class GradientsOfBucket:
-    """What a hook is given: the methods of `torch.distributed.GradBucket`.
+    """A hook's view of a bucket: the methods of `torch.distributed.GradBucket`.
 
     Args:
         buffer: the gradients, one behind the other.

@@ -114,7 +114,7 @@ class GradientReducer:
         return {id(member.parameter) for member in self._trained}
 
     def abort(self) -> None:
-        """Leaves a batch that failed: gradients are those of earlier ones, and some of what it added."""
+        """Abandons a failed batch: gradients are those of earlier batches, plus part of this one."""
         self._remove_hooks()
         for turn in self._turns:
             turn.bucket.abort()
@@ -185,7 +185,7 @@ class GradientReducer:
         self._hooks.append(register(lambda _: order.is_there(member.parameter)))
 
     def finish(self, *, loss_scale: float = 1.0) -> bool:
-        """Reduces what is left, puts the sums into the gradients, and tells whether there were any.
+        """Reduces the rest, writes the sums into the gradients, and tells whether there were any.
 
         Args:
             loss_scale: gradients are divided by it, too.

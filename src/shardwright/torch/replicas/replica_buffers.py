@@ -78,7 +78,7 @@ class ReplicaBuffers:
         self._warned = False
 
     def note(self) -> None:
-        """Takes what is there for equal on all replicas."""
+        """Records the current buffers as equal on all replicas."""
         self._seen = {name: _Seen.of(buffer) for name, buffer in self._here().items()}
 
     def agree_on_what_scripts_set(self, *, other_parameters: bool = False) -> bool:

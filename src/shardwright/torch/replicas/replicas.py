@@ -152,7 +152,7 @@ class Replicas:
 
     @property
     def digest_of_trained(self) -> int:
-        """What is the same on replicas that have reduced gradients of the same parameters."""
+        """A digest that is equal on replicas that reduced gradients of the same parameters."""
         return 0 if self._reducer is None else self._reducer.digest
 
     @property

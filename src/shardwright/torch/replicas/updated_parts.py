@@ -30,7 +30,7 @@ _MESSAGE = 4 * 2**20
 
 
 class UpdatedParts:
-    """What this rank updates.
+    """The parts of parameters that this rank updates.
 
     Args:
         group: ranks with the same rows of the same parameters, which share the work; None where none do.
@@ -82,7 +82,7 @@ class UpdatedParts:
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
     ) -> Iterator[None]:
-        """Shows parameters as what this rank updates of them; then all have what all have updated.
+        """Shows parameters as the parts that this rank updates; afterwards all ranks have all updates.
 
         Collective over the group.
 

@@ -50,7 +50,7 @@ class WrappedOptimizer(Protocol):
 
 
 class Reports(Protocol):
-    """Tells the observer what happens: see `Reporter`."""
+    """Reports to the observer: see `Reporter`."""
 
     num_steps: int
 

@@ -30,7 +30,7 @@ class _DataEnded(BaseException):
 
 
 class TogetherUntil:
-    """Has all ranks make as many training steps, those of the rank with the least data.
+    """Gives all ranks the same number of training steps, that of the rank with the least data.
 
     Args:
         context: the run.

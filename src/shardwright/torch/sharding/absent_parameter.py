@@ -26,7 +26,7 @@ _PLACE = "_shardwright_absent"
 
 
 class Shown(Protocol):
-    """What shows a parameter in its forms: see `ShardedParameter`."""
+    """The holder of a parameter's forms: see `ShardedParameter`."""
 
     @property
     def parameter(self) -> Tensor:
@@ -51,7 +51,7 @@ _OF_HOOKS = frozenset(_accessors("_backward_hooks", "_post_accumulate_grad_hooks
 
 
 class AbsentParameter(ShardedTensor):
-    """A parameter whose rows come when they are needed.
+    """A parameter whose rows are gathered when they are needed.
 
     `becomes_absent` makes a parameter that is a `ShardedTensor` one of these.
     """

@@ -15,7 +15,7 @@ _SIZE = 2**20
 
 
 class Parcel:
-    """Parameters whose rows come together.
+    """Parameters whose rows are gathered together.
 
     Args:
         parameters: the parameters, in the order of their memory.
@@ -40,7 +40,7 @@ class Parcel:
         return self._are_here
 
     def begin(self, bring: Bring) -> None:
-        """At the beginning of a step; rows that have to be gathered are not at hand."""
+        """Starts a step; rows that need gathering are absent."""
         self._are_here = not self.memory.gathers
         for each in self.parameters:
             each.begin(None if self._are_here else bring)

@@ -40,7 +40,7 @@ class _Kept:
 
 
 class SavedRows:
-    """Sees to what autograd saves.
+    """Replaces gathered rows in what autograd saves.
 
     Args:
         bring: has the rows with this number at hand, and returns their memory.

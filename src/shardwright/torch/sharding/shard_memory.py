@@ -105,7 +105,7 @@ class HostMemory:
 
 
 class HostsMemory:
-    """Every rank has its rows; all rows come to memory that the ranks of a host share.
+    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share.
 
     Args:
         layout: of the parameters.

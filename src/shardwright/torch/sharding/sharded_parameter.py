@@ -28,7 +28,7 @@ __all__ = ["Form", "ShardedParameter"]
 
 
 class Form(Enum):
-    """What a sharded parameter is just now."""
+    """The current form of a sharded parameter."""
 
     SHARDED = "sharded"
     WHOLE = "whole"
@@ -144,7 +144,7 @@ class ShardedParameter:
             becomes_absent(self._others[Form.SHARDED], self, self._bring)
 
     def go(self, bring: Bring) -> None:
-        """All rows are not at hand any more: what is computed with them brings them again."""
+        """Releases the gathered rows; the next computation gathers them again."""
         self._show(Form.SHARDED)
         self.holder.data = self._without_rows
         becomes_absent(self.parameter, self, bring)

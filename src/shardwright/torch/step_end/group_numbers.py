@@ -74,7 +74,7 @@ class GroupNumbers:
         return is_first
 
     def digests(self) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
-        """What is the same on ranks with the same numbers: of all, and of those that stages have in common.
+        """Digests, equal on ranks with equal numbers: of all numbers, and of those common to stages.
 
         Two for the numbers that Python has, and two for those on a GPU, for which nobody waits.
         """

@@ -32,7 +32,7 @@ __all__ = ["Column", "StepEnd"]
 
 
 class Column(IntEnum):
-    """Of a rank's row; what may be on a GPU comes last.
+    """The columns of a rank's row; values that may be on a GPU come last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``TRAINED`` is a digest of which parameters are trained; from ``NUMBERS`` on come digests of what

@@ -22,7 +22,7 @@ _LARGE_SHARE_OF_STAGE = 0.67
 
 @dataclass(slots=True)
 class ModuleCost:
-    """What one module does in one forward.
+    """The work of one module in one forward.
 
     Attributes:
         calls: how often it was called through ``module(...)``.
