@@ -58,7 +58,7 @@ class LiveWindow:
         self.most = 0
 
     def begin(self) -> list[Move]:
-        """A batch begins, and nothing is at hand."""
+        """Starts a batch with nothing at hand."""
         self._at_hand.clear()
         self._forecast, self._used, self._place = _Forecast(self._used), [], 0
         return list(self._ahead(()))
@@ -88,7 +88,7 @@ class LiveWindow:
 
     @property
     def size(self) -> int:
-        """Of what is at hand, or on its way."""
+        """The size of the things at hand or on their way."""
         return sum(self._sizes[item] for item in self._at_hand)
 
     def _ahead(self, kept: Collection[int]) -> Iterator[Move]:
@@ -111,7 +111,7 @@ class LiveWindow:
         return self._forecast.next_use(item, self._place)
 
     def _make_room(self, size: int, kept: Collection[int], before: float) -> Iterator[Move]:
-        """Lets go of what is used latest, and not before a place of the forecast."""
+        """Releases what is used latest, and not before a place of the forecast."""
         while self._at_hand and self.size + size > self._capacity:
             candidates = [item for item in self._at_hand if item not in kept]
             if not candidates:
@@ -152,7 +152,7 @@ class _Forecast:
         return places[found] if found < len(places) else inf
 
     def coming(self, start: int) -> Iterator[tuple[int, int]]:
-        """What is used from a place on, each once, with the place."""
+        """The things used from a place on, each once, with the place."""
         seen = set()
         for place in range(start, len(self._uses)):
             item = self._uses[place]

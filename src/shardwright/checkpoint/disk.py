@@ -72,7 +72,7 @@ class NewFile:
         return len(view)
 
     def flush(self) -> None:
-        """Does nothing: what was written is with the system already."""
+        """Does nothing: the system already has what was written."""
 
 
 class Disk:
@@ -163,7 +163,7 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder and what is in it."""
+        """Removes a folder and its content."""
         self._before("remove", path)
         shutil.rmtree(path)
 

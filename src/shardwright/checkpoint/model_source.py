@@ -133,7 +133,7 @@ def find_model(source: Path) -> FoundModel:
 
 
 def read_tensor_file(path: Path) -> ModelFile:
-    """What a file of safetensors has; nothing of the tensors is read yet.
+    """The content of a safetensors file; no tensor is read yet.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -70,7 +70,7 @@ class _Whole:
 
 
 def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None) -> tuple[FolderFound, ...]:
-    """Makes the list of checkpoints anew, and puts aside what is not whole. Nobody else may be saving.
+    """Rebuilds the list of checkpoints, and sets damaged ones aside. Nobody else may be saving.
 
     Args:
         root: the folder of checkpoints.

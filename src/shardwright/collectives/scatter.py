@@ -47,7 +47,7 @@ class Scatter:
         self._departures: dict[int, list[Left]] = {}
 
     def begin(self, chunk: int, pieces: Place) -> None:
-        """Sends what this rank sums for other nodes, and says where their sums go.
+        """Sends this rank's sums for other nodes, and says where their sums go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
 

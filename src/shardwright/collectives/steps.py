@@ -179,7 +179,7 @@ class Row:
             self.steps.append(Tell())
 
     def hear(self, what: str, chunk: int, peers: Sequence[int] | None = None) -> None:
-        """Waits until ranks of the node, by default all others, have told what this one told before."""
+        """Waits until ranks of the node, by default all others, have reached this rank's count of signals."""
         for peer in self._peers if peers is None else peers:
             if peer != self.rank:
                 self.steps.append(Hear(peer, self._told[what, chunk]))

@@ -58,7 +58,7 @@ class Console:
             self._write(f"{printable(text, lines=True)}\n")
 
     def status(self, text: str) -> None:
-        """Prints what is going on now."""
+        """Prints the current activity."""
         if self.prints:
             self._write(f"{self._dim(text)}\n")
 

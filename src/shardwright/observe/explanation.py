@@ -18,7 +18,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work"
 
 
 def format_explanation(data: ReportData) -> str:
-    """The explanation of a run or a plan; what is not known is left out, and `data.notes` say why."""
+    """The explanation of a run or plan; unknown values are left out, and `data.notes` say why."""
     blocks = []
     if data.plan is not None:
         blocks.append(

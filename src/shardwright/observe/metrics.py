@@ -90,7 +90,7 @@ class StepRecord:
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
-    """The metrics of a step; what is not known is left out.
+    """The metrics of a step; unknown ones are left out.
 
     Args:
         record: the step.

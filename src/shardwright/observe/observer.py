@@ -166,7 +166,7 @@ class Observer:
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
 
     def status(self, text: str) -> None:
-        """Prints what is going on now."""
+        """Prints the current activity."""
         self.console.status(text)
 
     def phase(self, text: str) -> AbstractContextManager[Phase]:

@@ -134,7 +134,7 @@ class RunFolder:
 
     @property
     def report_file(self) -> Path:
-        """What the run came to, on one page."""
+        """The report of the run, on one page."""
         return self.path / "report.html"
 
     @property

@@ -50,7 +50,7 @@ def count_groups(
 def statistics_reasons(
     candidates: Mapping[int, tuple[ModelGraph, Profile]], microbatches: int, *, config: Config, group: int
 ) -> tuple[str, ...]:
-    """What a plan says of layers with statistics; nothing where there are none.
+    """The plan's remarks on layers with statistics; empty if there are none.
 
     Args:
         candidates: as for `count_groups`.

@@ -52,7 +52,7 @@ def bonds_of_units(graph: ModelGraph) -> list[Bond]:
 
 
 def bonds_of_groups(graph: ModelGraph, homes: Sequence[int | None]) -> list[Bond]:
-    """What the groups of the graph demand.
+    """The bonds that the groups of the graph demand.
 
     Args:
         graph: the traced graph.

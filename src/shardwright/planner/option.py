@@ -342,7 +342,7 @@ class Option:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
+        """Seconds of a step: the schedule, gradient reductions, and the work before and after."""
         return _whole_step_s(
             self.simulation.step_s, self.replica_s.exposed_s, self.layout, self.workload.fabric
         )

@@ -22,7 +22,7 @@ def choose_recompute(
     optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
 ) -> Layout:
-    """Recomputes what it must for every rank to fit, if that is possible; all that helps where it is not.
+    """Recomputes what every rank needs to fit, if possible; otherwise everything that helps.
 
     Args:
         layout: where every call runs.

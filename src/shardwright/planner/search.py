@@ -86,7 +86,7 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
 
 
 def too_few_samples(batch: str, num_samples: int, microbatches: int) -> str:
-    """What is wrong with a batch that has not one sample for each microbatch, and what helps.
+    """The error for a batch without one sample per microbatch, and the remedy.
 
     >>> too_few_samples("the batch", 1, 2)[:77]
     'the batch has 1 sample, but microbatches is 2: each needs at least one sample'

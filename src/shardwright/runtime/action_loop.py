@@ -29,10 +29,10 @@ class Stage(Sender, Protocol):
     """
 
     def forward(self, microbatch: int) -> None:
-        """Computes what the stage makes of a microbatch."""
+        """Computes the stage's outputs for a microbatch."""
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
-        """Computes the gradients of what the stage read, and of its weights.
+        """Computes the gradients of the stage's inputs and weights.
 
         Args:
             microbatch: which one.
@@ -40,7 +40,7 @@ class Stage(Sender, Protocol):
         """
 
     def backward_input(self, microbatch: int) -> None:
-        """Computes the gradients of what the stage read alone."""
+        """Computes only the gradients of the stage's inputs."""
 
     def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
         """Computes the gradients of the weights, after `backward_input`."""

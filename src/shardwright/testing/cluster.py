@@ -93,7 +93,7 @@ class Cluster:
         self.network.close()
 
     def traffic(self) -> list[Traffic]:
-        """What has gone over the link of each host."""
+        """The bytes over each host's link."""
         return [self.network.traffic(host) for host in range(self.network.num_hosts)]
 
     def torchrun(

@@ -42,7 +42,7 @@ def import_always() -> None:
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Imports what is not imported yet."""
+    """Imports the missing modules."""
     new = [name for name in modules if name not in sys.modules]
     for name in new:
         importlib.import_module(name)

@@ -64,7 +64,7 @@ def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Why the best is best, what limits it, and what the numbers rest on."""
+    """Why the best way is best, its limits, and the basis of the numbers."""
     task, best = answer.task, answer.best
     low, high = best.interval_s
     found = [

@@ -42,7 +42,7 @@ class Order:
 
 
 def refuse_broken(factory: str, *, build_on: str) -> None:
-    """Runs a factory once: else every rank would tell what is wrong with it.
+    """Runs a factory once, so that not every rank reports its error.
 
     Raises:
         UsageError: there is none, or it fails.

@@ -62,7 +62,7 @@ def _is_first() -> bool:
 
 
 def profile_of(measured: MeasuredModel, *, num_ranks: int) -> MeasuredProfile:
-    """What is written of a measured model."""
+    """The profile of a measured model."""
     graph, _ = next(iter(next(iter(measured.candidates.values())).values()))
     costs = {
         key: cost

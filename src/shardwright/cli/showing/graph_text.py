@@ -29,7 +29,7 @@ def format_graph(graph: ModelGraph) -> str:
 
 
 def feeds(graph: ModelGraph) -> dict[int, list[int]]:
-    """For each unit call, by node: the unit calls that read what it makes, directly or through operations."""
+    """For each unit call, by node: the unit calls that read its result, directly or through operations."""
     readers = graph.consumers()
     # Through operations: what each node's outputs lead to, found from the end, as nodes stand in order.
     reached: dict[int, set[int]] = {}

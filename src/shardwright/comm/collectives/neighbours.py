@@ -99,7 +99,7 @@ class Neighbours:
         close_in_children(self)
 
     def close(self) -> None:
-        """Lets go of the other ranks, but for other processes that have the same connections."""
+        """Releases the connections to other ranks, except in other processes that have them too."""
         self._close()
 
     def hang_up(self) -> None:

@@ -49,7 +49,7 @@ class OrderedThread:
         return future
 
     def run(self, task: Callable[[], Any]) -> Any:
-        """Does something now, or as soon as what is in front is done; returns its result."""
+        """Runs a task once earlier ones are done; returns its result."""
         if self._turns.is_mine:
             return task()
         with self._counting:

@@ -30,7 +30,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def from_arguments(given: Variables) -> LaunchEnvironment | None:
-    """What the caller passes to `detect`, under the names of its arguments."""
+    """The arguments of `detect`, by name."""
     if not given.together("rank", "world_size"):
         return None
     return _by_names(given, source="arguments", upper=False)

@@ -90,7 +90,7 @@ class LocalLink:
         return self._ring.is_full
 
     def close(self) -> None:
-        """Lets go of the other process, and of the memory."""
+        """Releases the connection to the other process, and the memory."""
         self._close()
         self.ended = True
         self.shrink()
@@ -98,7 +98,7 @@ class LocalLink:
             queue.clear()
 
     def shrink(self) -> None:
-        """Lets go of the memory for messages to come; the next one gets as much as it needs."""
+        """Releases the memory for future messages; the next one gets as much as it needs."""
         self._ring.give_up()
         self._own_segment = None
 
@@ -163,7 +163,7 @@ class LocalLink:
         self._posted.append(receipt)
 
     def listen(self) -> None:
-        """Takes note of all that the other process has said."""
+        """Reads everything that the other process has said."""
         at_once = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         while not self.ended:
             try:

@@ -123,7 +123,7 @@ class ValueBoard:
         self.mark(_DONE)
 
     def clear(self) -> None:
-        """Takes down what this rank has put up: all ranks are through with the batch."""
+        """Removes what this rank has posted: all ranks have finished the batch."""
         for name in self._mine:
             self._store.delete_key(name)
         self._mine.clear()

@@ -23,7 +23,7 @@ _LOCK = ".job.lock"
 
 @contextmanager
 def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
-    """Makes the folder of a job, without what the launchers of an earlier one of its name have left.
+    """Makes the folder of a job, without leftovers of an earlier job of its name.
 
     Args:
         spec: the job.
@@ -53,7 +53,7 @@ def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
 
 
 def still_runs(spec: JobSpec, where: str = "") -> ConfigError:
-    """What to say of a job whose name another has that goes on.
+    """The error for a job whose name a running job has.
 
     Args:
         spec: the job.

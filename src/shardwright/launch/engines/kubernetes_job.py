@@ -155,7 +155,7 @@ class KubernetesJob(RunningJob):
 
 
 def end_of(job: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The condition that says how a job has ended; None where it goes on."""
+    """The condition that says how a job has ended; None while it runs."""
     for condition in job.get("status", {}).get("conditions", []):
         if condition.get("status") == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
             found: Mapping[str, Any] = condition

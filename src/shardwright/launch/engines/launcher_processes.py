@@ -38,7 +38,7 @@ class HostCommand:
 
 
 def launcher_log(spec: JobSpec, host: int) -> Path:
-    """What the launcher of a host writes; the lines of all its ranks are in it."""
+    """The log of a host's launcher, with the lines of all its ranks."""
     return spec.logs / ("launcher.log" if spec.num_hosts == 1 else f"launcher-host{host}.log")
 
 

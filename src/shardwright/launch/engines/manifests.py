@@ -69,7 +69,7 @@ class Pods:
     service_account: str | None = None
 
     def pod_spec(self) -> dict[str, Any]:
-        """What a pod has besides its container."""
+        """The parts of a pod besides its container."""
         claims = {
             name: {"persistentVolumeClaim": {"claimName": claim}} for name, claim in self._claims().items()
         }
@@ -106,7 +106,7 @@ class Pods:
 
 
 def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, endpoint: str) -> str:
-    """What a container runs: unpacks the script, and becomes its host's launcher.
+    """The script of a container: unpacks the user's script, and becomes its host's launcher.
 
     Args:
         num_parts: of the packed script; 0 where it is in the image.

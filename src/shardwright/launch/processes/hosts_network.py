@@ -196,7 +196,7 @@ class HostsNetwork:
         end_all_in(self._names[host])
 
     def traffic(self, host: int) -> Traffic:
-        """What has gone over a host's link since the network was made."""
+        """The bytes over a host's link since the network was made."""
         shown = _run("ip", "-n", self._names[host], "-s", "-j", "link", "show", _INTERFACE)
         (link,) = json.loads(shown)
         counted = link["stats64"]

@@ -78,18 +78,18 @@ class Tee:
             self.release()
 
     def release(self) -> None:
-        """Shows what was held back."""
+        """Shows the lines held back."""
         for line in self._held:
             self._write(line)
         self.discard_held()
 
     def discard_held(self) -> None:
-        """Forgets what was held back, for it will be shown elsewhere."""
+        """Forgets the lines held back, which will be shown elsewhere."""
         self._held.clear()
         self._held_since_s = None
 
     def finish(self) -> None:
-        """Copies what is left, a last line without an end included."""
+        """Copies the rest, including a last line without an end."""
         while self.is_open and self.copy():
             pass
         if self._partial:

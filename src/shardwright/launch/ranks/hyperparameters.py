@@ -91,7 +91,7 @@ def hyperparameter_variables(hyperparameters: Mapping[str, Any]) -> dict[str, st
 
 
 def to_text(value: Any) -> str:
-    """A value as a variable has it: text as it is, the rest as JSON."""
+    """A value as text for a variable: text unchanged, the rest as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -54,7 +54,7 @@ def framework_parameters(
 
 
 def result_folders(run_folder: Path) -> dict[str, Path]:
-    """The folders for what a script leaves, by the variables that name them."""
+    """The folders for a script's results, by the variables that name them."""
     output = run_folder / "output"
     return {
         "SM_MODEL_DIR": run_folder / "model",

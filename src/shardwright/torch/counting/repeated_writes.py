@@ -57,7 +57,7 @@ class RepeatedWrites:
                 self._repeat(memory)
 
     def forget(self) -> None:
-        """The call is over: lets go of its frames."""
+        """Ends the call and releases its frames."""
         self.undecided = {memory for _, memory in self._undecided}
         self._undecided = []
 

@@ -69,7 +69,7 @@ class TracedDraws:
         return [generator for generator, _ in self._own.values()]
 
     def follow(self, items: Iterable[Any]) -> None:
-        """Takes note of the generators among what there is before the step function is called."""
+        """Records the generators that exist before the step function is called."""
         for item in items:
             if isinstance(item, torch.Generator) and not is_default(item):
                 state = item.get_state()
@@ -126,7 +126,7 @@ class TracedDraws:
             self._own_drawn.add(generator_key(own))
 
     def drawn_elsewhere(self, draw: Draw) -> None:
-        """A draw that is not in the row has run; takes note of the generator that was made in between."""
+        """A draw that is not in the row has run; records the generator that was made in between."""
         own = draw.generator
         if own is None or generator_key(own) in self._own:
             return

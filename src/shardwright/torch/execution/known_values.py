@@ -81,7 +81,7 @@ class KnownValues:
         self._taken_values = TakenValues(index, program, board, self._changes)
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         self._known.clear()
         self._own_values.clear()
         self._taken_values.clear()
@@ -89,7 +89,7 @@ class KnownValues:
     # ---- what was made here ----
 
     def note(self, result: Any) -> None:
-        """Takes note of what code of the step function gets to see."""
+        """Records the values that step-function code gets to see."""
         for item in leaves(result):
             value = self.value_of(item)
             if value is not None and not isinstance(item, DeferredTensor):
@@ -188,7 +188,7 @@ class KnownValues:
             )
 
     def returned(self, item: Any) -> Any:
-        """What the step function returns, as far as this rank knows it."""
+        """The step function's results, as far as this rank knows them."""
         value = self.value_of(item)
         return item if value is None else self._known.get(value, item)
 

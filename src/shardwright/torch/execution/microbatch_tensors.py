@@ -52,7 +52,7 @@ class MicrobatchTensors:
         self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         for kept in (self.values, self.held, self.leaves, self.gradients):
             kept.clear()
 

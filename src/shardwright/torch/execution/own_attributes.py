@@ -47,7 +47,7 @@ class OwnAttributes:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Has the modules hold what this microbatch finds; takes note of what it writes.
+        """Has the modules hold what this microbatch finds; records what it writes.
 
         Raises:
             TraceMismatchError: it writes what a later one has read already.
@@ -98,12 +98,12 @@ class OwnAttributes:
                 )
 
     def backward_reached(self, microbatch: int) -> None:
-        """Lets go of what nobody will ask this microbatch for."""
+        """Releases what nobody will ask this microbatch for."""
         if not self._runs_again:
             self._let_go(microbatch)
 
     def backward_done(self, microbatch: int) -> None:
-        """Lets go of what was kept for its backward, which has ended on this rank."""
+        """Releases what was kept for its backward, which has ended on this rank."""
         if self._runs_again:
             self._let_go(microbatch)
 
@@ -114,7 +114,7 @@ class OwnAttributes:
                     written.pop(microbatch, None)
 
     def finish(self) -> None:
-        """Leaves what a plain loop would leave: what the last microbatch wrote.
+        """Leaves the attributes as a plain loop would: as the last microbatch wrote them.
 
         Raises:
             TraceMismatchError: one did not put back what it found.

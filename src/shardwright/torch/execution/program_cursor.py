@@ -103,7 +103,7 @@ class ProgramCursor:
 
     @property
     def rest(self) -> list[Instruction]:
-        """What has not been called."""
+        """The steps not called yet."""
         return self._program.instructions[self.position :]
 
     def has_work(self, stage: int | None = None) -> bool:
@@ -178,7 +178,7 @@ class ProgramCursor:
     # ---- what came of them ----
 
     def note_made(self, result: Any, given: Iterable[Any], values: Mapping[int, int]) -> None:
-        """Takes note of what a step of this rank gave.
+        """Records the results of this rank's step.
 
         Args:
             result: with tensors in it.
@@ -192,7 +192,7 @@ class ProgramCursor:
                 self._made[id(item)] = weakref.ref(item), value
 
     def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes note of tensors that every rank has, and of which only one will have the content."""
+        """Records tensors that every rank has, and of which only one will have the content."""
         items = leaves((args, kwargs))
         self._spoilt.update(storage_key(items[position]) for position in instruction.spoils)
 

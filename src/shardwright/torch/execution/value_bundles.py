@@ -62,7 +62,7 @@ class OwnValues:
         self._num_put: Counter[_Name] = Counter()  # how often that was put up
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         self._waiting.clear()
 
     def note(self, value: int, tensor: Tensor) -> None:
@@ -85,12 +85,12 @@ class OwnValues:
                 self._versions.pop(value, None)
 
     def put_up_small(self) -> None:
-        """Puts up what is small: others may read it now, and units may change it later."""
+        """Posts small values: others may read them now, and units may change them later."""
         if self._waiting:
             self._put_bundle(is_last=False)
 
     def put_up_large(self) -> None:
-        """Puts up what is large, before anybody is known to use it."""
+        """Posts large values, before any rank is known to use them."""
         for value, reference in self._large.items():
             tensor = reference()
             if tensor is not None:
@@ -158,7 +158,7 @@ class TakenValues:
         self._turns: Counter[_Name] = Counter()  # how often a value that was put up by itself was taken
 
     def clear(self) -> None:
-        """Lets go of all values."""
+        """Releases all values."""
         self._bundles.clear()
 
     def take(self, value: int, *, is_behind_backward: bool) -> bytes:

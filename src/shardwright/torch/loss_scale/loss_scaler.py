@@ -56,7 +56,7 @@ class LossScaler:
                 setattr(self, name, saved[name])
 
     def gradients_came(self, *, overflow: bool) -> None:
-        """Takes note of the gradients of a step.
+        """Records the gradients of a step.
 
         Args:
             overflow: some are infinite or no numbers, on any rank of the job.

@@ -85,7 +85,7 @@ class ModelState:
             self._gathers = before
 
     def load(self, state: Any, *, strict: bool, assign: bool = False) -> Any:
-        """Loads the state of the whole model; each rank takes what it holds.
+        """Loads the state of the whole model; each rank takes its share.
 
         Before the first step of a model on the meta device, it is kept until then.
         """

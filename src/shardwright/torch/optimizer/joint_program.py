@@ -81,7 +81,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[Any, Holding] = {}  # by `weak_storage`
 
     def holds(self, tensors: Sequence[Tensor | None], holding: Holding) -> None:
-        """Takes note of who has tensors that are here."""
+        """Records which ranks hold these tensors."""
         for tensor in tensors:
             if tensor is not None and (key := weak_storage(tensor)) is not None:
                 self._held[key] = holding
@@ -92,7 +92,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return holding is None or self._context.rank in holding.ranks
 
     def forget(self) -> None:
-        """Lets go of what it knows of tensors that are no more."""
+        """Forgets tensors that no longer exist."""
         self._held = {key: holding for key, holding in self._held.items() if not key.expired()}
 
     def tell_numbers(self, groups: Sequence[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ class BufferKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "BufferKind":
-        """What a tensor is."""
+        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -54,5 +54,5 @@ class BufferKind:
 
 
 def first_kinds(model: nn.Module) -> dict[str, BufferKind]:
-    """What the buffers of a model are now, by name."""
+    """The current forms of a model's buffers, by name."""
     return {name: BufferKind.of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}

@@ -58,7 +58,7 @@ def partition(rank: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, rank: int) -> None:
-    """Places a module, and what is inside it, on a pipeline rank; call it before the first step.
+    """Places a module and its content on a pipeline rank; call it before the first step.
 
     Args:
         module: any module of the model.

@@ -86,7 +86,7 @@ def cast_inputs(given: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_outputs(result: Any) -> Any:
-    """Casts what a model in 16 bits gives to float32, for losses and metrics."""
+    """Casts the outputs of a 16-bit model to float32, for losses and metrics."""
 
     def cast(item: Any) -> Any:
         return item.float() if isinstance(item, Tensor) and item.dtype in _LOW else item

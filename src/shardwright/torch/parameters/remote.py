@@ -154,7 +154,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
-    """Makes a parameter or buffer one without values, the same object, and lets go of its memory.
+    """Makes a parameter or buffer remote: the same object without values; frees its memory.
 
     Args:
         tensor: has values, or is on the meta device.
@@ -179,7 +179,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
 ) -> Any:
-    """What an operation gives where its tensors have no values: stand-ins; what it changes, it leaves.
+    """The result of an operation without values: stand-ins; changed tensors stay as they are.
 
     Args:
         func: the operator.

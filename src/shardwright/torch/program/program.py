@@ -140,7 +140,7 @@ def build_program(
     rank: int,
     recompute: frozenset[str] = frozenset(),
 ) -> Program:
-    """Works out what a rank computes, sends and receives.
+    """Makes the program: what a rank computes, sends and receives.
 
     Args:
         trace: the traced step function.

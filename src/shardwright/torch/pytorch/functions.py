@@ -235,5 +235,5 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def name_of_call(func: Any) -> str:
-    """What is called, for an error: ``add()``, ``module Linear``."""
+    """The name of a call, for errors: ``add()``, ``module Linear``."""
     return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"

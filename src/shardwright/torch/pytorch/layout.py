@@ -33,7 +33,7 @@ def order_of(tensor: Tensor) -> Order | None:
 
 
 def in_memory_order(tensor: Tensor, order: Order | None) -> Tensor:
-    """The tensor with its dims in the order of memory, as it is sent."""
+    """The tensor with its dims in memory order, as it is sent."""
     return tensor if order is None else tensor.detach().permute(order)
 
 

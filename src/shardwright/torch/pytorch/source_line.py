@@ -40,7 +40,7 @@ def user_line(inside: FrameType | None = None) -> str:
 
 
 def line_of(function: Callable[..., Any]) -> str:
-    """``file:line`` where a function is defined; empty for what is not written in Python."""
+    """``file:line`` of a function's definition; empty if it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 

@@ -30,7 +30,7 @@ class TensorContents:
         self._versions: list[tuple[Tensor, int, int]] = []
 
     def keep(self, tensor: Tensor) -> None:
-        """Takes note of a tensor that `has_content`."""
+        """Records a tensor that `has_content`."""
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._kept:

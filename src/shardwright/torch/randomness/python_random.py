@@ -129,6 +129,6 @@ def state_from_tensor(state: Tensor) -> None:
 
 
 def get_python_mark() -> tuple[Any, ...]:
-    """What is equal as long as nothing is drawn."""
+    """A mark that stays equal as long as nothing is drawn."""
     python, (_, keys, *rest) = get_python_state()
     return python, keys.tobytes(), *rest

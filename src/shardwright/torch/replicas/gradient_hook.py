@@ -55,7 +55,7 @@ class GradientsOfBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor in the place of the gradients."""
+        """Replaces the gradients by another tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class HookedBucket:
         self._flags = self._work = self._future = None
 
     def finish(self, divisor: float) -> None:
-        """Waits, and puts what the hook gives into the gradients.
+        """Waits, and writes the hook's result into the gradients.
 
         Args:
             divisor: gradients are divided by it; the hook has taken care of the number of replicas.

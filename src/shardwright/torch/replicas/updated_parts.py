@@ -50,18 +50,18 @@ class UpdatedParts:
         return sum(master.nbytes for master in self._masters.values())
 
     def own_range(self, tensor: Tensor) -> range | None:
-        """Which elements this rank updates of what it has of a parameter; None where that is all of them."""
+        """The range of a parameter's elements that this rank updates; None for all of them."""
         if not self._is_cut(tensor):
             return None
         size = self._piece(tensor.numel())
         return range(min(self._rank * size, tensor.numel()), min((self._rank + 1) * size, tensor.numel()))
 
     def master(self, parameter: Tensor) -> Tensor | None:
-        """The copy in float32 of what this rank updates of a parameter, where there is one."""
+        """The float32 copy of the part that this rank updates, if any."""
         return self._masters.get(id(parameter))
 
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Has a copy in float32 go on from what was saved of it.
+        """Restores a float32 copy from its saved one.
 
         Args:
             parameter: in 16 bits.

@@ -125,7 +125,7 @@ class Context:
         return made[self.mesh.group(axes, self.rank)]
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
-        """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.
+        """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.
 
         The ranks fail together.
 

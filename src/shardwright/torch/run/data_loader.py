@@ -132,7 +132,7 @@ class ReplicaLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another one was.
+        """Resumes at the position of another loader.
 
         Raises:
             CheckpointError: that was of other data, or shuffled otherwise.

@@ -125,7 +125,7 @@ class InTurns:
         self._make(self.window.begin())
 
     def use(self, *numbers: int) -> None:
-        """Gathers parcels that are not at hand, and waits for them."""
+        """Gathers the missing parcels, and waits for them."""
         if numbers == self._in_use:
             return
         self._make(self.window.use(numbers))
@@ -136,7 +136,7 @@ class InTurns:
         self._in_use = numbers
 
     def end(self) -> None:
-        """Lets go of all rows."""
+        """Releases all rows."""
         self.to_come.clear()
         self._saved.end()
         for parcel in self._parcels:

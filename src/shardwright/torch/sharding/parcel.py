@@ -59,7 +59,7 @@ class Parcel:
             each.come(self.memory.whole(index))
 
     def go(self, bring: Bring) -> None:
-        """Lets go of all rows, in a step."""
+        """Releases all rows, in a step."""
         self.settle()
         if self._are_here:
             self._are_here = False
@@ -68,7 +68,7 @@ class Parcel:
         self.memory.release()
 
     def end(self) -> None:
-        """Lets go of all rows when the step has ended."""
+        """Releases all rows when the step has ended."""
         self._are_here = False
         for each in self.parameters:
             each.forget_rows()
@@ -79,7 +79,7 @@ class Parcel:
         self._wait = None
 
     def settle(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for rows on their way."""
         if self._wait is not None:
             self._wait()
             self._wait = None

@@ -63,7 +63,7 @@ class ShardMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Lets go of memory for all rows; whatever looks at it keeps it."""
+        """Releases memory for all rows; whatever looks at it keeps it."""
         ...
 
 
@@ -169,7 +169,7 @@ class HostsMemory:
         return self._memory
 
     def release(self) -> None:
-        """Lets go of memory for all rows; the next time, others take part in new memory."""
+        """Releases memory for all rows; the next time, others take part in new memory."""
         self._memory = None
 
 
@@ -234,7 +234,7 @@ class DeviceMemory:
         return self._memory
 
     def release(self) -> None:
-        """Lets go of memory for all rows."""
+        """Releases memory for all rows."""
         self._memory = None
 
 

@@ -127,7 +127,7 @@ class ShardedParameter:
             becomes_absent(self.parameter, self, bring)
 
     def come(self, whole: Tensor | None = None) -> None:
-        """All rows are at hand.
+        """All rows have arrived.
 
         Args:
             whole: where; None for where they were the last time.

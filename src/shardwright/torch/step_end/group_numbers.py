@@ -96,7 +96,7 @@ class GroupNumbers:
         )
 
     def judge(self, digests: Tensor, *, step: int) -> UsageError | None:
-        """Says what is wrong with the numbers; collective over all ranks where they differ.
+        """Reports differences of the numbers; collective over all ranks where they differ.
 
         Args:
             digests: of all ranks: (ranks, 4), in the order of `digests`.

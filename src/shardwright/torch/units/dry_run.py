@@ -92,7 +92,7 @@ def plan_model(
     search_degrees: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Makes the plan of a training run from what was measured before, or from FLOPs, bytes and rates.
+    """Plans a training run from earlier measurements, or from FLOPs, bytes and rates.
 
     Args:
         model: any module; under ``torch.device("meta")`` it takes no memory.

@@ -46,7 +46,7 @@ class Entanglement:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what is written to attributes of modules meanwhile."""
+        """Watches writes to attributes of modules."""
         plain = nn.Module.__setattr__
 
         def write(module: nn.Module, key: str, value: Any) -> None:

@@ -51,7 +51,7 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
-        """Takes the module as a unit, or goes on with its children."""
+        """Makes the module a unit, or continues with its children."""
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
